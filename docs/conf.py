@@ -1,0 +1,22 @@
+"""Sphinx settings: sphinx-build -W docs docs/_build/html, with fxqat installed."""
+
+from fxqat import __version__
+
+project = "fxqat"
+author = "the fxqat authors"
+release = __version__
+version = __version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "alabaster"
+html_theme_options = {"description": "What you trained is what you ship", "fixed_sidebar": True, "page_width": "1100px"}
+html_show_sphinx = False
+
+# The docstrings of torch.nn.Module are not ours, and are not all valid reStructuredText.
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+# Fields under "Attributes:" are listed in the text of the class, so that autodoc does not describe them twice.
+napoleon_use_ivar = True

@@ -1,0 +1,64 @@
+"""The one table at the end of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy import OffByAStep
+from engine import Accuracy
+from prettytable import PrettyTable
+
+
+@dataclass(frozen=True)
+class Row:
+    """One form of the model; what does not apply to it is None.
+
+    Args:
+        name: what it is.
+        accuracy: on the validation images.
+        size: bytes of its ONNX file.
+        latency: milliseconds of one call in ONNX Runtime.
+        off_by_a_step: its outputs compared with those of the fake-quant model.
+    """
+
+    name: str
+    accuracy: Accuracy
+    size: int | None = None
+    latency: float | None = None
+    off_by_a_step: OffByAStep | None = None
+
+
+def make_table(rows: Sequence[Row], onnx_batch: int) -> str:
+    """The rows as text, with a line below on what the last columns mean."""
+    table = PrettyTable(
+        [
+            "model",
+            "Acc@1 %",
+            "Acc@5 %",
+            "ONNX file MB",
+            f"latency ms (batch {onnx_batch})",
+            "off by a step",
+            "off, optimized",
+        ]
+    )
+    table.align = "r"
+    table.align["model"] = "l"
+    for row in rows:
+        off = row.off_by_a_step
+        table.add_row(
+            [
+                row.name,
+                f"{row.accuracy.acc1:.2f}",
+                f"{row.accuracy.acc5:.2f}",
+                "-" if row.size is None else f"{row.size / 1e6:.2f}",
+                "-" if row.latency is None else f"{row.latency:.2f}",
+                "-" if off is None else f"{off.plain:.3%}",
+                "-" if off is None else f"{off.optimized:.3%}",
+            ]
+        )
+    compared = next((row.off_by_a_step for row in rows if row.off_by_a_step), None)
+    if compared is None:
+        return str(table)
+    return (
+        f"{table}\nOff by a step: share of the output values, over {compared.images} validation images, for which ONNX "
+        "Runtime is a quantization\nstep or more away from the fake-quant model; with graph optimizations off, and on."
+    )

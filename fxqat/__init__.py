@@ -1,0 +1,31 @@
+"""fxqat: quantization-aware training on ``torch.fx`` that exports the QDQ ONNX file it trained."""
+
+from fxqat.checkpoint import load_checkpoint, load_quant_params, save_checkpoint
+from fxqat.convert_export import ExportReport, convert_export
+from fxqat.fake_quantize.state import (
+    disable_all,
+    enable_all,
+    enable_calibration,
+    enable_calibration_quantization,
+    enable_calibration_woquantization,
+    enable_quantization,
+)
+from fxqat.prepare_by_platform import BackendType, prepare_by_platform
+from fxqat.version import __version__
+
+__all__ = [
+    "BackendType",
+    "ExportReport",
+    "__version__",
+    "convert_export",
+    "disable_all",
+    "enable_all",
+    "enable_calibration",
+    "enable_calibration_quantization",
+    "enable_calibration_woquantization",
+    "enable_quantization",
+    "load_checkpoint",
+    "load_quant_params",
+    "prepare_by_platform",
+    "save_checkpoint",
+]

@@ -1,0 +1,179 @@
+"""Checkpoints: one file that the float model loads and that QAT resumes from; and the parameters' way back in.
+
+The file is a dict that ``torch.load(weights_only=True)`` reads:
+
+* ``state_dict``: the weights under the float model's own names, without fake-quant;
+* ``qat_state_dict``: the complete state of the prepared model, switches included;
+* ``format``, ``backend``, ``extra``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fxqat.convert_export import convert_export
+from fxqat.errors import CheckpointError
+from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.onnx.quant_params import params_document, read_params
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.lower import lower
+from fxqat.utils.files import atomic_path
+from fxqat.utils.torch_compat import unwrap
+
+FORMAT = "fxqat.checkpoint.1"
+
+
+def save_checkpoint(
+    model: nn.Module,
+    file_path: str | os.PathLike[str],
+    file_path_json: str | os.PathLike[str] | None = None,
+    *,
+    file_path_onnx: str | os.PathLike[str] | None = None,
+    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Save a prepared model.
+
+    ``["state_dict"]`` of the file loads strictly into the float model; :func:`load_checkpoint` resumes QAT from the
+    same file to a bit-identical next step. Every file is written atomically: a crash leaves the old one.
+
+    Args:
+        model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``.
+        file_path: the ``.pth`` file.
+        file_path_json: the JSON of scales and zero points, if wanted; the model must be calibrated.
+        file_path_onnx: the QDQ ONNX file, if wanted; needs ``example_inputs``.
+        example_inputs: the inputs for the ONNX export.
+        extra: anything else of the training (epoch, optimizer state); tensors and plain values only.
+
+    Raises:
+        CheckpointError: the model is not a prepared one, a path cannot be written, or ``example_inputs`` is missing.
+    """
+    gm = _prepared(model)
+    if file_path_onnx is not None and example_inputs is None:
+        raise CheckpointError("file_path_onnx needs example_inputs: a tuple of the model's inputs")
+    content = {
+        "format": FORMAT,
+        "backend": gm.provenance.backend,
+        "state_dict": float_state_dict(gm),
+        "qat_state_dict": gm.state_dict(),
+        "extra": extra if extra is not None else {},
+    }
+    with atomic_path(file_path, CheckpointError) as temporary:
+        torch.save(content, temporary)
+    if file_path_onnx is not None:
+        assert example_inputs is not None
+        convert_export(model, example_inputs, file_path_onnx, file_path_json)
+    elif file_path_json is not None:
+
+
+        document = params_document(lower(gm).tensors.values(), gm.provenance.backend, 18)
+        with atomic_path(file_path_json, CheckpointError) as temporary:
+            temporary.write_text(json.dumps(document, indent=1))
+
+
+def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the float model inside a prepared one, under the float model's names."""
+    gm = _prepared(model)
+    state = gm.state_dict()
+    trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
+    return trained | {name: tensor.detach() for name, tensor in gm.provenance.unread.items()}
+
+
+def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Restore a prepared model from a file of :func:`save_checkpoint`.
+
+    Args:
+        model: a model prepared in the same way (same backend and configuration), calibrated or not.
+        file_path: the file.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no checkpoint of fxqat, or does not fit the model. The model is
+            unchanged then.
+    """
+    gm = _prepared(model)
+    try:
+        content = torch.load(file_path, map_location="cpu", weights_only=True)
+    except Exception as cause:  # torch.load raises many kinds
+        raise CheckpointError(f"cannot read a checkpoint from {file_path}: {cause}") from cause
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{file_path} is not a checkpoint that fxqat.save_checkpoint wrote ({FORMAT})")
+    if content["backend"] != gm.provenance.backend:
+        raise CheckpointError(f"{file_path} is for backend {content['backend']}, the model for {gm.provenance.backend}")
+    _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
+    gm.load_state_dict(content["qat_state_dict"], strict=True)
+    return content["extra"]  # type: ignore[no-any-return]
+
+
+def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) -> None:
+    """Put scales and zero points of a parameter file into a prepared model, which is calibrated then.
+
+    Args:
+        model: a model prepared in the same way as the one that was exported.
+        file_path_json: the file.
+
+    Raises:
+        CheckpointError: the file cannot be read, or does not have exactly the quantizers of the model.
+    """
+    gm = _prepared(model)
+    tensors = read_params(file_path_json)["tensors"]
+    entries: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in tensors.values():
+        if entry["kind"] != "bias":
+            entries[(entry["kind"], entry["module"])] = entry
+    quants = dict(named_fake_quants(gm))
+    wanted = {_key(name, quant): quant for name, quant in quants.items()}
+    missing, surplus = sorted(set(wanted) - set(entries)), sorted(set(entries) - set(wanted))
+    if missing or surplus:
+        raise CheckpointError(
+            f"{file_path_json} does not fit the model: {len(missing)} quantizers without an entry {missing[:4]}, "
+            f"{len(surplus)} entries without a quantizer {surplus[:4]}"
+        )
+    for key, quant in wanted.items():
+        _check_entry(key, quant, entries[key], str(file_path_json))
+    for key, quant in wanted.items():
+        entry = entries[key]
+        scale = torch.from_numpy(np.asarray(entry["scale"], np.float32)).reshape(quant.scale.shape)
+        quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
+
+
+def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
+    return ("weight", name.removesuffix(".weight_fake_quant")) if quant.kind == WEIGHT else ("activation", name)
+
+
+def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str, Any], path: str) -> None:
+    scheme = quant.scheme
+    wanted = (scheme.bit_width, scheme.signed, quant.scale.numel())
+    found = (entry["bit_width"], entry["signed"], len(entry["scale"]))
+    if wanted != found:
+        raise CheckpointError(f"{path}: {key[1]} ({key[0]}): expected (bits, signed, scales) {wanted}, found {found}")
+
+
+def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> None:
+    missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    shapes = [
+        f"{name}: {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in set(wanted) & set(found)
+        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape
+    ]
+    if missing or surplus or shapes:
+        raise CheckpointError(
+            f"{path} does not fit the model: missing {missing[:4]}, unexpected {surplus[:4]}, shapes {sorted(shapes)[:4]}. "
+            "Prepare the model with the backend and configuration it was saved with."
+        )
+
+
+def _prepared(model: nn.Module) -> QuantGraphModule:
+    gm = unwrap(model)
+    if not isinstance(gm, QuantGraphModule):
+        raise CheckpointError(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
+    return gm

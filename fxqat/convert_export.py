@@ -1,0 +1,222 @@
+"""The way out: a trained model in, a proven QDQ ONNX file and its parameters out."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
+from fxqat.errors import ExportError, ParityError
+from fxqat.fake_quantize.state import require_calibrated
+from fxqat.onnx.names import name_tensors
+from fxqat.onnx.opset import check_opset, downgrade, opset_of
+from fxqat.onnx.quant_params import check_params, params_document
+from fxqat.onnx.simplify import simplify
+from fxqat.onnx import verify as parity
+from fxqat.onnx.verify import ParityCertificate
+from fxqat.quantization.capture import capture
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.lower import Lowered, lower
+from fxqat.scheme import QuantizedTensor
+from fxqat.utils.files import atomic_path, check_writable
+from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.torch_compat import unwrap
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export wrote.
+
+    Args:
+        onnx_path: the QDQ ONNX file.
+        json_path: the parameter file, None if none was asked for.
+        certificate_path: the parity certificate, None without verification.
+        opset_version: opset of the file.
+        certificate: the comparison with ONNX Runtime, None without verification.
+        tensors: every quantized tensor of the file.
+    """
+
+    onnx_path: Path
+    json_path: Path | None
+    certificate_path: Path | None
+    opset_version: int
+    certificate: ParityCertificate | None
+    tensors: tuple[QuantizedTensor, ...]
+
+    def __str__(self) -> str:
+        size = self.onnx_path.stat().st_size / 2**20 if self.onnx_path.exists() else 0.0
+        head = f"{self.onnx_path} ({size:.2f} MiB, opset {self.opset_version}, {len(self.tensors)} quantized tensors)"
+        return head if self.certificate is None else f"{head}\n{self.certificate}"
+
+
+def convert_export(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Tensor,
+    file_path: str | os.PathLike[str],
+    file_path_json: str | os.PathLike[str] | None = None,
+    *,
+    opset_version: int = 18,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = False,
+    verify: bool = True,
+    weights: str = "integer",
+) -> ExportReport:
+    """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
+
+    The model is not changed: mode, device, switches and weights stay. It is exported as deployed, every fake-quant on,
+    whatever the switches say.
+
+    Args:
+        model: a calibrated model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``, on any device.
+        example_inputs: a tuple of inputs (a single tensor is taken as one); they give the shapes, and the values that
+            the proof runs on.
+        file_path: the ONNX file to write.
+        file_path_json: the JSON of scales and zero points to write.
+        opset_version: 18 to the newest that onnx knows; 13 to 17 where onnx's version converter manages it.
+        input_names: names of the file's inputs.
+        output_names: names of the file's outputs.
+        dynamic_batch: leave the first dimension of every input open.
+        verify: run the file in ONNX Runtime and compare; writes the certificate ``<stem>.parity.json``.
+        weights: ``"integer"``, or ``"float"`` to keep float weights behind Q/DQ pairs.
+
+    Returns:
+        Paths, opset, tensors and certificate.
+
+    Raises:
+        CalibrationError: a quantizer has no usable range.
+        ExportError: an argument is wrong, a tensor cannot be exported, or a path cannot be written.
+        ParityError: the file does not compute what the model computes. Nothing is written then.
+
+    Source: ONNX QuantizeLinear, DequantizeLinear (opset 13 and later).
+    """
+    gm = _prepared(model)
+    inputs = _inputs(example_inputs)
+    check_opset(opset_version)
+    if weights not in ("integer", "float"):
+        raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
+    _check_paths(file_path, file_path_json)
+    require_calibrated(gm)
+    lowered = lower(gm, weights)
+    program = _run_exporter(lowered, inputs, opset_version, input_names, output_names, dynamic_batch)
+    names = name_tensors(program, lowered.tensors)
+    proto = ir.to_proto(program)
+    if opset_version < NATIVE_OPSET:
+        proto = downgrade(proto, opset_version)
+    _check_model(proto, opset_version)
+    if weights == "integer":
+        check_params(proto, names.values())
+    in_file = {lowered.tensors[path].name: tensor.name for path, tensor in names.items()}
+    certificate = _certify(gm, proto, inputs, in_file) if verify else None
+    document = params_document(names.values(), gm.provenance.backend, opset_version)
+    return _write(proto, document, certificate, Path(file_path), file_path_json, tuple(names.values()))
+
+
+def _prepared(model: nn.Module) -> QuantGraphModule:
+    gm = unwrap(model)
+    if not isinstance(gm, QuantGraphModule):
+        raise ExportError(
+            f"expected a model that prepare_by_platform returned (or a DDP / torch.compile wrapper of one), "
+            f"got {type(model).__name__}"
+        )
+    return gm
+
+
+def _inputs(example_inputs: tuple[Any, ...] | Tensor) -> tuple[Any, ...]:
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs or ())
+    tensors = flatten_tensors(inputs)
+    if not tensors or any(tensor.numel() == 0 for tensor in tensors):
+        raise ExportError("example_inputs must hold at least one tensor, and none of them may be empty")
+    return map_tensors(inputs, lambda tensor: tensor.detach().cpu())  # type: ignore[no-any-return]
+
+
+def _check_paths(*paths: str | os.PathLike[str] | None) -> None:
+    """Fail before the work, not after it."""
+    for path in paths:
+        if path is not None:
+            check_writable(path, ExportError)
+
+
+def _run_exporter(
+    lowered: Lowered,
+    inputs: tuple[Any, ...],
+    opset_version: int,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_batch: bool,
+) -> ir.Model:
+    if dynamic_batch:  # a batch of 1 would be taken for a constant
+        inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.shape[0] == 1 else t)
+    batch = torch.export.Dim("batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.onnx.export(
+                lowered.module,
+                inputs,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=max(opset_version, NATIVE_OPSET),
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_shapes=map_tensors(inputs, lambda _: {0: batch}) if dynamic_batch else None,
+                custom_translation_table=translation_table(),
+            )
+        except Exception as cause:  # the exporter wraps every kind of failure
+            raise ExportError(f"torch.onnx.export failed: {cause}") from cause
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program")
+    return simplify(program.model)
+
+
+def _check_model(proto: onnx.ModelProto, opset_version: int) -> None:
+    if opset_of(proto) != opset_version:
+        raise ExportError(f"asked for opset {opset_version}, the exporter reached {opset_of(proto)}")
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except Exception as cause:  # checker and shape inference have separate error types
+        raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
+
+
+def _certify(
+    gm: QuantGraphModule, proto: onnx.ModelProto, inputs: tuple[Any, ...], names: dict[str, str]
+) -> ParityCertificate:
+    integers, outputs = capture(gm, inputs)
+    in_file = {names[name]: values for name, values in integers.items() if name in names}
+    certificate = parity.verify(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
+    if not certificate.passed:
+        raise ParityError(f"the exported file does not compute what the model computes; nothing was written.\n{certificate}")
+    return certificate
+
+
+def _write(
+    proto: onnx.ModelProto,
+    document: dict[str, Any],
+    certificate: ParityCertificate | None,
+    onnx_path: Path,
+    json_path: str | os.PathLike[str] | None,
+    tensors: tuple[QuantizedTensor, ...],
+) -> ExportReport:
+    """Write all files or none."""
+    json_path = None if json_path is None else Path(json_path)
+    certificate_path = None if certificate is None else (json_path or onnx_path).with_suffix(".parity.json")
+    with ExitStack() as stack:
+        stack.enter_context(atomic_path(onnx_path, ExportError)).write_bytes(proto.SerializeToString())
+        if json_path is not None:
+            stack.enter_context(atomic_path(json_path, ExportError)).write_text(json.dumps(document, indent=1))
+        if certificate is not None and certificate_path is not None:
+            text = json.dumps(certificate.as_json(), indent=1)
+            stack.enter_context(atomic_path(certificate_path, ExportError)).write_text(text)
+    return ExportReport(onnx_path, json_path, certificate_path, opset_of(proto), certificate, tensors)

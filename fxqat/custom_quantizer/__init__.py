@@ -1,0 +1,7 @@
+"""Who gets quantized: backends as tables, and the interpreter that reads them."""
+
+from fxqat.custom_quantizer.quantizer import BackendQuantizer
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.table import BackendType
+
+__all__ = ["BackendQuantizer", "BackendSpec", "BackendType", "Rule"]

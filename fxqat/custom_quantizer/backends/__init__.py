@@ -1,0 +1,1 @@
+"""The backends: one table each."""

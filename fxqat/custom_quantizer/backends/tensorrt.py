@@ -1,0 +1,37 @@
+"""TensorRT: explicit quantization, Q/DQ only where an int8 kernel reads its inputs."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.scheme import QuantizeScheme, TensorQConfig
+
+INT8_WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
+INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True)
+
+READS = Rule(output=False, reason="an int8 kernel reads its inputs; TensorRT places the output's rounding itself")
+RESIDUAL = Rule(
+    inputs="residual", output=False, reason="only the shortcut is quantized; the other branch fuses into the layer"
+)
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="runs in the type of its input")
+
+TENSORRT = BackendSpec(
+    name="TensorRT",
+    weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
+    activation=TensorQConfig(INT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    rules=MappingProxyType(
+        {
+            "weighted": READS,
+            "matmul": READS,
+            "pool": READS,
+            "max_pool1d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
+            "max_pool2d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
+            "max_pool3d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
+            "add": RESIDUAL,
+            "pass_through": FOLLOWS,
+            "identity": FOLLOWS,
+        }
+    ),
+    source="NVIDIA TensorRT documentation, 'Working with quantized types', Q/DQ placement recommendations",
+)

@@ -1,0 +1,48 @@
+"""The backends by name."""
+
+from __future__ import annotations
+
+import difflib
+from enum import Enum
+
+from fxqat.custom_quantizer.backends.experimental import EXPERIMENTAL
+from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
+from fxqat.custom_quantizer.backends.tensorrt import TENSORRT
+from fxqat.custom_quantizer.backends.tsqat import TSQAT
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.errors import ConfigError
+
+
+class BackendType(Enum):
+    """The deployment targets; the value is the name to write in text."""
+
+    TSQAT = "TSQAT"
+    Experimental = "Experimental"
+    ONNXRuntime = "ONNXRuntime"
+    TensorRT = "TensorRT"
+
+
+BACKENDS: dict[BackendType, BackendSpec] = {
+    BackendType.TSQAT: TSQAT,
+    BackendType.Experimental: EXPERIMENTAL,
+    BackendType.ONNXRuntime: ONNXRUNTIME,
+    BackendType.TensorRT: TENSORRT,
+}
+
+
+def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
+    """The table of a backend, given as an enum member, its name, or a table of one's own.
+
+    Raises:
+        ConfigError: no backend has that name.
+    """
+    if isinstance(backend, BackendSpec):
+        return backend
+    if isinstance(backend, BackendType):
+        return BACKENDS[backend]
+    names = [member.value for member in BackendType]
+    if backend in names:
+        return BACKENDS[BackendType(backend)]
+    close = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.4)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown backend {backend!r}{hint} Known: {', '.join(names)}")

@@ -1,0 +1,54 @@
+"""What kind of value each node produces, as far as the graph tells."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import fx
+
+from fxqat.quantization.ops import BINARY, NOT_FLOAT, OPAQUE, RECURRENT, identify
+from fxqat.utils.fx_graph import node_inputs
+
+
+class Kind(Enum):
+    """The kind of a value."""
+
+    FLOAT = "float tensor"
+    CONTAINER = "tuple of float tensors"
+    UNKNOWN = "result of an operator outside the table"
+    OTHER = "size, index, boolean or constant"
+
+
+def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
+    """The kind of every node's value, from the ops alone (inputs of the model are taken to be float tensors)."""
+    kinds: dict[fx.Node, Kind] = {}
+    for node in gm.graph.nodes:
+        kinds[node] = _kind(gm, node, kinds)
+    return kinds
+
+
+def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    if node.op == "output":
+        return Kind.OTHER
+    if node.op == "placeholder":
+        return Kind.FLOAT
+    if node.op == "get_attr":
+        owner, _, name = str(node.target).rpartition(".")
+        tensor = getattr(gm.get_submodule(owner), name)
+        return Kind.FLOAT if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else Kind.OTHER
+    op = identify(node)
+    if op.family == NOT_FLOAT:
+        return Kind.OTHER
+    if op.family in (OPAQUE, RECURRENT):
+        return Kind.UNKNOWN
+    if op.name == "split":
+        return Kind.CONTAINER
+    first = next(node_inputs(node.args), None)
+    source = kinds.get(first, Kind.OTHER) if first is not None else Kind.OTHER
+    if op.name == "getitem":
+        return Kind.FLOAT if source in (Kind.CONTAINER, Kind.UNKNOWN) else source
+    if op.family == BINARY:
+        inputs = {kinds[n] for n in node_inputs((node.args, node.kwargs))}
+        return Kind.FLOAT if inputs & {Kind.FLOAT, Kind.UNKNOWN} else Kind.OTHER
+    return Kind.FLOAT

@@ -1,0 +1,93 @@
+"""Fake-quantization with a straight-through gradient: one function for fixed and learned parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fxqat.fake_quantize.functional import fake_quantize, per_axis, valid_scale, valid_zero_point
+
+
+class FakeQuantizeSTE(torch.autograd.Function):
+    """``x_hat = fake_quantize(x)`` with gradients for x, scale and zero point.
+
+    The grid is ``s = max(valid_scale(scale), scale_floor) / factor``. With ``q = x / s + zero_point``, ``g`` the
+    incoming gradient and "inside" meaning quant_min < q < quant_max:
+
+    * x: g inside, 0 outside (straight-through estimator);
+    * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; to ``scale`` by the chain rule;
+    * zero_point: sum of ``-g * s`` outside.
+
+    The scale and zero-point gradients are multiplied by ``grad_scale``; what is not finite in them becomes 0, so that
+    one bad batch cannot destroy a learned parameter. All of it runs in float32, also when x is half precision; the
+    result has x's dtype. ``factor`` and ``scale_floor`` are constants here.
+
+    Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
+    Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102  the class says it all
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        factor: Tensor | None,
+        scale_floor: Tensor | None,
+        quant_min: int,
+        quant_max: int,
+        axis: int | None,
+        grad_scale: float,
+    ) -> Tensor:
+        grid = valid_scale(scale)
+        if scale_floor is not None:
+            grid = torch.maximum(grid, scale_floor)
+        if factor is not None:
+            grid = grid / factor
+        offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max)
+        x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
+        learns = ctx.needs_input_grad[1]
+        full_precision = x.dtype == torch.float32
+        # x_hat is kept alive by the layer that reads it anyhow; in half precision it is cheaper to compute it again
+        ctx.save_for_backward(x, scale, factor, grid, offset, x_hat if learns and full_precision else None)
+        ctx.range = (quant_min, quant_max, axis, grad_scale)
+        return x_hat if full_precision else x_hat.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: D102
+        x, scale, factor, grid, offset, x_hat = ctx.saved_tensors
+        quant_min, quant_max, axis, grad_scale = ctx.range
+        dtype = x.dtype
+        x, grad = x.float(), grad.float()
+        scratch = torch.div(x, per_axis(grid, x.dim(), axis))
+        if offset is not None:
+            scratch.add_(per_axis(offset, x.dim(), axis))
+        # hardtanh's backward is the mask "strictly between two numbers" applied in a single pass
+        grad_x = torch.ops.aten.hardtanh_backward(grad, scratch, quant_min, quant_max)
+        grad_s = grad_z = None
+        if ctx.needs_input_grad[1]:
+            if x_hat is None:
+                x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
+            # inside g * x_hat - g * x, outside g * x_hat
+            scratch = torch.mul(grad, x_hat, out=scratch).addcmul_(grad_x, x, value=-1.0)
+            to_scale = torch.sign(scale) if factor is None else torch.sign(scale) / factor
+            grad_s = _sum_like(_sum_like(scratch, grid, axis).div_(grid).mul_(to_scale), scale, 0)
+            grad_s = grad_s.mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
+        if ctx.needs_input_grad[2]:
+            outside = _sum_like(torch.sub(grad_x, grad, out=scratch), grid, axis).mul_(grid)
+            grad_z = _sum_like(outside, offset, 0).mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
+        return grad_x.to(dtype), grad_s, grad_z, None, None, None, None, None, None
+
+
+def _sum_like(values: Tensor, like: Tensor, axis: int | None) -> Tensor:
+    """Sum a tensor down to ``()`` or to the ``(channels,)`` of its ``axis``, whichever ``like`` is."""
+    if like.dim() == 0:
+        return values.sum() if values.dim() else values
+    if axis is None or values.dim() == 1:
+        return values
+    axis = axis % values.dim()
+    return values.sum([d for d in range(values.dim()) if d != axis])

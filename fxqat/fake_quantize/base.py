@@ -1,0 +1,167 @@
+"""What every fake-quant module is: an observer, quantization parameters, two switches and a gradient."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.fake_quantize.autograd import FakeQuantizeSTE
+from fxqat.fake_quantize.functional import choose_qparams, valid_scale, valid_zero_point
+from fxqat.scheme import QuantizeScheme
+
+WEIGHT = "weight_fake_quant"
+ACTIVATION = "act_fake_quant"
+
+
+class Observer(Protocol):
+    """What a fake-quant needs of the observer it is given (see ``fxqat.observer.base``)."""
+
+    min_val: Tensor
+    max_val: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Watch one tensor."""
+
+    def reduce_over_ranks(self) -> None:
+        """Agree with the other ranks."""
+
+    def has_seen_data(self) -> bool:
+        """Whether a tensor was watched."""
+
+    def is_finite(self) -> bool:
+        """Whether the range is usable."""
+
+
+class FakeQuantizeBase(nn.Module):
+    """Simulates the rounding of one tensor.
+
+    Subclasses register ``scale`` and ``zero_point``, as parameters or as buffers.
+
+    Args:
+        scheme: how the tensor is quantized.
+        observer: the observer that supplies the range; its buffers have the shape of the parameters.
+        kind: ``"weight_fake_quant"`` or ``"act_fake_quant"``, what the state functions select by.
+        axis: the channel axis, for per-channel schemes and folding factors; None for activations.
+
+    Attributes:
+        scale: real units per step, ``()`` or ``(channels,)``. Read it through :meth:`qparams`, which keeps it valid.
+        zero_point: integers (float32 storage) of the same shape.
+        observer_enabled: whether forward watches its input.
+        fake_quant_enabled: whether forward rounds its input.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.kind = kind
+        self.axis = axis
+        self.observer = observer
+        self.observer_enabled = False
+        self.fake_quant_enabled = False
+        self.has_zero_point = not (scheme.symmetric and scheme.symmetric_zero_point == 0)
+        if scheme.fixed_range is not None:
+            low, high = scheme.fixed_range
+            observer.min_val.fill_(low)
+            observer.max_val.fill_(high)
+
+    def forward(self, x: Tensor, tensor_name: str = "", on_grid: bool = False) -> Tensor:
+        """Watch and round one tensor, as the switches say.
+
+        Args:
+            x: the tensor, any shape; its dtype is kept.
+            tensor_name: the name the value has in the exported file; used by export, without effect here.
+            on_grid: the value already lies on this quantizer's grid (a pass-through op of a quantized value), so that
+                rounding it again would change nothing; only export writes a Q/DQ pair here.
+        """
+        if on_grid:
+            return x
+        if self.observer_enabled:
+            self.observe(x)
+        return self.quantize(x) if self.fake_quant_enabled else x
+
+    def observe(self, x: Tensor) -> None:
+        """Watch one tensor and update the parameters from the range."""
+        if self.scheme.fixed_range is None:
+            self.observer(x)
+            self.update_from_observer()
+
+    @torch.no_grad()
+    def update_from_observer(self) -> None:
+        """Set scale and zero point from the observed range; nothing happens while nothing was seen."""
+        seen = self.observer.min_val <= self.observer.max_val
+        scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
+        self.scale.copy_(torch.where(seen, scale, self.scale))
+        self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
+
+    def qparams(self) -> tuple[Tensor, Tensor]:
+        """The parameters in use: ``(scale, zero_point)``, detached, valid (see the numerics contract).
+
+        Returns:
+            scale: float32 within ``[SCALE_MIN, SCALE_MAX]``; zero_point: float32 integers within the range.
+        """
+        with torch.no_grad():
+            zero_point = valid_zero_point(self.zero_point, self.scheme.quant_min, self.scheme.quant_max)
+            return valid_scale(self.scale), zero_point
+
+    def quantize(self, x: Tensor, factor: Tensor | None = None, scale_floor: Tensor | None = None) -> Tensor:
+        """Round ``x`` to the grid, with gradients.
+
+        Args:
+            x: any shape.
+            factor: ``(channels,)`` along ``axis``; quantize ``x * factor`` and divide the factor out again. The grid
+                is scaled instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
+            scale_floor: a lower bound on the scale, ``(channels,)`` or ``()`` (the bias overflow repair).
+        """
+        scheme = self.scheme
+        zero_point = self.zero_point if self.has_zero_point else None
+        return FakeQuantizeSTE.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x,
+            self.scale,
+            zero_point,
+            factor,
+            scale_floor,
+            scheme.quant_min,
+            scheme.quant_max,
+            self.axis,
+            self.grad_scale(x),
+        )
+
+    def grad_scale(self, x: Tensor) -> float:
+        """The multiplier of the parameters' gradients; of no effect where they are not learned."""
+        return 1.0
+
+    def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Overwrite the parameters, and the observed range with the range they cover."""
+        with torch.no_grad():
+            self.scale.copy_(scale)
+            self.zero_point.copy_(zero_point)
+            low = (self.scheme.quant_min - self.zero_point) * self.scale
+            high = (self.scheme.quant_max - self.zero_point) * self.scale
+            self.observer.min_val.copy_(low)
+            self.observer.max_val.copy_(high)
+
+    def get_extra_state(self) -> dict[str, bool]:
+        """The switches, saved with the state dict."""
+        return {"observer_enabled": self.observer_enabled, "fake_quant_enabled": self.fake_quant_enabled}
+
+    def set_extra_state(self, state: dict[str, bool]) -> None:
+        """Restore the switches."""
+        self.observer_enabled = bool(state["observer_enabled"])
+        self.fake_quant_enabled = bool(state["fake_quant_enabled"])
+
+    def extra_repr(self) -> str:
+        """Scheme and switches, for printing."""
+        return f"{self.scheme}, observer={self.observer_enabled}, fake_quant={self.fake_quant_enabled}"
+
+    def initial_qparams(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point before calibration: of the fixed range if there is one, else one unit per step."""
+        if self.scheme.fixed_range is not None:
+            return choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
+        zero_point = self.scheme.symmetric_zero_point if self.scheme.symmetric else self.scheme.quant_min
+        shape = self.observer.min_val.shape
+        return torch.ones(shape), torch.full(shape, float(zero_point))

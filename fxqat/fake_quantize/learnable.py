@@ -1,0 +1,51 @@
+"""Learnable: the scale (LSQ), and for asymmetric schemes also the zero point (LSQ+), are trained."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase, Observer
+from fxqat.scheme import QuantizeScheme
+
+
+class LearnableFakeQuantize(FakeQuantizeBase):
+    """Fake-quant with a learned step size.
+
+    The gradients are those of :class:`~fxqat.fake_quantize.autograd.FakeQuantizeSTE`; the scale's is multiplied by
+    ``grad_factor / sqrt(n * quant_max)`` with n the number of weights, or of features of one sample.
+    The zero point is learned in units of steps and rounded in the forward pass.
+
+    Args:
+        scheme: how the tensor is quantized. Power-of-two scales cannot be learned this way.
+        observer: supplies the initial range.
+        kind: weight or activation.
+        axis: channel axis, None for activations.
+        grad_factor: extra multiplier of the gradient, 1 as in the paper.
+
+    Raises:
+        ConfigError: the scheme asks for power-of-two scales, or ``grad_factor`` is not positive.
+
+    Source: Esser et al. 2020, LSQ (arXiv:1902.08153), section 2.2; Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576).
+    """
+
+    def __init__(
+        self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None, grad_factor: float = 1.0
+    ) -> None:
+        super().__init__(scheme, observer, kind, axis)
+        if scheme.pot_scale:
+            raise ConfigError(f"Learnable cannot keep a scale at a power of two ({scheme}); use fake_quantize='Fixed'")
+        if not grad_factor > 0:
+            raise ConfigError(f"Learnable: grad_factor must be positive, got {grad_factor}")
+        self.grad_factor = grad_factor
+        scale, zero_point = self.initial_qparams()
+        self.scale = nn.Parameter(scale)
+        if scheme.symmetric:
+            self.register_buffer("zero_point", zero_point)
+        else:
+            self.zero_point = nn.Parameter(zero_point)
+
+    def grad_scale(self, x: Tensor) -> float:
+        """LSQ's gradient scale ``1 / sqrt(n * quant_max)``."""
+        n = x.numel() // max(1, self.scale.numel()) if self.kind == WEIGHT else x.numel() // max(1, x.shape[0])
+        return float(self.grad_factor / (max(1, n) * max(1, self.scheme.quant_max)) ** 0.5)

@@ -1,0 +1,36 @@
+"""The two operators of the exported graph, in the ``fxqat`` operator namespace.
+
+They exist so that the exporter sees one opaque node per Q/DQ pair and per stored integer tensor; their translation to
+ONNX is in ``fxqat.custom_symbolic_opset``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxqat.fake_quantize import functional
+
+
+@torch.library.custom_op("fxqat::quantize_dequantize", mutates_args=())
+def quantize_dequantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int
+) -> Tensor:
+    """A Q/DQ pair: see :func:`fxqat.fake_quantize.functional.fake_quantize`. ``axis`` is ignored for ``()`` scales."""
+    return functional.fake_quantize(x, scale, zero_point.float(), quant_min, quant_max, axis)
+
+
+@quantize_dequantize.register_fake
+def _(x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: int, axis: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fxqat::dequantize", mutates_args=())
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    """Reals of stored integers: see :func:`fxqat.fake_quantize.functional.dequantize`."""
+    return functional.dequantize(q, scale, zero_point.float(), axis)
+
+
+@dequantize.register_fake
+def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(q, dtype=torch.float32)

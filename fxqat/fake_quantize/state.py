@@ -1,0 +1,130 @@
+"""The state of a prepared model: which observers watch and which fake-quants round.
+
+Every function is idempotent, accepts a model wrapped by DDP or ``torch.compile``, and raises
+:class:`~fxqat.errors.CalibrationError` if the model holds no fake-quant. The switches are Python bools, part of the
+state dict. Under ``torch.distributed`` the ranks agree on the ranges when observers are switched off, so every rank
+must call the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+
+ALL = "fake_quant"
+
+
+def named_fake_quants(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
+    """Every fake-quant of a model once, with its path."""
+    for name, module in model.named_modules():
+        if isinstance(module, FakeQuantizeBase):
+            yield name, module
+
+
+def enable_calibration(model: nn.Module) -> None:
+    """Observers on, fake-quant off: the forward passes that follow collect ranges."""
+    _switch(model, ALL, observe=True, quantize=False)
+
+
+def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = ALL) -> None:
+    """Observers on for one kind and off for the rest; fake-quant off.
+
+    Args:
+        model: a prepared model.
+        quantizer_type: ``"weight_fake_quant"``, ``"act_fake_quant"`` or ``"fake_quant"`` for both.
+    """
+    _switch(model, quantizer_type, observe=True, quantize=False)
+
+
+def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL) -> None:
+    """Observers and fake-quant on for one kind, both off for the rest.
+
+    Args: as :func:`enable_calibration_woquantization`.
+    """
+    _switch(model, quantizer_type, observe=True, quantize=True)
+
+
+def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
+    """Fake-quant on; observers off, or on where asked.
+
+    Args:
+        model: a prepared and calibrated model.
+        weight_cali_on: keep watching weights.
+        act_cali_on: keep watching activations.
+
+    Raises:
+        CalibrationError: an observer saw no data, or NaN / infinity; the message names the quantizers.
+    """
+    quants = _fake_quants(model)
+    for _, quant in quants:
+        observe = weight_cali_on if quant.kind == WEIGHT else act_cali_on
+        _set_observer(quant, observe and quant.scheme.fixed_range is None)
+    require_calibrated(model)
+    for _, quant in quants:
+        quant.fake_quant_enabled = True
+
+
+def disable_all(model: nn.Module) -> None:
+    """Observers and fake-quant off: the model computes in float."""
+    _switch(model, ALL, observe=False, quantize=False)
+
+
+def enable_all(model: nn.Module) -> None:
+    """Observers and fake-quant on."""
+    _switch(model, ALL, observe=True, quantize=True)
+
+
+def require_calibrated(model: nn.Module) -> None:
+    """Check that every fake-quant has a usable range.
+
+    Raises:
+        CalibrationError: some have none; the message names them.
+    """
+    quants = _fake_quants(model)
+    unseen = [name for name, quant in quants if not quant.observer.has_seen_data()]
+    if unseen:
+        raise CalibrationError(
+            f"{len(unseen)} of {len(quants)} quantizers saw no data: {_some(unseen)}. "
+            "Call enable_calibration(model) and run the model on representative batches first."
+        )
+    broken = [name for name, quant in quants if not quant.observer.is_finite()]
+    if broken:
+        raise CalibrationError(
+            f"NaN or infinity reached {len(broken)} of {len(quants)} quantizers during calibration: {_some(broken)}. "
+            "Look at the first of them: check the calibration data for NaN and the float model for overflow, then "
+            "prepare the model again."
+        )
+
+
+def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool) -> None:
+    if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
+        raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
+    for _, quant in _fake_quants(model):
+        chosen = quantizer_type in (ALL, quant.kind)
+        _set_observer(quant, observe and chosen)
+        quant.fake_quant_enabled = quantize and chosen
+
+
+def _set_observer(quant: FakeQuantizeBase, enabled: bool) -> None:
+    if quant.observer_enabled and not enabled:
+        quant.observer.reduce_over_ranks()
+        quant.update_from_observer()
+    quant.observer_enabled = enabled
+
+
+def _fake_quants(model: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:
+    quants = list(named_fake_quants(model))
+    if not quants:
+        raise CalibrationError(
+            f"{type(model).__name__} holds no fake-quant module; pass the model that prepare_by_platform returned"
+        )
+    return quants
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest

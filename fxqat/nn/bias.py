@@ -1,0 +1,51 @@
+"""The bias as integer hardware holds it: int32 at the scale of the products that it is added to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxqat.fake_quantize.functional import valid_scale
+
+INT32_LIMIT = 2147483520.0
+"""Largest float32 below 2**31: the largest bias integer, and minus it the smallest."""
+
+
+def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
+    """The smallest weight scale at which the bias fits into int32.
+
+    Formula: ``|bias| / (INT32_LIMIT * input_scale)``. A weight scale below it belongs to a (nearly) dead channel; it is
+    raised, as ONNX Runtime's quantizer does, because the bias matters there and the weights do not.
+
+    Args:
+        bias: ``(out_channels,)``.
+        input_scale: ``()``.
+
+    Returns:
+        ``(out_channels,)``.
+    """
+    # a little above the limit, so that rounding in the divisions cannot push the quotient over it
+    return bias.detach().abs() * (1.0001 / INT32_LIMIT) / input_scale
+
+
+def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
+    """``input_scale * weight_scale``, shape of the weight scale."""
+    return input_scale * weight_scale
+
+
+def quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """Bias integers in float32: ``clamp(round_half_even(bias / scale), -INT32_LIMIT, INT32_LIMIT)``."""
+    return torch.div(bias, scale).round().clamp(-INT32_LIMIT, INT32_LIMIT)
+
+
+def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
+    """The bias as the exported file has it; the gradient passes straight through."""
+    rounded = quantize_bias(bias.detach(), scale) * scale
+    return bias + (rounded - bias).detach()
+
+
+def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:
+    """The per-output-channel floor in the shape of the weight scale, whose entries several channels may share."""
+    if weight_scale.dim() == 0:
+        return valid_scale(floor.amax())
+    return valid_scale(floor if groups == 1 else floor.reshape(groups, -1).amax(0))

@@ -1,0 +1,97 @@
+"""The modules of the lowered graph: they hold integers and parameters, and call the two ``fxqat::`` operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.fake_quantize import ops
+from fxqat.fake_quantize.functional import per_axis, quantize
+from fxqat.scheme import QuantizeScheme
+
+STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "uint16": torch.uint16}
+
+
+class QuantizeDequantize(nn.Module):
+    """A Q/DQ pair with constant parameters.
+
+    If the scheme uses less than its storage type can hold, the value is first clamped to the real range of the scheme,
+    because QuantizeLinear saturates to the type.
+
+    Args:
+        scheme: the scheme.
+        scale: ``()`` or ``(channels,)``.
+        zero_point: integers in float32, same shape.
+        axis: channel axis, None per tensor.
+    """
+
+    def __init__(self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> None:
+        super().__init__()
+        storage = STORAGE[scheme.storage]
+        self.range = (scheme.quant_min, scheme.quant_max)
+        self.axis = axis
+        limits = torch.iinfo(storage)
+        self.fills_storage = self.range == (limits.min, limits.max)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero_point.to(storage))
+        if not self.fills_storage:
+            self.register_buffer("low", (scheme.quant_min - zero_point) * scale)
+            self.register_buffer("high", (scheme.quant_max - zero_point) * scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Round ``x`` to the grid."""
+        if not self.fills_storage:
+            low, high = (per_axis(bound, x.dim(), self.axis) for bound in (self.low, self.high))
+            x = torch.minimum(torch.maximum(x, low), high)
+        return ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
+
+
+class StoredTensor(nn.Module):
+    """A constant tensor kept as integers and read through DequantizeLinear.
+
+    Args:
+        integers: the values, in their integer type.
+        scale: ``()`` or ``(channels,)``.
+        zero_point: same shape, in the integer type.
+        axis: channel axis.
+    """
+
+    def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.register_buffer("integers", integers)
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero_point)
+
+    def forward(self) -> Tensor:
+        """The real values."""
+        return ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+
+
+class RoundedTensor(nn.Module):
+    """A constant tensor kept as floats and read through a Q/DQ pair, for tools that want it so."""
+
+    def __init__(self, values: Tensor, pair: QuantizeDequantize) -> None:
+        super().__init__()
+        self.register_buffer("values", values)
+        self.pair = pair
+
+    def forward(self) -> Tensor:
+        """The rounded values."""
+        rounded: Tensor = self.pair(self.values)
+        return rounded
+
+
+def stored_weight(
+    weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int
+) -> StoredTensor:
+    """A weight as integers: the same ones that training simulated."""
+    storage = STORAGE[scheme.storage]
+    integers = quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
+    return StoredTensor(integers.to(storage), scale, zero_point.to(storage), axis)
+
+
+def stored_bias(integers: Tensor, scale: Tensor) -> StoredTensor:
+    """A bias as int32."""
+    return StoredTensor(integers.to(torch.int32), scale, torch.zeros_like(scale, dtype=torch.int32), 0)
+

@@ -1,0 +1,43 @@
+"""Folding BatchNorm into the layer before it.
+
+With ``k = gamma / sqrt(running_var + eps)``::
+
+    BN(W x + b) = k * (W x + b - running_mean) + beta
+                = (k W) x + (beta + k * (b - running_mean))
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.nn.weighted import WeightedOp
+
+
+def bn_factor(bn: nn.Module) -> Tensor:
+    """The factor ``k`` of every output channel, shape ``(channels,)``."""
+    inverse = torch.rsqrt(bn.running_var + bn.eps)
+    return inverse if bn.weight is None else inverse * bn.weight
+
+
+def fold_bias(bias: Tensor | None, bn: nn.Module, factor: Tensor) -> Tensor:
+    """The bias of the folded layer, shape ``(channels,)``."""
+    centred = -bn.running_mean if bias is None else bias - bn.running_mean
+    shift = centred * factor
+    return shift if bn.bias is None else shift + bn.bias
+
+
+def fold_bn(op: WeightedOp, weight: Tensor, bias: Tensor | None, bn: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the layer that equals ``bn(layer(x))`` with the running statistics.
+
+    Args:
+        op: the layer.
+        weight: its weight, e.g. ``(out, in / groups, *kernel)``.
+        bias: ``(out,)`` or None.
+        bn: a BatchNorm that tracks running statistics.
+
+    Returns:
+        ``(weight, bias)`` of the same shapes.
+    """
+    factor = bn_factor(bn)
+    return weight * op.per_output_channel(factor, weight), fold_bias(bias, bn, factor)

@@ -1,0 +1,41 @@
+"""Float containers of what is computed, and quantized, as one layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fxqat.nn.fold import fold_bn
+from fxqat.nn.weighted import weighted_op
+
+
+class FusedLayer(nn.Module):
+    """A weighted layer with the BatchNorm and the activation that follow it; computes the three in turn.
+
+    Args:
+        layer: one of ``fxqat.nn.weighted.WEIGHTED_TYPES``.
+        bn: the BatchNorm behind it, or None.
+        activation: the activation behind that, or None.
+    """
+
+    def __init__(self, layer: nn.Module, bn: nn.Module | None = None, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.bn = bn
+        self.activation = activation
+        self.training = layer.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``activation(bn(layer(x)))``."""
+        y: Tensor = self.layer(x)
+        if self.bn is not None:
+            y = self.bn(y)
+        return y if self.activation is None else self.activation(y)
+
+    def folded(self) -> FusedLayer:
+        """The same function with the BatchNorm folded into the weights, for a frozen copy of the layer."""
+        if self.bn is None:
+            return self
+        weight, bias = fold_bn(weighted_op(self.layer), self.layer.weight, self.layer.bias, self.bn)
+        self.layer.weight = nn.Parameter(weight.detach())
+        self.layer.bias = nn.Parameter(bias.detach())
+        return FusedLayer(self.layer, None, self.activation)

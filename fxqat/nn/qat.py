@@ -1,0 +1,170 @@
+"""The QAT layer: a weighted layer with its weight, BatchNorm and bias simulated as they will be deployed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.bias import bias_scale, fake_quantize_bias, floor_for, weight_scale_floor
+from fxqat.nn.fold import bn_factor, fold_bn
+from fxqat.nn.weighted import weighted_op
+from fxqat.utils.torch_compat import tensor_version
+
+BN_TRAIN = "train"
+BN_FREEZE = "freeze"
+
+
+class QATLayer(nn.Module):
+    """Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear, with fused BatchNorm and activation, under weight fake-quant.
+
+    What is quantized is always the folded weight ``W * k`` (see ``fxqat.nn.fold``), in every mode the same integers:
+
+    1. eval, or no BatchNorm, or ``bn_mode="freeze"``: ``conv(x, fq(W * k)) + fq_int32(folded bias)``. This is the
+       deployed layer, and autograd reaches gamma and beta through the folding.
+    2. training with ``bn_mode="train"``: ``BN(conv(x, fq(W * k) / k))`` with live batch statistics. Dividing by k costs
+       nothing (it is done on the quantizer's grid), and without quantization this is exactly the float layer. The bias
+       is part of BatchNorm here and stays float.
+    3. training with ``bn_mode=N``: as 2 for the first N training steps, and then with the running statistics, which
+       stand still. The switch is a ``torch.where`` on the statistics: no branch, no device sync.
+
+    Args:
+        layer: the float layer; its parameters are taken over, not copied.
+        bn: the BatchNorm behind it, or None.
+        activation: the activation behind that, or None.
+        weight_fake_quant: quantizer of the (folded) weight.
+        bn_mode: ``"train"``, ``"freeze"`` or the number of steps after which statistics are frozen.
+
+    Source: Krishnamoorthi 2018 (arXiv:1806.08342), section 3.2.2, for folding with batch statistics.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        bn: nn.Module | None,
+        activation: nn.Module | None,
+        weight_fake_quant: FakeQuantizeBase,
+        bn_mode: str | int = BN_TRAIN,
+    ) -> None:
+        super().__init__()
+        self.op = weighted_op(layer)
+        self.layer_type = type(layer).__name__
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.bn = bn
+        self.activation = activation
+        self.weight_fake_quant = weight_fake_quant
+        self.bn_mode = bn_mode
+        self.training = layer.training
+        self._observed: tuple[object, ...] = ()
+        if bn is not None and isinstance(bn_mode, int):
+            self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
+
+    def forward(self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: the input, quantized or not.
+            input_fake_quant: the quantizer that x went through, None if x is float; it gives the bias its scale.
+        """
+        if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
+            y = self._normalize(self.op(x, self._unfolded_weight(), self.bias))
+        else:
+            y = self.op(x, *self._deployed_tensors(input_fake_quant))
+        return y if self.activation is None else self.activation(y)
+
+    def folded(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with BatchNorm folded in, not quantized."""
+        if self.bn is None:
+            return self.weight, self.bias
+        return fold_bn(self.op, self.weight, self.bias, self.bn)
+
+    def deployed_scales(
+        self, bias: Tensor | None, input_fake_quant: FakeQuantizeBase | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The lower bound on the weight scale and the scale of the bias.
+
+        Args:
+            bias: the folded bias.
+            input_fake_quant: the quantizer of the layer's input.
+
+        Returns:
+            ``(floor, scale)``: ``floor`` of the weight scale's shape, ``scale`` ``(out_channels,)``; both None where the
+            bias stays float.
+        """
+        if bias is None or input_fake_quant is None:
+            return None, None
+        input_scale, _ = input_fake_quant.qparams()
+        weight_scale, _ = self.weight_fake_quant.qparams()
+        floor = floor_for(weight_scale, weight_scale_floor(bias, input_scale), self.op.groups)
+        scale = bias_scale(input_scale, torch.maximum(weight_scale, floor))
+        if scale.dim() == 0:
+            return floor, scale.expand(bias.shape[0])
+        return floor, scale.repeat(self.op.groups)
+
+    def _deployed_tensors(self, input_fake_quant: FakeQuantizeBase | None) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.folded()
+        quant = self.weight_fake_quant
+        self._observe(weight)
+        if not quant.fake_quant_enabled:
+            return weight, bias
+        if input_fake_quant is None or not input_fake_quant.fake_quant_enabled:
+            return quant.quantize(weight), bias
+        floor, scale = self.deployed_scales(bias, input_fake_quant)
+        weight = quant.quantize(weight, scale_floor=floor)
+        if bias is None or scale is None:
+            return weight, bias
+        return weight, fake_quantize_bias(bias, scale)
+
+    def _unfolded_weight(self) -> Tensor:
+        quant = self.weight_fake_quant
+        if not (quant.observer_enabled or quant.fake_quant_enabled):
+            return self.weight
+        with torch.no_grad():
+            factor = bn_factor(self.bn)  # type: ignore[arg-type]  # a caller checked it
+            factor = torch.where(factor == 0, 1.0, factor)
+        if self.op.groups > 1:  # channels of several groups share a scale: no per-scale factor
+            wide = self.op.per_output_channel(factor, self.weight)
+            self._observe(self.weight * wide)
+            return quant.quantize(self.weight * wide) / wide if quant.fake_quant_enabled else self.weight
+        if quant.observer_enabled:
+            self._observe(self.weight * self.op.per_output_channel(factor, self.weight))
+        return quant.quantize(self.weight, factor=factor) if quant.fake_quant_enabled else self.weight
+
+    def _observe(self, weight: Tensor) -> None:
+        """Show the folded weight to the observer, once for each state of the tensors it is made of."""
+        if self.weight_fake_quant.observer_enabled:
+            sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
+            state = tuple(tensor_version(tensor) for tensor in sources if tensor is not None)
+            if state != self._observed or not self.weight_fake_quant.observer.has_seen_data():
+                self.weight_fake_quant.observe(weight.detach())
+                self._observed = state
+
+    def _normalize(self, y: Tensor) -> Tensor:
+        bn = self.bn
+        if not isinstance(self.bn_mode, int):
+            return bn(y)  # type: ignore[misc]  # a caller checked it
+        frozen = self.bn_steps >= self.bn_mode
+        variance, mean = torch.var_mean(y, [d for d in range(y.dim()) if d != 1], correction=0)
+        with torch.no_grad():
+            self.bn_steps.add_(1)
+            momentum = torch.where(frozen, 0.0, bn.momentum)  # type: ignore[union-attr]
+            count = y.numel() // y.shape[1]
+            unbiased = variance * (count / max(1, count - 1))
+            old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()  # type: ignore[union-attr]
+            bn.running_mean.lerp_(mean, momentum)  # type: ignore[union-attr]
+            bn.running_var.lerp_(unbiased, momentum)  # type: ignore[union-attr]
+        mean = torch.where(frozen, old_mean, mean)
+        factor = torch.rsqrt(torch.where(frozen, old_variance, variance) + bn.eps)  # type: ignore[union-attr]
+        if bn.weight is not None:  # type: ignore[union-attr]
+            factor = factor * bn.weight  # type: ignore[union-attr]
+        shift = -mean * factor if bn.bias is None else bn.bias - mean * factor  # type: ignore[union-attr]
+        return torch.addcmul(_channels(shift, y), y, _channels(factor, y))
+
+    def extra_repr(self) -> str:
+        """The float layer's type and BatchNorm mode, for printing."""
+        return f"{self.layer_type}, weight={tuple(self.weight.shape)}" + (f", bn={self.bn_mode}" if self.bn else "")
+
+
+def _channels(values: Tensor, y: Tensor) -> Tensor:
+    return values.reshape(1, -1, *[1] * (y.dim() - 2))

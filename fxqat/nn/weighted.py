@@ -1,0 +1,91 @@
+"""The weighted layers as one function of (input, weight, bias) and a few plain numbers.
+
+Everything that differs between Conv1d, ConvTranspose3d and Linear stands here once; QAT layers, folding and lowering
+are written against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CONVS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+TRANSPOSED: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.ConvTranspose1d: F.conv_transpose1d,
+    nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.ConvTranspose3d: F.conv_transpose3d,
+}
+WEIGHTED_TYPES: tuple[type[nn.Module], ...] = (*CONVS, *TRANSPOSED, nn.Linear)
+
+
+@dataclass(frozen=True)
+class WeightedOp:
+    """A weighted layer without its tensors.
+
+    Args:
+        function: ``torch.nn.functional`` function taking ``(input, weight, bias, **arguments)``.
+        arguments: its keyword arguments.
+        axis: the weight axis of the output channels (of one group, for transposed convolutions).
+        groups: number of groups if the weight axis holds the channels of one group only, else 1.
+        padding: explicit padding before the function, as ``(pads, mode)`` of ``F.pad``, or None.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: dict[str, Any]
+    axis: int = 0
+    groups: int = 1
+    padding: tuple[tuple[int, ...], str] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the layer."""
+        if self.padding is not None:
+            x = F.pad(x, self.padding[0], mode=self.padding[1])
+        return self.function(x, weight, bias, **self.arguments)
+
+    def per_output_channel(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Shape ``(out_channels,)`` values so that they multiply the weight channel by channel.
+
+        For grouped transposed convolutions the weight is ``(in, out / groups, ...)``: row i belongs to group
+        ``i // (in / groups)``, so the result is ``(in, out / groups, 1, ...)``.
+        """
+        tail = [1] * (weight.dim() - self.axis - 1)
+        if self.groups == 1:
+            return values.reshape(*[1] * self.axis, -1, *tail)
+        rows = values.reshape(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, dim=0)
+        return rows.reshape(*rows.shape, *tail)
+
+
+def weighted_op(layer: nn.Module) -> WeightedOp:
+    """Describe a layer of one of ``WEIGHTED_TYPES`` (exactly these types, not subclasses)."""
+    kind = type(layer)
+    if kind is nn.Linear:
+        return WeightedOp(F.linear, {})
+    names = ("stride", "padding", "dilation", "groups")
+    arguments = {name: getattr(layer, name) for name in names}
+    if kind in CONVS:
+        padding = None
+        if layer.padding_mode != "zeros":
+            padding = (_explicit_padding(layer), str(layer.padding_mode))
+            arguments["padding"] = 0
+        return WeightedOp(CONVS[kind], arguments, padding=padding)
+    arguments["output_padding"] = layer.output_padding
+    groups = layer.groups
+    assert isinstance(groups, int)
+    return WeightedOp(TRANSPOSED[kind], arguments, axis=1, groups=groups)
+
+
+def _explicit_padding(conv: Any) -> tuple[int, ...]:
+    """``F.pad``'s pads of a convolution: last axis first, (before, after) each."""
+    pads: list[int] = []
+    for d in reversed(range(len(conv.kernel_size))):
+        if conv.padding == "same":
+            total = conv.dilation[d] * (conv.kernel_size[d] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            amount = 0 if conv.padding == "valid" else conv.padding[d]
+            pads += [amount, amount]
+    return tuple(pads)

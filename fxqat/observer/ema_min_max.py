@@ -1,0 +1,47 @@
+"""EMAMinMax: a moving average of each batch's extremes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxqat.errors import ConfigError
+from fxqat.observer.base import ObserverBase
+from fxqat.scheme import QuantizeScheme
+
+
+class EMAMinMaxObserver(ObserverBase):
+    """Keeps an exponential moving average of the batch minimum and maximum.
+
+    Formula: ``m <- ema_ratio * m + (1 - ema_ratio) * m_batch``; the first batch sets it.
+    Source: Jacob et al. 2018 (arXiv:1712.05877), section 3.1, for activations.
+
+    Args:
+        scheme: the scheme the range is for.
+        axis: channel axis, None per tensor.
+        num_channels: number of channels when ``axis`` is given.
+        ema_ratio: weight of the past, in [0, 1).
+
+    Raises:
+        ConfigError: ``ema_ratio`` is outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        scheme: QuantizeScheme,
+        axis: int | None = None,
+        num_channels: int | None = None,
+        ema_ratio: float = 0.9,
+    ) -> None:
+        super().__init__(scheme, axis, num_channels)
+        if not 0.0 <= ema_ratio < 1.0:
+            raise ConfigError(f"EMAMinMax: ema_ratio must be in [0, 1), got {ema_ratio}")
+        self.ema_ratio = ema_ratio
+
+    def merge(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The moving average, or the batch itself while nothing was seen."""
+        fresh = self.min_val > self.max_val
+        return (
+            torch.where(fresh, low, torch.lerp(low, self.min_val, self.ema_ratio)),
+            torch.where(fresh, high, torch.lerp(high, self.max_val, self.ema_ratio)),
+        )

@@ -1,0 +1,1 @@
+"""Passes on the exported ONNX model: model in, model out, without torch."""

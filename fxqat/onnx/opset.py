@@ -1,0 +1,73 @@
+"""Opset: reaching the version that was asked for."""
+
+from __future__ import annotations
+
+import onnx
+from onnx import numpy_helper, version_converter
+
+from fxqat.errors import ExportError
+
+OLDEST = 13
+"""Per-axis QuantizeLinear and DequantizeLinear exist since opset 13."""
+
+
+def newest() -> int:
+    """The newest opset the installed onnx package knows."""
+    return int(onnx.defs.onnx_opset_version())
+
+
+def check_opset(opset_version: int) -> None:
+    """Check that a version can be asked for at all.
+
+    Raises:
+        ExportError: it is too low for Q/DQ nodes, or newer than the installed onnx.
+    """
+    if not isinstance(opset_version, int) or isinstance(opset_version, bool):
+        raise ExportError(f"opset_version must be an integer, got {opset_version!r}")
+    if opset_version < OLDEST:
+        raise ExportError(
+            f"opset_version {opset_version} is too low: per-channel QuantizeLinear needs opset {OLDEST}, "
+            "the default is 18"
+        )
+    if opset_version > newest():
+        raise ExportError(f"opset_version {opset_version} is newer than the installed onnx knows ({newest()})")
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """The version of the default operator set of a model."""
+    return next(int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
+
+
+def downgrade(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
+    """Convert to an older opset with ONNX's own converter.
+
+    The converter reads what used to be attributes (axes) only from Constant nodes, so small integer initializers are
+    turned into such nodes first.
+
+    Raises:
+        ExportError: the converter cannot express the model in that version.
+    """
+    model = _small_integers_as_constants(model)
+    try:
+        converted = version_converter.convert_version(model, opset_version)
+    except Exception as cause:  # the converter raises whatever its C++ side does
+        raise ExportError(
+            f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). Use opset_version=18."
+        ) from cause
+    converted.ir_version = min(converted.ir_version, 8)
+    return converted
+
+
+def _small_integers_as_constants(model: onnx.ModelProto, limit: int = 16) -> onnx.ModelProto:
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    small = [t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(t).size <= limit]
+    nodes = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in small]
+    for tensor in small:
+        graph.initializer.remove(tensor)
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])
+    return result
+

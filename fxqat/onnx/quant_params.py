@@ -1,0 +1,79 @@
+"""The JSON of quantization parameters: written, read, and compared with the file it belongs to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from fxqat.errors import CheckpointError, ParityError
+from fxqat.scheme import QuantizedTensor
+
+FORMAT = "fxqat.quant_params"
+VERSION = 1
+
+
+def params_document(tensors: Iterable[QuantizedTensor], backend: str, opset: int) -> dict[str, Any]:
+    """The document of an exported model; its form is ``schema.json`` beside this file.
+
+    Scales are float32 values written as the shortest decimal of their float64 image, which reads back bit for bit.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "backend": backend,
+        "opset": opset,
+        "tensors": {tensor.name: tensor.as_json() for tensor in tensors},
+    }
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the document."""
+    text = Path(__file__).with_name("schema.json").read_text(encoding="utf-8")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def read_params(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a document.
+
+    Raises:
+        CheckpointError: the file cannot be read, is not JSON, or is not of this format and version.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise CheckpointError(f"cannot read quantization parameters from {path}: {cause.strerror}") from cause
+    except ValueError as cause:
+        raise CheckpointError(f"{path} is not JSON: {cause}") from cause
+    found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} {found[1]!r}")
+    return document  # type: ignore[no-any-return]
+
+
+def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> None:
+    """Check that scales and zero points in the file are, bit for bit, those of the document.
+
+    Raises:
+        ParityError: a tensor of the document is missing in the file or has other parameters.
+    """
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for node in model.graph.node:
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
+            key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
+            of_value[key] = (scale, zero_point)
+    for tensor in tensors:
+        if tensor.name not in of_value:
+            raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
+        scale, zero_point = of_value[tensor.name]
+        same = np.array_equal(scale.reshape(-1), np.asarray(tensor.scale, np.float32))
+        if not same or zero_point.reshape(-1).tolist() != list(tensor.zero_point):
+            raise ParityError(f"{tensor.name}: the ONNX file holds other parameters than the parameter file")

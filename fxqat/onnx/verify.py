@@ -1,0 +1,279 @@
+"""Verify: does the file compute what the fake-quant model computes? The answer is the parity certificate.
+
+The file runs in ONNX Runtime with graph optimizations disabled, so that every node computes what ONNX says it does,
+and its integers are compared with those of the fake-quant model, tensor by tensor, in two ways:
+
+* step by step: whatever reads a quantized tensor is given the integers of the fake-quant model, so that each tensor
+  is judged by itself. This is what the verdict rests on;
+* end to end: the file runs freely. Rounding turns one value that lies on the other side of a boundary into a whole
+  step, and deep networks spread it; these shares say how far. The first tensor that is off is named.
+
+Rules:
+
+1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values by 1 (float
+   sums in another order put a value that lies on a rounding boundary on the other side);
+2. end to end, rule 1 holds for every tensor that is computed from none that is off;
+3. step by step, every output has a cosine similarity above ``MIN_COSINE``, and end to end above ``MIN_COSINE_FREE``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from prettytable import PrettyTable
+
+from fxqat.errors import ExportError
+
+MAX_OFF_BY_ONE = 0.005
+MIN_COSINE = 0.9999
+MIN_COSINE_FREE = 0.99
+COMPUTED = ":computed"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of a tensor's values that are off by 1, and by 2 or more steps.
+
+    Args:
+        off_by_1: share of values one step off.
+        off_by_2_plus: share of values off by more.
+    """
+
+    off_by_1: float
+    off_by_2_plus: float
+
+    @property
+    def off(self) -> float:
+        """Share of values that are off at all."""
+        return self.off_by_1 + self.off_by_2_plus
+
+    @property
+    def passed(self) -> bool:
+        """Rule 1."""
+        return self.off_by_2_plus == 0 and self.off_by_1 <= MAX_OFF_BY_ONE
+
+
+@dataclass(frozen=True)
+class TensorParity:
+    """One quantized tensor.
+
+    Args:
+        name: its name in the file.
+        size: number of values compared.
+        step: the comparison step by step.
+        free: the comparison end to end.
+        is_first: whether, end to end, no tensor that it is computed from is off.
+    """
+
+    name: str
+    size: int
+    step: Shares
+    free: Shares
+    is_first: bool
+
+    @property
+    def off_by_0(self) -> float:
+        """Share of equal values, end to end."""
+        return 1.0 - self.free.off
+
+    @property
+    def off_by_1(self) -> float:
+        """Share of values one step off, end to end."""
+        return self.free.off_by_1
+
+    @property
+    def off_by_2_plus(self) -> float:
+        """Share of values two or more steps off, end to end."""
+        return self.free.off_by_2_plus
+
+    @property
+    def passed(self) -> bool:
+        """Rules 1 and 2."""
+        return self.step.passed and (self.free.passed or not self.is_first)
+
+
+@dataclass(frozen=True)
+class OutputParity:
+    """One output of the model.
+
+    Args:
+        name: its name.
+        step_cosine: cosine similarity step by step; 1 if both are all zero.
+        cosine: cosine similarity end to end.
+        max_abs_error: largest absolute difference end to end.
+        cosine_optimized: end to end with ONNX Runtime's full optimizations, for information.
+    """
+
+    name: str
+    step_cosine: float
+    cosine: float
+    max_abs_error: float
+    cosine_optimized: float
+
+    @property
+    def passed(self) -> bool:
+        """Rule 3."""
+        return self.step_cosine > MIN_COSINE and self.cosine > MIN_COSINE_FREE
+
+
+@dataclass(frozen=True)
+class ParityCertificate:
+    """What was compared, and how it ended; prints as a table."""
+
+    tensors: tuple[TensorParity, ...]
+    outputs: tuple[OutputParity, ...]
+    off_share: float
+    first_diverging: str | None
+    onnxruntime_version: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether all rules hold."""
+        return all(item.passed for item in (*self.tensors, *self.outputs))
+
+    def as_json(self) -> dict[str, Any]:
+        """The certificate as plain values."""
+        return {"format": "fxqat.parity", "version": 1, "passed": self.passed} | asdict(self)
+
+    def __str__(self) -> str:
+        header = ["tensor", "step: off by 1", "step: 2+", "free: off by 1", "free: 2+", "verdict"]
+        table = PrettyTable(header, align="l")
+        for t in self.tensors:
+            shares = [f"{value:.4%}" for s in (t.step, t.free) for value in (s.off_by_1, s.off_by_2_plus)]
+            table.add_row([t.name, *shares, "" if t.passed else "FAILED"])
+        lines = [
+            f"output {o.name}: cosine {o.step_cosine:.7f} step by step, {o.cosine:.7f} end to end (largest difference "
+            f"{o.max_abs_error:.3g}), {o.cosine_optimized:.7f} at full optimization"
+            for o in self.outputs
+        ]
+        verdict = "passed" if self.passed else "FAILED"
+        head = f"parity {verdict}: {self.off_share:.4%} of the quantized values off, first: {self.first_diverging}"
+        return "\n".join([head, str(table), *lines])
+
+
+def verify(
+    model: onnx.ModelProto,
+    inputs: Sequence[np.ndarray],
+    integers: Mapping[str, np.ndarray],
+    outputs: Sequence[np.ndarray],
+) -> ParityCertificate:
+    """Run a model in ONNX Runtime and compare.
+
+    Args:
+        model: the exported model.
+        inputs: its inputs, in the graph's order.
+        integers: int32 arrays that the fake-quant model computed, by the name of the quantized tensor.
+        outputs: the float outputs of the fake-quant model.
+
+    Raises:
+        ExportError: ONNX Runtime cannot load or run the model.
+    """
+    quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in integers]
+    feeds = dict(zip([value.name for value in model.graph.input], inputs, strict=True))
+    plain, full = ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    free = _run(_with_integers_out(model, quantizers), feeds, plain)
+    step_model, step_feeds = _with_integers_in(model, quantizers, integers)
+    step = _run(step_model, feeds | step_feeds, plain)
+    optimized = _run(model, feeds, full)
+    tensors = _compare_tensors(model, step, free, integers)
+    off = sum(t.free.off * t.size for t in tensors)
+    return ParityCertificate(
+        tensors=tensors,
+        outputs=tuple(
+            OutputParity(
+                value.name,
+                _cosine(step[value.name], expected),
+                _cosine(free[value.name], expected),
+                float(np.abs(free[value.name].astype(np.float64) - expected).max(initial=0.0)),
+                _cosine(optimized[value.name], expected),
+            )
+            for value, expected in zip(model.graph.output, outputs, strict=True)
+        ),
+        off_share=off / max(1, sum(t.size for t in tensors)),
+        first_diverging=next((t.name for t in tensors if t.free.off > 0), None),
+        onnxruntime_version=ort.__version__,
+    )
+
+
+def _with_integers_out(model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
+    """A copy of the model that also gives the integers of every Q node."""
+    result = onnx.ModelProto()
+    result.CopyFrom(model)
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    for node in quantizers:
+        result.graph.output.append(onnx.helper.make_tensor_value_info(node.output[0], types[node.input[2]], None))
+    return result
+
+
+def _with_integers_in(
+    model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], integers: Mapping[str, np.ndarray]
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A copy in which every reader of a Q node reads given integers; what the Q node computes goes to ``:computed``."""
+    result = _with_integers_out(model, [])
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    names = {node.output[0]: node for node in quantizers}
+    feeds = {}
+    for node in result.graph.node:
+        name = node.output[0]
+        if node.op_type == "QuantizeLinear" and name in names:
+            dtype = types[node.input[2]]
+            feeds[name] = integers[node.input[0]].astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
+            result.graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, feeds[name].shape))
+            node.output[0] = name + COMPUTED
+            result.graph.output.append(onnx.helper.make_tensor_value_info(node.output[0], dtype, None))
+    del result.graph.value_info[:]
+    return result, feeds
+
+
+def _run(
+    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: ort.GraphOptimizationLevel
+) -> dict[str, np.ndarray]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = level
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+    except Exception as cause:  # onnxruntime's errors have no common base of their own
+        raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}") from cause
+
+
+def _compare_tensors(
+    model: onnx.ModelProto,
+    step: Mapping[str, np.ndarray],
+    free: Mapping[str, np.ndarray],
+    integers: Mapping[str, np.ndarray],
+) -> tuple[TensorParity, ...]:
+    tainted: set[str] = set()
+    result = []
+    for node in model.graph.node:
+        is_tainted = any(name in tainted for name in node.input)
+        if node.op_type == "QuantizeLinear" and node.input[0] in integers:
+            name, expected = node.input[0], integers[node.input[0]]
+            shares = [_shares(found, expected) for found in (step[node.output[0] + COMPUTED], free[node.output[0]])]
+            result.append(TensorParity(name, expected.size, shares[0], shares[1], not is_tainted))
+            is_tainted = is_tainted or shares[1].off > 0
+        if is_tainted:
+            tainted.update(node.output)
+    return tuple(result)
+
+
+def _shares(found: np.ndarray, expected: np.ndarray) -> Shares:
+    difference = np.abs(found.astype(np.int64) - expected)
+    size = max(1, difference.size)
+    return Shares(int((difference == 1).sum()) / size, int((difference >= 2).sum()) / size)
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    norms = float(np.linalg.norm(x) * np.linalg.norm(y))
+    if norms == 0.0:
+        return 1.0 if np.array_equal(x, y) else 0.0
+    return float(x @ y) / norms

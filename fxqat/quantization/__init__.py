@@ -1,0 +1,1 @@
+"""The passes on the fx graph, one per file, and what they share."""

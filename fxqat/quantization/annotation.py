@@ -1,0 +1,60 @@
+"""What a quantizer decides about a graph: plain values in ``node.meta``, read by the insert pass and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxqat.scheme import TensorQConfig
+
+KEY = "fxqat"
+
+QUANTIZED = "quantized"
+SHARES = "shares"
+FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class ValueQuant:
+    """How the value a node produces is quantized.
+
+    Args:
+        config: scheme and parts.
+        group: values of one number share one quantizer.
+        readers: names of the nodes that read the quantized value; None if all do.
+        on_grid: the value is a selection of values quantized before; it needs no rounding of its own.
+        transparent: no fake-quant node follows: a tuple of quantized values, or an op that is none when deployed.
+    """
+
+    config: TensorQConfig
+    group: int
+    readers: frozenset[str] | None = None
+    on_grid: bool = False
+    transparent: bool = False
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """Everything decided about one node.
+
+    Args:
+        op: name of the op.
+        status: ``"quantized"``, ``"shares"`` or ``"float"``, for the value the node produces and its weight.
+        reason: why, in words.
+        value: how its value is quantized, None if it is not.
+        weight: how its weight is quantized, None if it has none or it stays float.
+    """
+
+    op: str
+    status: str
+    reason: str
+    value: ValueQuant | None = None
+    weight: TensorQConfig | None = None
+
+
+def annotation_of(node: fx.Node) -> Annotation | None:
+    """The annotation of a node, None before annotating."""
+    found = node.meta.get(KEY)
+    assert found is None or isinstance(found, Annotation)
+    return found

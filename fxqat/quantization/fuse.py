@@ -1,0 +1,79 @@
+"""Fuse: layer, BatchNorm and activation become one module, by the table in ``fxqat.fuser_method_mappings``.
+
+A chain is fused if
+
+1. its ops are a row of the table, each the only reader of the one before;
+2. the layer and the BatchNorm are each called once in the whole graph (a shared module keeps its parts apart);
+3. the BatchNorm tracks running statistics and has as many features as the layer has outputs.
+
+The fused module takes the layer's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, Fusion
+from fxqat.nn.weighted import WEIGHTED_TYPES
+from fxqat.quantization.ops import identify
+from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
+
+
+def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphModule:
+    """Fuse every chain of the table, in place, and return the graph module.
+
+    Args:
+        gm: a standardized graph module.
+        fusions: rows of the table; earlier rows win.
+    """
+    for node in list(gm.graph.nodes):
+        if type(called_module(node)) in WEIGHTED_TYPES:
+            for row in fusions:
+                chain = _match(gm, node, row)
+                if chain is not None:
+                    _fuse_chain(gm, row, chain)
+                    break
+    gm.delete_all_unused_submodules()
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _match(gm: fx.GraphModule, node: fx.Node, row: Fusion) -> list[fx.Node] | None:
+    chain: list[fx.Node] = []
+    current: fx.Node | None = node
+    for name in row.pattern:  # case 1
+        if current is None or identify(current).name != name:
+            return None
+        if chain and (not current.args or current.args[0] is not chain[-1]):
+            return None
+        chain.append(current)
+        current = only_user(current)
+    layer, bn = called_module(node), called_module(chain[1]) if row.norm else None
+    calls = calls_of(gm)
+    if any(len(calls[id(module)]) != 1 for module in (layer, bn) if module is not None):  # case 2
+        return None
+    if len(node.args) != 1 or node.kwargs:
+        return None
+    if bn is not None and (bn.running_mean is None or bn.num_features != _outputs(layer)):  # case 3
+        return None
+    return chain
+
+
+def _outputs(layer: nn.Module | None) -> int:
+    features = getattr(layer, "out_channels", None) or getattr(layer, "out_features", None)
+    assert isinstance(features, int)
+    return features
+
+
+def _fuse_chain(gm: fx.GraphModule, row: Fusion, chain: list[fx.Node]) -> None:
+    layer = called_module(chain[0])
+    assert layer is not None
+    bn = called_module(chain[1]) if row.norm else None
+    activation = ACTIVATIONS[row.activation]() if row.activation else None
+    set_module(gm, str(chain[0].target), row.fused(layer, bn, activation))
+    for node in chain[:0:-1]:
+        node.replace_all_uses_with(chain[0])
+        gm.graph.erase_node(node)

@@ -1,0 +1,75 @@
+"""The prepared model: a GraphModule that keeps its report and provenance through copy and pickle."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from fxqat.quantization.report import QuantReport
+
+
+@dataclass
+class Provenance:
+    """What a prepared model remembers of the float model it came from.
+
+    Args:
+        backend: the backend's name.
+        report: the decisions.
+        tensor_names: name in the float model's state dict -> name in the prepared model's.
+        unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
+        preserved: names of attributes of the float model that were carried over.
+    """
+
+    backend: str
+    report: QuantReport
+    tensor_names: dict[str, str]
+    unread: dict[str, Tensor]
+    preserved: tuple[str, ...] = field(default=())
+
+
+class QuantGraphModule(fx.GraphModule):
+    """An fx GraphModule with fake-quant in it, as ``prepare_by_platform`` returns it."""
+
+    provenance: Provenance
+
+    @property
+    def quant_report(self) -> QuantReport:
+        """For every node, what was decided and why."""
+        return self.provenance.report
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
+        result = super().__deepcopy__(memo)
+        _carry_over(self.__dict__, result, memo)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        return _restore, (rebuild, arguments)
+
+
+def make_quant_graph_module(gm: fx.GraphModule, provenance: Provenance) -> QuantGraphModule:
+    """Turn a graph module with fake-quant inserted into a prepared model (tensors are shared, not copied)."""
+    result = QuantGraphModule(gm, gm.graph, type(gm).__name__)
+    result.training = gm.training
+    modes = {name: module.training for name, module in gm.named_modules()}
+    for name, module in result.named_modules():
+        module.training = modes.get(name, module.training)
+    result.provenance = provenance
+    return result
+
+
+def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any]) -> None:
+    target.provenance = copy.deepcopy(source["provenance"], memo)
+    for name in source["provenance"].preserved:
+        setattr(target, name, copy.deepcopy(source[name], memo))
+
+
+def _restore(rebuild: Any, arguments: tuple[Any, ...]) -> QuantGraphModule:
+    plain = rebuild(*arguments)
+    result = make_quant_graph_module(plain, plain.provenance)
+    for name in plain.provenance.preserved:
+        setattr(result, name, getattr(plain, name))
+    return result

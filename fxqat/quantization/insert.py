@@ -1,0 +1,179 @@
+"""Insert: annotations become modules.
+
+1. every sharing group gets one activation fake-quant, called after each value of the group;
+2. every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, called with the quantizer
+   of its input, which gives the bias its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.table import FAKE_QUANTIZES
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
+from fxqat.observer.base import ObserverBase
+from fxqat.observer.table import OBSERVERS
+from fxqat.quantization.annotation import annotation_of
+from fxqat.quantization.ops import IDENTITY, identify
+from fxqat.scheme import TensorQConfig
+from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
+
+
+def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
+    """Insert fake-quant as annotated, in place, and return the graph module.
+
+    Args:
+        gm: an annotated graph module.
+        bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
+
+    Raises:
+        ConfigError: a configured observer or fake-quant does not fit its tensor.
+    """
+    nodes = list(gm.graph.nodes)
+    _insert_activations(gm, nodes)
+    _insert_weights(gm, nodes, bn_mode)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def build_fake_quant(
+    config: TensorQConfig, kind: str, axis: int | None = None, num_channels: int | None = None
+) -> FakeQuantizeBase:
+    """The fake-quant of one tensor, with its observer.
+
+    A value with a fixed range is not learned: its scale is known.
+    """
+    scheme = config.scheme
+    observer_type = _resolve(config.observer, OBSERVERS, "observer")
+    quant_type = _resolve(config.fake_quantize, FAKE_QUANTIZES, "fake-quant")
+    channel_axis = axis if scheme.per_channel else None
+    arguments = dict(config.fake_quantize_args)
+    if scheme.fixed_range is not None:
+        quant_type, arguments = FAKE_QUANTIZES["Fixed"], {}
+    try:
+        observer: ObserverBase = observer_type(scheme, channel_axis, num_channels, **dict(config.observer_args))
+        quant: FakeQuantizeBase = quant_type(scheme, observer, kind, axis, **arguments)
+    except TypeError as cause:
+        raise ConfigError(
+            f"{getattr(observer_type, '__name__', observer_type)} / {getattr(quant_type, '__name__', quant_type)}: "
+            f"{cause}. Check the extra arguments observer_args={dict(config.observer_args)}, "
+            f"fake_quantize_args={arguments}."
+        ) from cause
+    return quant
+
+
+def _resolve(name: object, table: dict[str, type], what: str) -> Callable[..., nn.Module]:
+    if isinstance(name, str):
+        if name not in table:
+            raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
+        return table[name]
+    assert callable(name)
+    return name
+
+
+def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    paths: dict[int, str] = {}
+    names: set[str] = set()
+    device = _device_of(gm)
+    last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
+    for node in nodes:
+        found = annotation_of(node)
+        if found is None or found.value is None or found.value.transparent:
+            continue
+        value = found.value
+        if value.group not in paths:
+            path = unique_name(gm, f"{node.name}_act_fake_quant")
+            gm.add_submodule(path, build_fake_quant(value.config, ACTIVATION).to(device).train(gm.training))
+            paths[value.group] = path
+        arguments = {"tensor_name": _tensor_name(node, names)} | ({"on_grid": True} if value.on_grid else {})
+        users = list(node.users)
+        with gm.graph.inserting_after(last_placeholder[0] if node.op == "placeholder" else node):
+            quant = gm.graph.call_module(paths[value.group], (node,), arguments)
+        if node.op == "placeholder":
+            last_placeholder = [quant]
+        for user in users:
+            if value.readers is None or user.name in value.readers:
+                user.replace_input_with(node, quant)
+
+
+def _tensor_name(node: fx.Node, taken: set[str]) -> str:
+    """The name a value has in the exported file: the module path, with the op for what is not a module call."""
+    path = module_path(node)
+    if node.op in ("placeholder", "get_attr"):
+        base = str(node.target)
+    elif node.op == "call_module":
+        base = path
+    else:
+        base = f"{path}.{identify(node).name}" if path else identify(node).name
+    candidate, count = base, 0
+    while candidate in taken:
+        count += 1
+        candidate = f"{base}_{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:
+    converted: dict[int, QATLayer] = {}
+    for node in nodes:
+        found = annotation_of(node)
+        if found is None or found.weight is None:
+            continue
+        module = called_module(node)
+        assert module is not None
+        if not isinstance(module, QATLayer):
+            if id(module) not in converted:
+                converted[id(module)] = _qat_layer(module, found.weight, bn_mode, str(node.target))
+            set_module(gm, str(node.target), converted[id(module)])
+        source = _quantizer_of(node.args[0])
+        if source is not None:
+            with gm.graph.inserting_before(node):
+                quantizer = gm.graph.get_attr(str(source.target))
+            node.kwargs = {**node.kwargs, "input_fake_quant": quantizer}
+
+
+def _quantizer_of(value: object) -> fx.Node | None:
+    """The fake-quant call that a value comes from, looking through ops that are none in the deployed graph."""
+    while isinstance(value, fx.Node):
+        if isinstance(called_module(value), FakeQuantizeBase):
+            return value
+        if identify(value).family != IDENTITY or not value.args:
+            return None
+        value = value.args[0]
+    return None
+
+
+def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, path: str) -> QATLayer:
+    fused = module if isinstance(module, FusedLayer) else FusedLayer(module)
+    layer, bn = fused.layer, fused.bn
+    assert type(layer) in WEIGHTED_TYPES
+    if isinstance(bn_mode, int) and bn is not None and bn.momentum is None:
+        raise ConfigError(f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively")
+    weight = layer.weight
+    assert isinstance(weight, torch.Tensor)
+    axis = weighted_op(layer).axis
+    quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis]).to(weight.device)
+    qat = QATLayer(layer, bn, fused.activation, quant, bn_mode)
+    return qat.train(layer.training) if bn is None else _with_modes(qat, layer, bn)
+
+
+def _with_modes(qat: QATLayer, layer: nn.Module, bn: nn.Module) -> QATLayer:
+    """Each part keeps the mode it had (a BatchNorm frozen with ``eval()`` stays frozen)."""
+    bn_training = bn.training
+    qat.train(layer.training)
+    bn.train(bn_training)
+    return qat
+
+
+def _device_of(gm: nn.Module) -> torch.device:
+    tensor = next(gm.parameters(), None)
+    tensor = next(gm.buffers(), None) if tensor is None else tensor
+    return torch.device("cpu") if tensor is None else tensor.device

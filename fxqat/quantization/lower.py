@@ -1,0 +1,194 @@
+"""Lower: the prepared model becomes the graph that is exported.
+
+1. BatchNorm is folded; weights become stored integers, biases int32 at the scale of their products;
+2. each call of a fake-quant becomes a Q/DQ pair of its own, so that every quantized value keeps its name;
+3. fused layers that stayed float are folded too.
+
+The prepared model is copied; the copy is on the CPU, in eval mode, and without autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from fxqat.errors import ExportError
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.bias import quantize_bias
+from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, stored_bias, stored_weight
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.scheme import QuantizedTensor, QuantizeScheme
+from fxqat.utils.fx_graph import called_module
+
+EXPORTED_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A graph ready for the exporter.
+
+    Args:
+        module: the graph module.
+        tensors: for the path of every Q/DQ or stored tensor in it, what the tensor is.
+    """
+
+    module: fx.GraphModule
+    tensors: dict[str, QuantizedTensor]
+
+
+@torch.no_grad()
+def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
+    """Lower a calibrated model.
+
+    Args:
+        gm: the prepared model; not changed.
+        weights: ``"integer"`` stores weights as integers, ``"float"`` as floats behind a Q/DQ pair.
+
+    Raises:
+        ExportError: a tensor has a width that cannot be exported.
+    """
+    work = copy.deepcopy(gm).cpu().eval().requires_grad_(False)
+    state = _Lowering(work, weights)
+    for node in list(work.graph.nodes):
+        module = called_module(node)
+        if isinstance(module, FakeQuantizeBase):
+            state.lower_activation(node, module)
+        elif isinstance(module, QATLayer):
+            state.lower_layer(node, module)
+        elif isinstance(module, FusedLayer):
+            state.lower_float_layer(node, module)
+    work.graph.eliminate_dead_code()
+    work.delete_all_unused_submodules()
+    work.graph.lint()
+    work.recompile()
+    return Lowered(fx.GraphModule(work, work.graph, type(gm).__name__).eval(), state.tensors)
+
+
+class _Lowering:
+    """The graph being lowered and what was found in it."""
+
+    def __init__(self, gm: fx.GraphModule, weights: str) -> None:
+        self.gm = gm
+        self.weights = weights
+        self.tensors: dict[str, QuantizedTensor] = {}
+        self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
+
+    def lower_activation(self, node: fx.Node, quant: FakeQuantizeBase) -> None:
+        """A fake-quant call becomes a Q/DQ pair."""
+        name = str(node.kwargs["tensor_name"])
+        _check_width(quant.scheme, name)
+        scale, zero_point = quant.qparams()
+        path = self._add(QuantizeDequantize(quant.scheme, scale, zero_point))
+        self.tensors[path] = _record(name, "activation", str(node.target), quant.scheme, None, scale, zero_point)
+        with self.gm.graph.inserting_after(node):
+            self._replace(node, self.gm.graph.call_module(path, (node.args[0],)))
+
+    def lower_layer(self, node: fx.Node, layer: QATLayer) -> None:
+        """A QAT layer becomes the plain function of stored tensors, then its activation."""
+        source = node.kwargs.get("input_fake_quant")
+        quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
+        assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
+        weight, bias = layer.folded()
+        floor, bias_scale = layer.deployed_scales(bias, quantizer)
+        graph, path = self.gm.graph, str(node.target)
+        with graph.inserting_before(node):
+            arguments: list[fx.Node | None] = [node.args[0]]  # type: ignore[list-item]
+            if layer.op.padding is not None:
+                pads, mode = layer.op.padding
+                arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
+            arguments.append(graph.call_module(self._weight(path, layer, weight, floor)))
+            arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
+            result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
+            if layer.activation is not None:
+                result = graph.call_module(self._add(layer.activation), (result,))
+        self._replace(node, result)
+
+    def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
+        """A fused layer that stayed float becomes its folded self."""
+        with self.gm.graph.inserting_before(node):
+            self._replace(node, self.gm.graph.call_module(self._add(layer.folded()), node.args, node.kwargs))
+
+    def _weight(self, path: str, layer: QATLayer, weight: Tensor, floor: Tensor | None) -> str:
+        """The path of a layer's weight; calls of a shared layer share it unless their scales differ."""
+        quant = layer.weight_fake_quant
+        _check_width(quant.scheme, f"{path}.weight")
+        scale, zero_point = quant.qparams()
+        if floor is not None:
+            scale = torch.maximum(scale, floor)
+        known = self._weight_paths.setdefault(id(layer), [])
+        for known_scale, known_path in known:
+            if torch.equal(known_scale, scale):
+                return known_path
+        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, layer.op.axis)
+        if self.weights == "float":
+            axis = layer.op.axis if scale.dim() else None
+            module = RoundedTensor(weight, QuantizeDequantize(quant.scheme, scale, zero_point, axis))
+        found = self._add(module)
+        name = f"{path}.weight" + (f"_{len(known)}" if known else "")
+        axis = layer.op.axis if scale.dim() else None
+        self.tensors[found] = _record(name, "weight", path, quant.scheme, axis, scale, zero_point)
+        known.append((scale, found))
+        return found
+
+    def _bias(self, path: str, bias: Tensor, scale: Tensor | None) -> str:
+        if scale is None:
+            holder = _Constant(bias)
+            return self._add(holder)
+        integers = quantize_bias(bias, scale)
+        found = self._add(stored_bias(integers, scale))
+        name, count = f"{path}.bias", 0
+        while any(record.name == name for record in self.tensors.values()):
+            count += 1
+            name = f"{path}.bias_{count}"
+        self.tensors[found] = _record(name, "bias", path, None, 0, scale, torch.zeros_like(scale))
+        return found
+
+    def _add(self, module: nn.Module) -> str:
+        path = f"lowered_{len(self.gm._modules)}"
+        self.gm.add_submodule(path, module)
+        return path
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        old.replace_all_uses_with(new)
+        self.gm.graph.erase_node(old)
+
+
+class _Constant(nn.Module):
+    """A float tensor that a module gives when called."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("values", values.detach())
+
+    def forward(self) -> Tensor:
+        """The tensor."""
+        values: Tensor = self.values
+        return values
+
+
+def _record(
+    name: str,
+    kind: str,
+    module: str,
+    scheme: QuantizeScheme | None,
+    axis: int | None,
+    scale: Tensor,
+    zero_point: Tensor,
+) -> QuantizedTensor:
+    dtype = "int32" if scheme is None else scheme.storage
+    scales = tuple(scale.reshape(-1).tolist())
+    return QuantizedTensor(name, kind, module, dtype, scheme, axis, scales, tuple(map(int, zero_point.reshape(-1))))
+
+
+def _check_width(scheme: QuantizeScheme, name: str) -> None:
+    if scheme.bit_width != EXPORTED_WIDTH:
+        raise ExportError(
+            f"{name} is {scheme}: this version exports 8-bit tensors only. Train and evaluate other widths in "
+            "simulation, or set bit_width 8 for this tensor."
+        )

@@ -1,0 +1,107 @@
+"""The quantization report: for every node what was decided, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prettytable import PrettyTable
+from torch import fx
+
+from fxqat.quantization.annotation import FLOAT, annotation_of
+from fxqat.utils.fx_graph import source_line
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One node of the graph.
+
+    Args:
+        node: name of the node.
+        op: its op.
+        target: module path or function.
+        status: ``"quantized"``, ``"shares"`` or ``"float"``.
+        output: scheme of its value, empty if float.
+        weight: scheme of its weight, empty if it has none or it stays float.
+        group: number of the sharing group of its value, None if float.
+        reason: why.
+        source: file and line it comes from.
+    """
+
+    node: str
+    op: str
+    target: str
+    status: str
+    output: str
+    weight: str
+    group: int | None
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
+class QuantReport:
+    """The decisions of one backend about one model; prints as a table.
+
+    Args:
+        backend: the backend's name.
+        rows: one row for each node, in execution order.
+    """
+
+    backend: str
+    rows: tuple[ReportRow, ...]
+
+    def __iter__(self) -> Iterator[ReportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_quantized(self) -> int:
+        """How many nodes have a quantized value or weight."""
+        return sum(row.status != FLOAT for row in self.rows)
+
+    def row(self, node: str) -> ReportRow:
+        """The row of one node, by the node's name or its module path."""
+        for row in self.rows:
+            if node in (row.node, row.target):
+                return row
+        raise KeyError(f"no node {node!r} in the report")
+
+    def to_text(self) -> str:
+        """One line a node, without line numbers of the user's files: for golden files."""
+        cells = [
+            (r.node, r.op, r.status, r.output or "-", r.weight or "-", "-" if r.group is None else f"g{r.group}", r.reason)
+            for r in self.rows
+        ]
+        return "\n".join(" | ".join(row) for row in cells) + "\n"
+
+    def __str__(self) -> str:
+        table = PrettyTable(["node", "op", "status", "output", "weight", "group", "reason"], align="l")
+        for r in self.rows:
+            table.add_row([r.node, r.op, r.status, r.output, r.weight, "" if r.group is None else r.group, r.reason])
+        return f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized\n{table}"
+
+
+def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:
+    """Collect the annotations of an annotated graph."""
+    rows = []
+    for node in gm.graph.nodes:
+        found = annotation_of(node)
+        if found is None:
+            continue
+        rows.append(
+            ReportRow(
+                node=node.name,
+                op=found.op,
+                target=str(node.target) if isinstance(node.target, str) else node.name,
+                status=found.status,
+                output=str(found.value.config.scheme) if found.value else "",
+                weight=str(found.weight.scheme) if found.weight else "",
+                group=found.value.group if found.value else None,
+                reason=found.reason,
+                source=source_line(node),
+            )
+        )
+    return QuantReport(backend, tuple(rows))

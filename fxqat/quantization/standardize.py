@@ -1,0 +1,137 @@
+"""Standardize: one spelling per op, before anything is matched.
+
+Cases:
+
+1. a functional convolution or linear whose weight and bias are parameters becomes the module of the same name, so
+   that a functional weight is a weight. Calls that share parameters and arguments share the module;
+2. functional dropout becomes the module, so that it follows ``train()`` and ``eval()``;
+3. a module call that passes its input by keyword passes it by position.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxqat.quantization.ops import WEIGHTED, identify
+from fxqat.utils.fx_graph import called_module
+
+
+def standardize(gm: fx.GraphModule) -> fx.GraphModule:
+    """Rewrite the graph in place and return it."""
+    made: dict[tuple[Any, ...], str] = {}
+    for node in list(gm.graph.nodes):
+        op = identify(node)
+        if node.op == "call_function" and op.family == WEIGHTED:
+            _weighted_to_module(gm, node, op.modules[0], made)  # case 1
+        elif node.op == "call_function" and op.name == "dropout":
+            _dropout_to_module(gm, node)  # case 2
+        elif node.op == "call_module" and not node.args:
+            _input_by_position(node)  # case 3
+    _drop_unread_attributes(gm)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call by name, whichever way they were written."""
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:
+    transposed = "Transpose" in kind.__name__
+    if kind is nn.Linear:
+        names: tuple[str, ...] = ()
+    elif transposed:
+        names = ("stride", "padding", "output_padding", "groups", "dilation")
+    else:
+        names = ("stride", "padding", "dilation", "groups")
+    bound = _bound(node, ("input", "weight", "bias", *names))
+    weight, bias = _parameter(gm, bound["weight"]), _parameter(gm, bound.get("bias"))
+    if weight is None or (bias is None and bound.get("bias") is not None):
+        return  # computed weights are activations; the backend's rules say what happens to them
+    options = {name: bound[name] for name in names if name in bound}
+    if any(isinstance(value, fx.Node) for value in options.values()):
+        return
+    key = (str(bound["weight"].target), str(getattr(bound.get("bias"), "target", "")), kind, repr(sorted(options.items())))
+    if key not in made:
+        owner = str(bound["weight"].target).rpartition(".")[0]
+        made[key] = _free_path(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
+        gm.add_submodule(made[key], _build(kind, weight, bias, options, gm.training))
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_module(made[key], (bound["input"],))
+    _replace(node, new)
+
+
+def _build(
+    kind: type[nn.Module], weight: nn.Parameter, bias: nn.Parameter | None, options: dict[str, Any], training: bool
+) -> nn.Module:
+    """A module of the given kind that holds these very parameters."""
+    groups = options.get("groups", 1)
+    if kind is nn.Linear:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    else:
+        transposed = "Transpose" in kind.__name__
+        channels = (weight.shape[0], weight.shape[1] * groups) if transposed else (weight.shape[1] * groups, weight.shape[0])
+        layer = kind(*channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options)
+    layer.weight, layer.bias = weight, bias
+    return layer.train(training)
+
+
+def _dropout_to_module(gm: fx.GraphModule, node: fx.Node) -> None:
+    bound = _bound(node, ("input", "p", "training", "inplace"))
+    if bound.get("training", True) is True:
+        return  # dropout that is always on is the user's choice
+    path = _free_path(gm, "dropout")
+    gm.add_submodule(path, nn.Dropout(bound.get("p", 0.5)).train(gm.training))
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_module(path, (bound["input"],))
+    _replace(node, new)
+
+
+def _input_by_position(node: fx.Node) -> None:
+    module = called_module(node)
+    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    if names and names[0] in node.kwargs:
+        rest = dict(node.kwargs)
+        node.args = (rest.pop(names[0]),)
+        node.kwargs = rest
+
+
+def _replace(old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def _parameter(gm: fx.GraphModule, value: Any) -> nn.Parameter | None:
+    if not (isinstance(value, fx.Node) and value.op == "get_attr"):
+        return None
+    owner, _, name = str(value.target).rpartition(".")
+    tensor = getattr(gm.get_submodule(owner), name)
+    return tensor if isinstance(tensor, nn.Parameter) else None
+
+
+def _drop_unread_attributes(gm: fx.GraphModule) -> None:
+    """Erase unread ``get_attr`` nodes, and parameters that only they read, so that no tensor has two names."""
+    for node in list(gm.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            gm.graph.erase_node(node)
+            owner, _, name = str(node.target).rpartition(".")
+            still_read = any(n.op == "get_attr" and n.target == node.target for n in gm.graph.nodes)
+            module = gm.get_submodule(owner)
+            if not still_read and type(module) is torch.nn.Module and name in module._parameters:
+                delattr(module, name)
+
+
+def _free_path(gm: nn.Module, path: str) -> str:
+    taken = {name for name, _ in gm.named_modules()} | {name for name, _ in gm.named_parameters()}
+    candidate, count = path, 0
+    while candidate in taken or hasattr(gm, candidate):
+        count += 1
+        candidate = f"{path}_{count}"
+    return candidate

@@ -1,0 +1,182 @@
+"""The vocabulary of quantization: how one tensor is quantized, and with which parts.
+
+Plain frozen values without behaviour beyond derived ranges, so that a backend is a table that can be compared and
+printed. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from fxqat.errors import ConfigError
+
+MIN_BIT_WIDTH = 2
+MAX_BIT_WIDTH = 16
+
+
+def _frozen(values: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    return MappingProxyType(dict(values or {}))
+
+
+@dataclass(frozen=True)
+class QuantizeScheme:
+    """How one tensor is mapped to integers.
+
+    Args:
+        bit_width: number of bits of the integer, 2 to 16.
+        signed: two's-complement range if true, else the range starts at 0.
+        symmetric: the zero point is the middle of the range and is not learned.
+        per_channel: one scale per output channel instead of one per tensor.
+        narrow_range: drop the most negative integer, so that the range is symmetric around the zero point.
+        pot_scale: scales are rounded to powers of two.
+        fixed_range: the real range ``(low, high)`` if it is known beforehand (sigmoid, softmax); it is not calibrated.
+
+    Raises:
+        ConfigError: the bit width is outside 2 to 16, or the fixed range is empty.
+
+    Example:
+        >>> QuantizeScheme(bit_width=8, narrow_range=True).quant_min
+        -127
+        >>> QuantizeScheme(bit_width=4, signed=False).quant_max
+        15
+        >>> print(QuantizeScheme(per_channel=True))
+        int8 sym per-channel
+    """
+
+    bit_width: int = 8
+    signed: bool = True
+    symmetric: bool = True
+    per_channel: bool = False
+    narrow_range: bool = False
+    pot_scale: bool = False
+    fixed_range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int):
+            raise ConfigError(f"bit_width must be an integer, got {self.bit_width!r}")
+        if not MIN_BIT_WIDTH <= self.bit_width <= MAX_BIT_WIDTH:
+            raise ConfigError(f"bit_width must be {MIN_BIT_WIDTH} to {MAX_BIT_WIDTH}, got {self.bit_width}")
+        if self.fixed_range is not None and not self.fixed_range[0] < self.fixed_range[1]:
+            raise ConfigError(f"fixed_range must be (low, high) with low < high, got {self.fixed_range}")
+
+    @property
+    def quant_min(self) -> int:
+        """Smallest integer of the range (inclusive)."""
+        low = -(2 ** (self.bit_width - 1)) if self.signed else 0
+        return low + int(self.narrow_range)
+
+    @property
+    def quant_max(self) -> int:
+        """Largest integer of the range (inclusive)."""
+        return 2 ** (self.bit_width - 1) - 1 if self.signed else 2**self.bit_width - 1
+
+    @property
+    def symmetric_zero_point(self) -> int:
+        """The zero point a symmetric scheme always has."""
+        return 0 if self.signed else 2 ** (self.bit_width - 1)
+
+    @property
+    def storage(self) -> str:
+        """The integer type that holds the values, in numpy's and ONNX's spelling."""
+        width = 8 if self.bit_width <= 8 else 16
+        return f"{'int' if self.signed else 'uint'}{width}"
+
+    def __str__(self) -> str:
+        parts = [f"{'int' if self.signed else 'uint'}{self.bit_width}", "sym" if self.symmetric else "asym"]
+        parts.append("per-channel" if self.per_channel else "per-tensor")
+        parts += [word for flag, word in ((self.narrow_range, "narrow"), (self.pot_scale, "pot")) if flag]
+        if self.fixed_range is not None:
+            parts.append(f"fixed[{self.fixed_range[0]:g},{self.fixed_range[1]:g}]")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class TensorQConfig:
+    """A scheme together with the observer and the fake-quant that serve it.
+
+    Args:
+        scheme: how the tensor is quantized.
+        observer: name of a row in ``fxqat.observer.table`` or an observer class.
+        fake_quantize: name of a row in ``fxqat.fake_quantize.table`` or a fake-quant class.
+        observer_args: extra keyword arguments of the observer.
+        fake_quantize_args: extra keyword arguments of the fake-quant.
+    """
+
+    scheme: QuantizeScheme
+    observer: Any = "MinMax"
+    fake_quantize: Any = "Learnable"
+    observer_args: Mapping[str, Any] = field(default_factory=_frozen)
+    fake_quantize_args: Mapping[str, Any] = field(default_factory=_frozen)
+
+    def with_scheme(self, **changes: Any) -> TensorQConfig:
+        """The same parts with a changed scheme."""
+        return replace(self, scheme=replace(self.scheme, **changes))
+
+    # a mappingproxy cannot be pickled; the state is plain
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        return state | {key: dict(state[key]) for key in ("observer_args", "fake_quantize_args")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+@dataclass(frozen=True)
+class QConfig:
+    """How one layer is quantized; None leaves that part float.
+
+    Args:
+        weight: the layer's own weight.
+        activation: the values the layer reads.
+        output: the value the layer produces.
+    """
+
+    weight: TensorQConfig | None
+    activation: TensorQConfig | None
+    output: TensorQConfig | None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """One quantized tensor of an exported model, as the file and its JSON hold it.
+
+    Args:
+        name: the tensor's name in the ONNX file.
+        kind: ``"activation"``, ``"weight"`` or ``"bias"``.
+        module: path of the module that owns or quantizes it, in the prepared model.
+        dtype: integer type in the file, e.g. ``"int8"``.
+        scheme: its scheme; None for a bias, which is int32 at the scale of the products.
+        axis: channel axis of ``scale``, None per tensor.
+        scale: real units per step, float32 values.
+        zero_point: integers, as many as scales.
+    """
+
+    name: str
+    kind: str
+    module: str
+    dtype: str
+    scheme: QuantizeScheme | None
+    axis: int | None
+    scale: tuple[float, ...]
+    zero_point: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry of the parameter file (see ``fxqat/onnx/schema.json``)."""
+        scheme = self.scheme
+        limit = 2**31
+        return {
+            "kind": self.kind,
+            "module": self.module,
+            "dtype": self.dtype,
+            "bit_width": scheme.bit_width if scheme else 32,
+            "signed": scheme.signed if scheme else True,
+            "symmetric": scheme.symmetric if scheme else True,
+            "axis": self.axis,
+            "quant_min": scheme.quant_min if scheme else -limit,
+            "quant_max": scheme.quant_max if scheme else limit - 1,
+            "scale": list(self.scale),
+            "zero_point": list(self.zero_point),
+        }

@@ -1,0 +1,1 @@
+"""Small helpers without policy, and the re-exports that users know."""

@@ -1,0 +1,59 @@
+"""Writing files so that a crash leaves the old one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fxqat.errors import FxqatError
+
+
+def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> None:
+    """Check that a file can be written, without writing it.
+
+    Raises:
+        error: the folder is missing or cannot be written, or the target is a folder.
+    """
+    _temporary_beside(Path(target), error).unlink()
+
+
+@contextmanager
+def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
+    """A temporary path beside ``target`` that replaces it when the block ends, and vanishes if the block fails.
+
+    Args:
+        target: the file to write; its folder must exist and be writable.
+        error: the class of the error raised when it is not.
+
+    Yields:
+        A path in the same folder, for the block to write.
+
+    Raises:
+        error: the folder is missing or cannot be written, or the target is a folder.
+    """
+    target = Path(target)
+    temporary = _temporary_beside(target, error)
+    try:
+        yield temporary
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(target)
+    except OSError as cause:
+        raise error(f"cannot write {target}: {cause}") from cause
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _temporary_beside(target: Path, error: type[FxqatError]) -> Path:
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder")
+        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        os.close(descriptor)
+    except OSError as cause:
+        raise error(f"cannot write {target}: {cause}. Give a file path in an existing, writable folder.") from cause
+    return Path(name)

@@ -1,0 +1,80 @@
+"""Small helpers on fx graphs; no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+
+def get_module(gm: nn.Module, path: str) -> nn.Module:
+    """The submodule at a dotted path."""
+    return gm.get_submodule(path)
+
+
+def set_module(gm: nn.Module, path: str, module: nn.Module) -> None:
+    """Put a module at a dotted path whose parent exists."""
+    parent, _, name = path.rpartition(".")
+    setattr(gm.get_submodule(parent), name, module)
+
+
+def called_module(node: fx.Node) -> nn.Module | None:
+    """The module a ``call_module`` node calls, None for any other node."""
+    if node.op != "call_module":
+        return None
+    owner = node.graph.owning_module
+    assert owner is not None
+    return owner.get_submodule(str(node.target))
+
+
+def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
+    """Every call of every module object, by ``id`` of the object (a shared module may have several paths)."""
+    calls: dict[int, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        module = called_module(node)
+        if module is not None:
+            calls.setdefault(id(module), []).append(node)
+    return calls
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The single reader of a node, None if there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module whose forward holds this node; its own path for a module call."""
+    if node.op == "call_module":
+        return str(node.target)
+    stack = node.meta.get("nn_module_stack") or {}
+    path = ""
+    for value in stack.values():
+        path = str(value[0]) if isinstance(value, tuple) else path
+    return path
+
+
+def unique_name(gm: nn.Module, name: str) -> str:
+    """A name that the module does not have as an attribute yet."""
+    candidate, count = name, 0
+    while hasattr(gm, candidate):
+        count += 1
+        candidate = f"{name}_{count}"
+    return candidate
+
+
+def node_inputs(argument: Any) -> Iterator[fx.Node]:
+    """All nodes in an argument structure, in order, duplicates included."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda n: (found.append(n), n)[1])
+    yield from found
+
+
+def source_line(node: fx.Node) -> str:
+    """Where in the user's code a node comes from, ``"file.py:12"``, or an empty string."""
+    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    lines = [line.strip() for line in str(trace).splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
+    return f"{file}:{rest.split(',')[0]}"

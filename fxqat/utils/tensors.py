@@ -1,0 +1,34 @@
+"""Walking nested inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def flatten_tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in flatten_tensors(item)]
+    if isinstance(value, (tuple, list)):
+        return [t for item in value for t in flatten_tensors(item)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [t for f in fields(value) for t in flatten_tensors(getattr(value, f.name))]
+    return []
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same nested tuples, lists and mappings with a function applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value

@@ -1,0 +1,61 @@
+"""Packaging of fxqat. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    """Return the version written in fxqat/version.py, without importing the package (torch may not be installed)."""
+    text = (ROOT / "fxqat" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r"""^__version__(?:\s*:\s*\w+)?\s*=\s*["']([^"']+)["']""", text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("fxqat/version.py holds no line of the form: __version__ = '1.2.3'")
+    return match.group(1)
+
+
+EXAMPLE = ["scikit-learn", "tqdm", "matplotlib", "PyYAML", "pycocotools"]
+
+setup(
+    name="fxqat",
+    version=read_version(),
+    description="Quantization-aware training with torch.fx, and a QDQ ONNX file that computes what was trained",
+    long_description=(ROOT / "README.rst").read_text(encoding="utf-8"),
+    long_description_content_type="text/x-rst",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.10",
+    packages=find_packages(include=["fxqat", "fxqat.*"]),
+    package_data={"fxqat": ["py.typed", "onnx/*.json"]},
+    zip_safe=False,
+    install_requires=[
+        "torch>=2.9",
+        "torchvision",
+        "onnx",
+        "onnxscript",
+        "onnx-ir",
+        "onnxruntime",
+        "numpy",
+        "prettytable",
+        "easydict",
+        "timm",
+        "pulp",
+        "PyYAML",
+    ],
+    extras_require={
+        "example": EXAMPLE,
+        # The tests run the examples; ruff and mypy are bounded because their verdicts change between versions.
+        "test": [*EXAMPLE, "pytest>=8.2", "hypothesis", "jsonschema", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "docs": ["sphinx>=8"],
+    },
+)
