@@ -71,8 +71,6 @@ def save_checkpoint(
         assert example_inputs is not None
         convert_export(model, example_inputs, file_path_onnx, file_path_json)
     elif file_path_json is not None:
-
-
         document = params_document(lower(gm).tensors.values(), gm.provenance.backend, 18)
         with atomic_path(file_path_json, CheckpointError) as temporary:
             temporary.write_text(json.dumps(document, indent=1))
@@ -167,7 +165,8 @@ def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Non
     ]
     if missing or surplus or shapes:
         raise CheckpointError(
-            f"{path} does not fit the model: missing {missing[:4]}, unexpected {surplus[:4]}, shapes {sorted(shapes)[:4]}. "
+            f"{path} does not fit the model: missing {missing[:4]}, unexpected {surplus[:4]}, "
+            f"shapes {sorted(shapes)[:4]}. "
             "Prepare the model with the backend and configuration it was saved with."
         )
 

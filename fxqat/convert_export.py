@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
 from fxqat.errors import ExportError, ParityError
 from fxqat.fake_quantize.state import require_calibrated
+from fxqat.onnx import verify as parity
 from fxqat.onnx.names import name_tensors
 from fxqat.onnx.opset import check_opset, downgrade, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.simplify import simplify
-from fxqat.onnx import verify as parity
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -197,7 +197,9 @@ def _certify(
     in_file = {names[name]: values for name, values in integers.items() if name in names}
     certificate = parity.verify(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
     if not certificate.passed:
-        raise ParityError(f"the exported file does not compute what the model computes; nothing was written.\n{certificate}")
+        raise ParityError(
+            f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
+        )
     return certificate
 
 

@@ -39,7 +39,7 @@ class Fusion:
     """
 
     pattern: tuple[str, ...]
-    fused: Callable[[nn.Module, nn.Module | None, nn.Module | None], nn.Module] = FusedLayer
+    fused: Callable[..., nn.Module] = FusedLayer
 
     @property
     def norm(self) -> str | None:

@@ -69,9 +69,7 @@ def prepare_by_platform(
     spec = backend_spec(backend)
     config = parse_config(prepare_custom_config_dict)
     inputs = _as_tuple(example_inputs)
-    root, gm = trace(
-        model, custom_tracer, leaf_modules=config.leaf_module, concrete_args=config.concrete_args
-    )
+    root, gm = trace(model, custom_tracer, leaf_modules=config.leaf_module, concrete_args=config.concrete_args)
     names = _named_tensors(root)
     gm = fuse(standardize(gm), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
@@ -115,7 +113,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_training(spec: BackendSpec) -> BackendSpec:
-    parts = {"fake_quantize": "Fixed", "fake_quantize_args": {}}
+    parts: dict[str, Any] = {"fake_quantize": "Fixed", "fake_quantize_args": {}}
     return replace(spec, weight=replace(spec.weight, **parts), activation=replace(spec.activation, **parts))
 
 

@@ -65,18 +65,18 @@ class QuantizeScheme:
     @property
     def quant_min(self) -> int:
         """Smallest integer of the range (inclusive)."""
-        low = -(2 ** (self.bit_width - 1)) if self.signed else 0
+        low = -(1 << (self.bit_width - 1)) if self.signed else 0
         return low + int(self.narrow_range)
 
     @property
     def quant_max(self) -> int:
         """Largest integer of the range (inclusive)."""
-        return 2 ** (self.bit_width - 1) - 1 if self.signed else 2**self.bit_width - 1
+        return (1 << (self.bit_width - 1)) - 1 if self.signed else (1 << self.bit_width) - 1
 
     @property
     def symmetric_zero_point(self) -> int:
         """The zero point a symmetric scheme always has."""
-        return 0 if self.signed else 2 ** (self.bit_width - 1)
+        return 0 if self.signed else 1 << (self.bit_width - 1)
 
     @property
     def storage(self) -> str:

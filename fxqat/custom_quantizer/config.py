@@ -189,7 +189,7 @@ def _scheme_value(key: str, value: Any, where: str) -> int | bool:
     wanted = int if SCHEME_SPELLINGS[key] == "bit_width" else bool
     if type(value) is not wanted:
         raise ConfigError(f"{where}: {key} must be {wanted.__name__}, got {value!r}")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _matches(quantizer: Mapping[str, Any], prefix: str) -> tuple[Match, ...]:
@@ -240,5 +240,3 @@ def _bn_mode(value: Any) -> str | int:
     if value in (BN_TRAIN, BN_FREEZE) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value  # type: ignore[no-any-return]
     raise ConfigError(f"bn_mode must be {BN_TRAIN!r}, {BN_FREEZE!r} or a number of steps >= 0, got {value!r}")
-
-

@@ -175,9 +175,9 @@ class BackendQuantizer:
                 readers.setdefault(operand, []).append(node)
         values = {}
         for node, wish in wishes.items():
-            asked = [(wishes[r].activation, wishes[r].activation_rank) for r in readers.get(node, [])]
-            asked += [(wish.output, wish.output_rank)] if wish.output is not None else []
-            asked = [(config, rank) for config, rank in asked if config is not None]
+            wanted = [(wishes[r].activation, wishes[r].activation_rank) for r in readers.get(node, [])]
+            wanted.append((wish.output, wish.output_rank))
+            asked = [(config, rank) for config, rank in wanted if config is not None]
             vetoed = wish.output is None and wish.output_rank > 0
             if not asked or vetoed or kinds[node] is Kind.OTHER:
                 continue
@@ -227,12 +227,12 @@ class BackendQuantizer:
                 continue
             value = values.get(node)
             status, reason = self._explain(node, wish, value, sizes)
-            found = Annotation(wish.op.name if wish.op.family != OPAQUE else node.op, status, reason, value, wish.weight)
+            found = Annotation(
+                wish.op.name if wish.op.family != OPAQUE else node.op, status, reason, value, wish.weight
+            )
             node.meta[annotation.KEY] = found
 
-    def _explain(
-        self, node: fx.Node, wish: _Wish, value: ValueQuant | None, sizes: dict[int, int]
-    ) -> tuple[str, str]:
+    def _explain(self, node: fx.Node, wish: _Wish, value: ValueQuant | None, sizes: dict[int, int]) -> tuple[str, str]:
         if value is None:
             if wish.rule is None:
                 return annotation.FLOAT, wish.reason
@@ -287,4 +287,3 @@ def _unsupported(node: fx.Node) -> str:
     if node.kwargs or len(node.args) != 1:
         return "called with more than its input (output_size)"
     return ""
-

@@ -58,7 +58,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         x, scale, factor, grid, offset, x_hat = ctx.saved_tensors
         quant_min, quant_max, axis, grad_scale = ctx.range
         dtype = x.dtype

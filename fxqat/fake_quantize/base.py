@@ -119,7 +119,7 @@ class FakeQuantizeBase(nn.Module):
         """
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
-        return FakeQuantizeSTE.apply(  # type: ignore[no-any-return, no-untyped-call]
+        return FakeQuantizeSTE.apply(  # type: ignore[no-any-return]
             x,
             self.scale,
             zero_point,

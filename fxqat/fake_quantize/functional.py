@@ -116,8 +116,9 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
     Source: Jacob et al. 2018 (arXiv:1712.05877), section 3; Nagel et al. 2021 (arXiv:2106.08295), equations 4 to 9.
 
     Example:
-        >>> scale, zero_point = choose_qparams(torch.tensor(-1.0), torch.tensor(3.0),
-        ...                                    QuantizeScheme(bit_width=2, signed=False, symmetric=False))
+        >>> scale, zero_point = choose_qparams(
+        ...     torch.tensor(-1.0), torch.tensor(3.0), QuantizeScheme(bit_width=2, signed=False, symmetric=False)
+        ... )
         >>> round(scale.item(), 4), zero_point.item()
         (1.3333, 1.0)
     """

@@ -25,6 +25,11 @@ class QuantizeDequantize(nn.Module):
         axis: channel axis, None per tensor.
     """
 
+    scale: Tensor
+    zero_point: Tensor
+    low: Tensor
+    high: Tensor
+
     def __init__(self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> None:
         super().__init__()
         storage = STORAGE[scheme.storage]
@@ -43,7 +48,8 @@ class QuantizeDequantize(nn.Module):
         if not self.fills_storage:
             low, high = (per_axis(bound, x.dim(), self.axis) for bound in (self.low, self.high))
             x = torch.minimum(torch.maximum(x, low), high)
-        return ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
+        rounded: Tensor = ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
+        return rounded
 
 
 class StoredTensor(nn.Module):
@@ -65,7 +71,8 @@ class StoredTensor(nn.Module):
 
     def forward(self) -> Tensor:
         """The real values."""
-        return ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+        values: Tensor = ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+        return values
 
 
 class RoundedTensor(nn.Module):
@@ -82,9 +89,7 @@ class RoundedTensor(nn.Module):
         return rounded
 
 
-def stored_weight(
-    weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int
-) -> StoredTensor:
+def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int) -> StoredTensor:
     """A weight as integers: the same ones that training simulated."""
     storage = STORAGE[scheme.storage]
     integers = quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
@@ -94,4 +99,3 @@ def stored_weight(
 def stored_bias(integers: Tensor, scale: Tensor) -> StoredTensor:
     """A bias as int32."""
     return StoredTensor(integers.to(torch.int32), scale, torch.zeros_like(scale, dtype=torch.int32), 0)
-

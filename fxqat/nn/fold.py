@@ -9,25 +9,28 @@ With ``k = gamma / sqrt(running_var + eps)``::
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxqat.nn.weighted import WeightedOp
+from fxqat.utils.torch_compat import BatchNorm
 
 
-def bn_factor(bn: nn.Module) -> Tensor:
+def bn_factor(bn: BatchNorm) -> Tensor:
     """The factor ``k`` of every output channel, shape ``(channels,)``."""
+    assert bn.running_var is not None  # the fuse pass takes no other
     inverse = torch.rsqrt(bn.running_var + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
 
 
-def fold_bias(bias: Tensor | None, bn: nn.Module, factor: Tensor) -> Tensor:
+def fold_bias(bias: Tensor | None, bn: BatchNorm, factor: Tensor) -> Tensor:
     """The bias of the folded layer, shape ``(channels,)``."""
+    assert bn.running_mean is not None
     centred = -bn.running_mean if bias is None else bias - bn.running_mean
     shift = centred * factor
     return shift if bn.bias is None else shift + bn.bias
 
 
-def fold_bn(op: WeightedOp, weight: Tensor, bias: Tensor | None, bn: nn.Module) -> tuple[Tensor, Tensor]:
+def fold_bn(op: WeightedOp, weight: Tensor, bias: Tensor | None, bn: BatchNorm) -> tuple[Tensor, Tensor]:
     """Weight and bias of the layer that equals ``bn(layer(x))`` with the running statistics.
 
     Args:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fxqat.nn.fold import fold_bn
-from fxqat.nn.weighted import weighted_op
+from fxqat.nn.weighted import WeightedLayer, weighted_op
+from fxqat.utils.torch_compat import BatchNorm
 
 
 class FusedLayer(nn.Module):
@@ -17,7 +18,7 @@ class FusedLayer(nn.Module):
         activation: the activation behind that, or None.
     """
 
-    def __init__(self, layer: nn.Module, bn: nn.Module | None = None, activation: nn.Module | None = None) -> None:
+    def __init__(self, layer: WeightedLayer, bn: BatchNorm | None = None, activation: nn.Module | None = None) -> None:
         super().__init__()
         self.layer = layer
         self.bn = bn
@@ -29,7 +30,9 @@ class FusedLayer(nn.Module):
         y: Tensor = self.layer(x)
         if self.bn is not None:
             y = self.bn(y)
-        return y if self.activation is None else self.activation(y)
+        if self.activation is not None:
+            y = self.activation(y)
+        return y
 
     def folded(self) -> FusedLayer:
         """The same function with the BatchNorm folded into the weights, for a frozen copy of the layer."""

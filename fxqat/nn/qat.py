@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import bias_scale, fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
-from fxqat.nn.weighted import weighted_op
-from fxqat.utils.torch_compat import tensor_version
+from fxqat.nn.weighted import WeightedLayer, weighted_op
+from fxqat.utils.torch_compat import BatchNorm, tensor_version
 
 BN_TRAIN = "train"
 BN_FREEZE = "freeze"
@@ -38,10 +38,14 @@ class QATLayer(nn.Module):
     Source: Krishnamoorthi 2018 (arXiv:1806.08342), section 3.2.2, for folding with batch statistics.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    bn_steps: Tensor
+
     def __init__(
         self,
-        layer: nn.Module,
-        bn: nn.Module | None,
+        layer: WeightedLayer,
+        bn: BatchNorm | None,
         activation: nn.Module | None,
         weight_fake_quant: FakeQuantizeBase,
         bn_mode: str | int = BN_TRAIN,
@@ -49,8 +53,8 @@ class QATLayer(nn.Module):
         super().__init__()
         self.op = weighted_op(layer)
         self.layer_type = type(layer).__name__
-        self.weight = layer.weight
-        self.bias = layer.bias
+        self.weight = layer.weight  # type: ignore[assignment]  # torch declares parameters as tensors
+        self.bias = layer.bias  # type: ignore[assignment]
         self.bn = bn
         self.activation = activation
         self.weight_fake_quant = weight_fake_quant
@@ -68,10 +72,12 @@ class QATLayer(nn.Module):
             input_fake_quant: the quantizer that x went through, None if x is float; it gives the bias its scale.
         """
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
-            y = self._normalize(self.op(x, self._unfolded_weight(), self.bias))
+            y = self._normalize(self.op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
             y = self.op(x, *self._deployed_tensors(input_fake_quant))
-        return y if self.activation is None else self.activation(y)
+        if self.activation is not None:
+            y = self.activation(y)
+        return y
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with BatchNorm folded in, not quantized."""
@@ -89,8 +95,8 @@ class QATLayer(nn.Module):
             input_fake_quant: the quantizer of the layer's input.
 
         Returns:
-            ``(floor, scale)``: ``floor`` of the weight scale's shape, ``scale`` ``(out_channels,)``; both None where the
-            bias stays float.
+            ``(floor, scale)``: ``floor`` of the weight scale's shape, ``scale`` ``(out_channels,)``; both None where
+            the bias stays float.
         """
         if bias is None or input_fake_quant is None:
             return None, None
@@ -116,12 +122,12 @@ class QATLayer(nn.Module):
             return weight, bias
         return weight, fake_quantize_bias(bias, scale)
 
-    def _unfolded_weight(self) -> Tensor:
+    def _unfolded_weight(self, bn: BatchNorm) -> Tensor:
         quant = self.weight_fake_quant
         if not (quant.observer_enabled or quant.fake_quant_enabled):
             return self.weight
         with torch.no_grad():
-            factor = bn_factor(self.bn)  # type: ignore[arg-type]  # a caller checked it
+            factor = bn_factor(bn)
             factor = torch.where(factor == 0, 1.0, factor)
         if self.op.groups > 1:  # channels of several groups share a scale: no per-scale factor
             wide = self.op.per_output_channel(factor, self.weight)
@@ -140,25 +146,26 @@ class QATLayer(nn.Module):
                 self.weight_fake_quant.observe(weight.detach())
                 self._observed = state
 
-    def _normalize(self, y: Tensor) -> Tensor:
-        bn = self.bn
+    def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
         if not isinstance(self.bn_mode, int):
-            return bn(y)  # type: ignore[misc]  # a caller checked it
+            normalized: Tensor = bn(y)
+            return normalized
+        assert bn.running_mean is not None and bn.running_var is not None  # the fuse pass takes no other
         frozen = self.bn_steps >= self.bn_mode
         variance, mean = torch.var_mean(y, [d for d in range(y.dim()) if d != 1], correction=0)
         with torch.no_grad():
             self.bn_steps.add_(1)
-            momentum = torch.where(frozen, 0.0, bn.momentum)  # type: ignore[union-attr]
+            momentum = torch.where(frozen, 0.0, bn.momentum or 0.0)
             count = y.numel() // y.shape[1]
             unbiased = variance * (count / max(1, count - 1))
-            old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()  # type: ignore[union-attr]
-            bn.running_mean.lerp_(mean, momentum)  # type: ignore[union-attr]
-            bn.running_var.lerp_(unbiased, momentum)  # type: ignore[union-attr]
+            old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()
+            bn.running_mean.lerp_(mean, momentum)
+            bn.running_var.lerp_(unbiased, momentum)
         mean = torch.where(frozen, old_mean, mean)
-        factor = torch.rsqrt(torch.where(frozen, old_variance, variance) + bn.eps)  # type: ignore[union-attr]
-        if bn.weight is not None:  # type: ignore[union-attr]
-            factor = factor * bn.weight  # type: ignore[union-attr]
-        shift = -mean * factor if bn.bias is None else bn.bias - mean * factor  # type: ignore[union-attr]
+        factor = torch.rsqrt(torch.where(frozen, old_variance, variance) + bn.eps)
+        if bn.weight is not None:
+            factor = factor * bn.weight
+        shift = -mean * factor if bn.bias is None else bn.bias - mean * factor
         return torch.addcmul(_channels(shift, y), y, _channels(factor, y))
 
     def extra_repr(self) -> str:

@@ -20,6 +20,9 @@ TRANSPOSED: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 WEIGHTED_TYPES: tuple[type[nn.Module], ...] = (*CONVS, *TRANSPOSED, nn.Linear)
+WeightedLayer = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class WeightedOp:
         return rows.reshape(*rows.shape, *tail)
 
 
-def weighted_op(layer: nn.Module) -> WeightedOp:
+def weighted_op(layer: WeightedLayer) -> WeightedOp:
     """Describe a layer of one of ``WEIGHTED_TYPES`` (exactly these types, not subclasses)."""
     kind = type(layer)
-    if kind is nn.Linear:
+    if isinstance(layer, nn.Linear):
         return WeightedOp(F.linear, {})
     names = ("stride", "padding", "dilation", "groups")
     arguments = {name: getattr(layer, name) for name in names}
@@ -73,9 +76,7 @@ def weighted_op(layer: nn.Module) -> WeightedOp:
             arguments["padding"] = 0
         return WeightedOp(CONVS[kind], arguments, padding=padding)
     arguments["output_padding"] = layer.output_padding
-    groups = layer.groups
-    assert isinstance(groups, int)
-    return WeightedOp(TRANSPOSED[kind], arguments, axis=1, groups=groups)
+    return WeightedOp(TRANSPOSED[kind], arguments, axis=1, groups=layer.groups)
 
 
 def _explicit_padding(conv: Any) -> tuple[int, ...]:

@@ -52,7 +52,8 @@ def downgrade(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
         converted = version_converter.convert_version(model, opset_version)
     except Exception as cause:  # the converter raises whatever its C++ side does
         raise ExportError(
-            f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). Use opset_version=18."
+            f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
+            "Use opset_version=18."
         ) from cause
     converted.ir_version = min(converted.ir_version, 8)
     return converted
@@ -62,7 +63,9 @@ def _small_integers_as_constants(model: onnx.ModelProto, limit: int = 16) -> onn
     result = onnx.ModelProto()
     result.CopyFrom(model)
     graph = result.graph
-    small = [t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(t).size <= limit]
+    small = [
+        t for t in graph.initializer if t.data_type == onnx.TensorProto.INT64 and numpy_helper.to_array(t).size <= limit
+    ]
     nodes = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in small]
     for tensor in small:
         graph.initializer.remove(tensor)
@@ -70,4 +73,3 @@ def _small_integers_as_constants(model: onnx.ModelProto, limit: int = 16) -> onn
     del graph.node[:]
     graph.node.extend([*nodes, *rest])
     return result
-

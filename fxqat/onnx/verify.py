@@ -134,7 +134,7 @@ class ParityCertificate:
     @property
     def passed(self) -> bool:
         """Whether all rules hold."""
-        return all(item.passed for item in (*self.tensors, *self.outputs))
+        return all(tensor.passed for tensor in self.tensors) and all(output.passed for output in self.outputs)
 
     def as_json(self) -> dict[str, Any]:
         """The certificate as plain values."""

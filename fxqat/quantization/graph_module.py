@@ -41,9 +41,9 @@ class QuantGraphModule(fx.GraphModule):
         return self.provenance.report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
-        result = super().__deepcopy__(memo)
+        result: Any = super().__deepcopy__(memo)
         _carry_over(self.__dict__, result, memo)
-        return result
+        return result  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         rebuild, arguments = super().__reduce__()

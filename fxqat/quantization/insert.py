@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
@@ -52,15 +54,15 @@ def build_fake_quant(
     A value with a fixed range is not learned: its scale is known.
     """
     scheme = config.scheme
-    observer_type = _resolve(config.observer, OBSERVERS, "observer")
-    quant_type = _resolve(config.fake_quantize, FAKE_QUANTIZES, "fake-quant")
+    observer_type: Callable[..., ObserverBase] = _resolve(config.observer, OBSERVERS, "observer")
+    quant_type: Callable[..., FakeQuantizeBase] = _resolve(config.fake_quantize, FAKE_QUANTIZES, "fake-quant")
     channel_axis = axis if scheme.per_channel else None
     arguments = dict(config.fake_quantize_args)
     if scheme.fixed_range is not None:
         quant_type, arguments = FAKE_QUANTIZES["Fixed"], {}
     try:
-        observer: ObserverBase = observer_type(scheme, channel_axis, num_channels, **dict(config.observer_args))
-        quant: FakeQuantizeBase = quant_type(scheme, observer, kind, axis, **arguments)
+        observer = observer_type(scheme, channel_axis, num_channels, **dict(config.observer_args))
+        quant = quant_type(scheme, observer, kind, axis, **arguments)
     except TypeError as cause:
         raise ConfigError(
             f"{getattr(observer_type, '__name__', observer_type)} / {getattr(quant_type, '__name__', quant_type)}: "
@@ -70,13 +72,15 @@ def build_fake_quant(
     return quant
 
 
-def _resolve(name: object, table: dict[str, type], what: str) -> Callable[..., nn.Module]:
+def _resolve(name: Any, table: Mapping[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
     if isinstance(name, str):
         if name not in table:
             raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
         return table[name]
-    assert callable(name)
-    return name
+    if not callable(name):
+        raise ConfigError(f"{what} must be a name or a class, got {name!r}; known names: {', '.join(table)}")
+    resolved: Callable[..., Any] = name
+    return resolved
 
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -93,7 +97,9 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
             path = unique_name(gm, f"{node.name}_act_fake_quant")
             gm.add_submodule(path, build_fake_quant(value.config, ACTIVATION).to(device).train(gm.training))
             paths[value.group] = path
-        arguments = {"tensor_name": _tensor_name(node, names)} | ({"on_grid": True} if value.on_grid else {})
+        arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
+        if value.on_grid:
+            arguments["on_grid"] = True
         users = list(node.users)
         with gm.graph.inserting_after(last_placeholder[0] if node.op == "placeholder" else node):
             quant = gm.graph.call_module(paths[value.group], (node,), arguments)
@@ -152,13 +158,14 @@ def _quantizer_of(value: object) -> fx.Node | None:
 
 
 def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, path: str) -> QATLayer:
-    fused = module if isinstance(module, FusedLayer) else FusedLayer(module)
+    fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES
     if isinstance(bn_mode, int) and bn is not None and bn.momentum is None:
-        raise ConfigError(f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively")
+        raise ConfigError(
+            f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
+        )
     weight = layer.weight
-    assert isinstance(weight, torch.Tensor)
     axis = weighted_op(layer).axis
     quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis]).to(weight.device)
     qat = QATLayer(layer, bn, fused.activation, quant, bn_mode)
@@ -174,6 +181,6 @@ def _with_modes(qat: QATLayer, layer: nn.Module, bn: nn.Module) -> QATLayer:
 
 
 def _device_of(gm: nn.Module) -> torch.device:
-    tensor = next(gm.parameters(), None)
+    tensor: torch.Tensor | None = next(gm.parameters(), None)
     tensor = next(gm.buffers(), None) if tensor is None else tensor
     return torch.device("cpu") if tensor is None else tensor.device

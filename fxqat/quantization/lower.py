@@ -162,14 +162,15 @@ class _Lowering:
 class _Constant(nn.Module):
     """A float tensor that a module gives when called."""
 
+    values: Tensor
+
     def __init__(self, values: Tensor) -> None:
         super().__init__()
         self.register_buffer("values", values.detach())
 
     def forward(self) -> Tensor:
         """The tensor."""
-        values: Tensor = self.values
-        return values
+        return self.values
 
 
 def _record(

@@ -217,7 +217,7 @@ def identify(node: fx.Node) -> Op:
         module = called_module(node)
         return _argument_cases(node, identify_module(module), module)
     if node.op == "call_function":
-        found = _BY_FUNCTION.get(node.target) if callable(node.target) else None  # type: ignore[call-overload]
+        found = _BY_FUNCTION.get(node.target) if callable(node.target) else None
         return _argument_cases(node, found or UNKNOWN, None)
     if node.op == "call_method":
         return _BY_METHOD.get(str(node.target), UNKNOWN)

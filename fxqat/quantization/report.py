@@ -72,7 +72,15 @@ class QuantReport:
     def to_text(self) -> str:
         """One line a node, without line numbers of the user's files: for golden files."""
         cells = [
-            (r.node, r.op, r.status, r.output or "-", r.weight or "-", "-" if r.group is None else f"g{r.group}", r.reason)
+            (
+                r.node,
+                r.op,
+                r.status,
+                r.output or "-",
+                r.weight or "-",
+                "-" if r.group is None else f"g{r.group}",
+                r.reason,
+            )
             for r in self.rows
         ]
         return "\n".join(" | ".join(row) for row in cells) + "\n"

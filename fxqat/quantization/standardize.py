@@ -57,7 +57,12 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return
-    key = (str(bound["weight"].target), str(getattr(bound.get("bias"), "target", "")), kind, repr(sorted(options.items())))
+    key = (
+        str(bound["weight"].target),
+        str(getattr(bound.get("bias"), "target", "")),
+        kind,
+        repr(sorted(options.items())),
+    )
     if key not in made:
         owner = str(bound["weight"].target).rpartition(".")[0]
         made[key] = _free_path(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
@@ -71,15 +76,14 @@ def _build(
     kind: type[nn.Module], weight: nn.Parameter, bias: nn.Parameter | None, options: dict[str, Any], training: bool
 ) -> nn.Module:
     """A module of the given kind that holds these very parameters."""
-    groups = options.get("groups", 1)
-    if kind is nn.Linear:
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    else:
-        transposed = "Transpose" in kind.__name__
-        channels = (weight.shape[0], weight.shape[1] * groups) if transposed else (weight.shape[1] * groups, weight.shape[0])
-        layer = kind(*channels, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options)
+    channels = [weight.shape[1], weight.shape[0]]
+    if kind is not nn.Linear:
+        per_group = weight.shape[1] * options.get("groups", 1)
+        channels = [weight.shape[0], per_group] if "Transpose" in kind.__name__ else [per_group, weight.shape[0]]
+        options = {"kernel_size": tuple(weight.shape[2:])} | options
+    layer: Any = kind(*channels, bias=bias is not None, device="meta", **options)
     layer.weight, layer.bias = weight, bias
-    return layer.train(training)
+    return layer.train(training)  # type: ignore[no-any-return]
 
 
 def _dropout_to_module(gm: fx.GraphModule, node: fx.Node) -> None:
@@ -94,8 +98,8 @@ def _dropout_to_module(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _input_by_position(node: fx.Node) -> None:
-    module = called_module(node)
-    names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+    forward = type(called_module(node)).forward  # type: ignore[union-attr]
+    names = [name for name in inspect.signature(forward).parameters if name != "self"]
     if names and names[0] in node.kwargs:
         rest = dict(node.kwargs)
         node.args = (rest.pop(names[0]),)

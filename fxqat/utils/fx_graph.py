@@ -66,7 +66,12 @@ def unique_name(gm: nn.Module, name: str) -> str:
 def node_inputs(argument: Any) -> Iterator[fx.Node]:
     """All nodes in an argument structure, in order, duplicates included."""
     found: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda n: (found.append(n), n)[1])
+
+    def keep(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(argument, keep)
     yield from found
 
 

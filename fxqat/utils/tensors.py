@@ -22,7 +22,7 @@ def flatten_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """The same nested tuples, lists and mappings with a function applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""The common base of BatchNorm1d, 2d and 3d."""
+
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:
     """Identity and in-place version of a tensor: equal as long as nothing wrote to it."""
