@@ -150,7 +150,8 @@ class QATLayer(nn.Module):
         if not isinstance(self.bn_mode, int):
             normalized: Tensor = bn(y)
             return normalized
-        assert bn.running_mean is not None and bn.running_var is not None  # the fuse pass takes no other
+        assert bn.running_mean is not None  # the fuse pass takes no other
+        assert bn.running_var is not None
         frozen = self.bn_steps >= self.bn_mode
         variance, mean = torch.var_mean(y, [d for d in range(y.dim()) if d != 1], correction=0)
         with torch.no_grad():

@@ -10,6 +10,8 @@ from fxqat.fake_quantize.functional import choose_qparams, fake_quantize
 from fxqat.observer.base import ObserverBase, min_max_of
 from fxqat.scheme import QuantizeScheme
 
+CACHED_VALUES = 2**17
+
 
 class MSEObserver(ObserverBase):
     """Shrinks the min/max range until the mean squared quantization error is smallest; keeps the union over batches.
@@ -59,21 +61,29 @@ class MSEObserver(ObserverBase):
         else:
             samples = x.movedim(self.axis, 0).flatten(1)
         low, high = low.reshape(-1), high.reshape(-1)
+        # a few rows at a time, so that all candidates find their values in the cache
+        rows = max(1, CACHED_VALUES // samples.shape[1])
+        parts = zip(samples.split(rows), low.split(rows), high.split(rows), strict=True)
+        best = torch.cat([self._search(*part) for part in parts])
+        shape = self.min_val.shape
+        return (low * best).reshape(shape), (high * best).reshape(shape)
+
+    def _search(self, samples: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        """The best ratio of every row. ``samples``: (rows, n); ``low``, ``high``: (rows,)."""
         step = 1.0 / self.num_candidates
         coarse = [step * (i + 1) for i in range(self.num_candidates)]
         best = self._best_ratio(samples, low, high, [torch.full_like(high, ratio) for ratio in coarse])
         fine = [(best + step * offset).clamp(step / 2, 1.0) for offset in (-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6)]
-        best = self._best_ratio(samples, low, high, fine)
-        shape = self.min_val.shape
-        return (low * best).reshape(shape), (high * best).reshape(shape)
+        return self._best_ratio(samples, low, high, fine)
 
     def _best_ratio(self, samples: Tensor, low: Tensor, high: Tensor, ratios: list[Tensor]) -> Tensor:
-        """Of some ratios per row, the one of least error. ``samples``: (rows, n); ``low``, ``high``: (rows,)."""
+        """Of some ratios per row, the one of least error."""
         scheme = self.scheme
         errors = []
         for ratio in ratios:
             scale, zero_point = choose_qparams(low * ratio, high * ratio, scheme)
             x_hat = fake_quantize(samples, scale, zero_point, scheme.quant_min, scheme.quant_max, axis=0)
-            errors.append(x_hat.sub_(samples).abs_().pow_(self.p).sum(1))
+            error = x_hat.sub_(samples)
+            errors.append((error.square_() if self.p == 2 else error.abs_().pow_(self.p)).sum(1))
         pick = torch.stack(errors).argmin(0)
         return torch.stack(ratios).gather(0, pick.unsqueeze(0)).squeeze(0)

@@ -41,13 +41,14 @@ def opset_of(model: onnx.ModelProto) -> int:
 def downgrade(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
     """Convert to an older opset with ONNX's own converter.
 
-    The converter reads what used to be attributes (axes) only from Constant nodes, so small integer initializers are
-    turned into such nodes first.
+    Two things are prepared for it: it reads what used to be attributes (axes) only from Constant nodes, so small
+    integer initializers are turned into such nodes; and it passes on attributes that an older operator does not have,
+    so those that say no more than the default are dropped.
 
     Raises:
         ExportError: the converter cannot express the model in that version.
     """
-    model = _small_integers_as_constants(model)
+    model = _without_default_attributes(_small_integers_as_constants(model))
     try:
         converted = version_converter.convert_version(model, opset_version)
     except Exception as cause:  # the converter raises whatever its C++ side does
@@ -73,3 +74,12 @@ def _small_integers_as_constants(model: onnx.ModelProto, limit: int = 16) -> onn
     del graph.node[:]
     graph.node.extend([*nodes, *rest])
     return result
+
+
+def _without_default_attributes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Drop ``noop_with_empty_axes=0``, which the reductions have since opset 18 (ReduceSum: 13)."""
+    for node in model.graph.node:
+        for attribute in list(node.attribute):
+            if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
+                node.attribute.remove(attribute)
+    return model

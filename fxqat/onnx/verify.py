@@ -13,7 +13,9 @@ Rules:
 1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values by 1 (float
    sums in another order put a value that lies on a rounding boundary on the other side);
 2. end to end, rule 1 holds for every tensor that is computed from none that is off;
-3. step by step, every output has a cosine similarity above ``MIN_COSINE``, and end to end above ``MIN_COSINE_FREE``.
+3. step by step, every output has a cosine similarity above ``MIN_COSINE``.
+
+The end-to-end cosine of the outputs has no bar: how far one step spreads is a property of the network, not of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from fxqat.errors import ExportError
 
 MAX_OFF_BY_ONE = 0.005
 MIN_COSINE = 0.9999
-MIN_COSINE_FREE = 0.99
 COMPUTED = ":computed"
 
 
@@ -118,7 +119,7 @@ class OutputParity:
     @property
     def passed(self) -> bool:
         """Rule 3."""
-        return self.step_cosine > MIN_COSINE and self.cosine > MIN_COSINE_FREE
+        return self.step_cosine > MIN_COSINE
 
 
 @dataclass(frozen=True)

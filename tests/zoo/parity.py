@@ -1,7 +1,7 @@
 """Parity of real architectures on every backend: prepare, calibrate, one training step, export, ONNX Runtime.
 
 Prints the table and, with ``--output``, writes it as a page of the documentation. Weights are random, BatchNorm
-statistics are randomised. Not part of pytest: it takes about a quarter of an hour on 2 cores.
+statistics are randomised. Not part of pytest: it takes a while.
 
     python tests/zoo/parity.py --output docs/parity.rst
 """
@@ -24,7 +24,7 @@ from tqdm import tqdm
 import fxqat
 from fxqat import BackendType
 
-IMAGE = 64
+IMAGE = 32
 OPSET = 18
 MODELS: dict[str, dict[str, int | bool]] = {
     "resnet18": {},

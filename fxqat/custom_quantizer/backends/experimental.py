@@ -1,10 +1,13 @@
-"""Experimental: TSQAT's placement with asymmetric activations, for trying schemes and widths."""
+"""Experimental: TSQAT's placement with asymmetric activations, for trying schemes and widths.
+
+Ranges are chosen for least squared error, which is what narrow widths need.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fxqat.custom_quantizer.backends.tsqat import TSQAT
+from fxqat.custom_quantizer.backends.tsqat import INT8_WEIGHT, TSQAT
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False)
@@ -12,6 +15,7 @@ UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False)
 EXPERIMENTAL = replace(
     TSQAT,
     name="Experimental",
-    activation=TensorQConfig(UINT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
+    activation=TensorQConfig(UINT8_ACTIVATION, observer="MSE", fake_quantize="Learnable"),
     source="the seed's usage guide, backend note 4: for experiments",
 )

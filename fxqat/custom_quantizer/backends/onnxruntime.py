@@ -19,7 +19,7 @@ MOVES = Rule(inputs="none", share="all", reason="runs on the integers of its inp
 
 ONNXRUNTIME = BackendSpec(
     name="ONNXRuntime",
-    weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(UINT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         {

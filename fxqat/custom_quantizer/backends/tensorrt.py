@@ -18,7 +18,7 @@ FOLLOWS = Rule(inputs="none", output=False, share="all", reason="runs in the typ
 
 TENSORRT = BackendSpec(
     name="TensorRT",
-    weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(INT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         {

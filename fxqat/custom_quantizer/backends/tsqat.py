@@ -32,7 +32,7 @@ WHOLE_OP_TABLE = MappingProxyType(
 
 TSQAT = BackendSpec(
     name="TSQAT",
-    weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(INT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=WHOLE_OP_TABLE,
     fixed_ranges=MappingProxyType(
