@@ -9,6 +9,7 @@ The file is a dict that ``torch.load(weights_only=True)`` reads:
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from fxqat.convert_export import convert_export
 from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.lower import lower
@@ -53,7 +54,9 @@ def save_checkpoint(
         extra: anything else of the training (epoch, optimizer state); tensors and plain values only.
 
     Raises:
-        CheckpointError: the model is not a prepared one, a path cannot be written, or ``example_inputs`` is missing.
+        CheckpointError: the model is not a prepared one, a path cannot be written, ``example_inputs`` is missing, or
+            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
+        CalibrationError: parameters are asked of a model without ranges.
     """
     gm = _prepared(model)
     if file_path_onnx is not None and example_inputs is None:
@@ -65,15 +68,28 @@ def save_checkpoint(
         "qat_state_dict": gm.state_dict(),
         "extra": extra if extra is not None else {},
     }
+    _check_extra(content["extra"])
     with atomic_path(file_path, CheckpointError) as temporary:
         torch.save(content, temporary)
     if file_path_onnx is not None:
         assert example_inputs is not None
         convert_export(model, example_inputs, file_path_onnx, file_path_json)
     elif file_path_json is not None:
+        require_calibrated(gm)
         document = params_document(lower(gm).tensors.values(), gm.provenance.backend, 18)
         with atomic_path(file_path_json, CheckpointError) as temporary:
             temporary.write_text(json.dumps(document, indent=1))
+
+
+def _check_extra(extra: Any) -> None:
+    """Check that what is saved beside the weights can be read back safely."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except Exception as cause:  # the unpickler names the type it refuses
+        raise CheckpointError(f"extra must hold tensors and plain Python values only: {cause}") from cause
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
