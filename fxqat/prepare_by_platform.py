@@ -80,18 +80,19 @@ def prepare_by_platform(
             f"{type(model).__name__}: nothing to quantize for {spec.name}. Every node is left float:\n{report}"
         )
     gm = insert(gm, config.bn_mode)
-    where = {id(tensor): name for name, tensor in reversed(_named_tensors(gm))}
-    provenance = Provenance(
+    result = make_quant_graph_module(gm)
+    where = {id(tensor): name for name, tensor in reversed(_named_tensors(result))}
+    unread = {name: tensor for name, tensor in names if id(tensor) not in where}
+    result.provenance = Provenance(
         backend=spec.name,
-        report=report,
+        report=replace(report, unread=tuple(unread)),
         tensor_names={name: where[id(tensor)] for name, tensor in names if id(tensor) in where},
-        unread={name: tensor for name, tensor in names if id(tensor) not in where},
+        unread=unread,
         preserved=config.preserve_attr,
     )
-    result = make_quant_graph_module(gm, provenance)
     _preserve(model, result, config.preserve_attr)
     if inputs is not None:
-        _check_same_function(root, result, inputs)
+        _check_same_function(root, result, inputs, dict(config.concrete_args or {}))
     return result
 
 
@@ -121,13 +122,17 @@ def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> No
     for name in names:
         if not hasattr(model, name):
             raise ConfigError(f"preserve_attr: {type(model).__name__} has no attribute {name!r}")
+        if hasattr(result, name):
+            raise ConfigError(f"preserve_attr: {name!r} is part of the prepared model already")
         setattr(result, name, copy.deepcopy(getattr(model, name)))
 
 
-def _check_same_function(root: nn.Module, result: QuantGraphModule, inputs: tuple[Any, ...]) -> None:
+def _check_same_function(
+    root: nn.Module, result: QuantGraphModule, inputs: tuple[Any, ...], concrete_args: dict[str, Any]
+) -> None:
     """Run both once in eval mode and compare."""
     with torch.no_grad(), eval_mode(root), eval_mode(result):
-        expected = flatten_tensors(root(*inputs))
+        expected = flatten_tensors(root(*inputs, **concrete_args))
         actual = flatten_tensors(result(*inputs))
     close = len(expected) == len(actual) and all(
         a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3 * _largest(a))

@@ -179,6 +179,8 @@ def _tensor_change(entry: Mapping[str, Any], where: str) -> TensorChange:
             parts[PART_SPELLINGS[key]] = value.removesuffix("Observer").removesuffix("FakeQuantize")
         else:
             parts[PART_SPELLINGS[key]] = value
+    if scheme.get("per_channel") and not where.endswith(("weight", "(w_*)")):
+        raise ConfigError(f"{where}: activations have one scale per tensor; per_channel is for weights")
     for name in ("observer_args", "fake_quantize_args"):
         if name in parts:
             _mapping(parts[name], f"{where}: {name}")
@@ -212,6 +214,8 @@ def _override(index: int, rule: Any) -> OverrideRule:
     for part in ("weight", "activation", "output"):
         if part in rule:
             changes[part] = None if rule[part] is None else _tensor_change(rule[part], f"{where}.{part}")
+            if rule[part] is not None and not rule[part]:
+                raise ConfigError(f"{where}.{part}: says nothing; give at least one change, or null to leave it float")
     if not changes:
         raise ConfigError(f"{where}: says nothing; give at least one of weight, activation, output")
     return OverrideRule(Match(**match, where=where), changes)

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxqat.errors import ConfigError
 from fxqat.nn.fused import FusedLayer
-from fxqat.quantization.ops import identify
+from fxqat.quantization.ops import SPELLING, identify
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module
 
@@ -79,10 +79,11 @@ class Match:
         return any(type(layer) is self.type for layer in layers)
 
     def _is_function(self, node: fx.Node) -> bool:
-        if node.op not in ("call_function", "call_method"):
+        target = node.meta.get(SPELLING, node.target if node.op in ("call_function", "call_method") else None)
+        if target is None:
             return False
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        return self.function in (node.target, name, identify(node).name)
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        return self.function in (target, name, identify(node).name)
 
     def _is_node(self, node: fx.Node) -> bool:
         return _fits(str(self.node), node.name)

@@ -19,6 +19,7 @@ from fxqat.custom_quantizer.overrides import TensorChange, check_all_match
 from fxqat.custom_quantizer.sharing import Groups
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.values import Kind, value_kinds
+from fxqat.errors import ConfigError
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization import annotation
@@ -33,6 +34,7 @@ from fxqat.quantization.ops import (
     WEIGHTED,
     Op,
     identify,
+    operands,
 )
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, node_inputs, only_user
@@ -84,7 +86,10 @@ class BackendQuantizer:
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
+        self._acting: set[int] = set()
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
+        self._check_rules_act()
+        self._pass_on_outputs(wishes)
         values = self._values(wishes, kinds)
         groups = self._join(wishes, values)
         self._write(wishes, values, groups)
@@ -141,30 +146,51 @@ class BackendQuantizer:
             if not rule.match(node):
                 continue
             base = {"weight": self.spec.weight, "activation": self.spec.activation, "output": self.spec.activation}
+            acted = False
             for part, change in rule.changes.items():
-                if part == "weight" and wish.op.family != WEIGHTED:
+                if not _can_change(wish, part, node):
                     continue
+                acted = True
                 current = getattr(wish, part) or base[part]
                 setattr(wish, part, _changed(current, change))
                 if part != "weight":
                     setattr(wish, f"{part}_rank", rank)
-            wish.reason = f"{wish.reason}; changed by {rule.match.where}" if wish.reason else rule.match.where
+            if acted:
+                self._acting.add(rank)
+                wish.reason = f"{wish.reason}; changed by {rule.match.where}" if wish.reason else rule.match.where
         return wish
 
     def _operands(self, node: fx.Node, op: Op, rule: Rule, kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
         """The operands to quantize, in order and once each; keyword arguments count."""
         found: list[fx.Node] = []
-        arguments = list(node.args[: op.inputs])
-        arguments += list(node.kwargs.values())[: op.inputs - len(arguments)]
-        for operand in node_inputs(arguments):
+        for operand in node_inputs(operands(node, op)):
             usable = kinds[operand] is Kind.FLOAT or (kinds[operand] is Kind.UNKNOWN and op.name != "getitem")
             if usable and operand not in found and self._fused_reader(operand, identify(operand)) is not node:
                 found.append(operand)
         if rule.inputs == "residual" and len(found) > 1:
-            written_for_it = [o for o in found if identify(o).family == WEIGHTED and only_user(o) is node]
+            written_for_it = [o for o in found if _is_written_for(o, node)]
             if written_for_it:
                 found.remove(written_for_it[0])
         return found
+
+    def _check_rules_act(self) -> None:
+        """A rule that matches but cannot change anything is a mistake of its writer."""
+        for rank, rule in enumerate(self.config.overrides, start=1):
+            if rank not in self._acting:
+                raise ConfigError(
+                    f"{rule.match.where}: has no effect: what it matches stays float on {self.spec.name} or has no "
+                    f"{' or '.join(rule.changes)} of its own. Name it in extra_quantizer_dict, or drop the rule."
+                )
+
+    def _pass_on_outputs(self, wishes: dict[fx.Node, _Wish]) -> None:
+        """The output of an op whose activation runs inside it is the activation's value."""
+        for node, wish in wishes.items():
+            reader = self._fused_reader(node, wish.op)
+            if reader is None or wish.rule is None or not wish.rule.output:
+                continue
+            if wishes[reader].output is None and wishes[reader].output_rank == 0:
+                wishes[reader].output = self.spec.activation
+                wishes[reader].reason = f"runs inside {node.name}: {wish.rule.reason}"
 
     # 2. values
 
@@ -178,36 +204,50 @@ class BackendQuantizer:
             wanted = [(wishes[r].activation, wishes[r].activation_rank) for r in readers.get(node, [])]
             wanted.append((wish.output, wish.output_rank))
             asked = [(config, rank) for config, rank in wanted if config is not None]
-            vetoed = wish.output is None and wish.output_rank > 0
+            strongest = max((rank for _, rank in asked), default=0)
+            vetoed = wish.output is None and wish.output_rank > strongest
             if not asked or vetoed or kinds[node] is Kind.OTHER:
                 continue
-            names = None if wish.output is not None else frozenset(r.name for r in readers[node])
+            names = self._readers(node, wishes, readers.get(node, []))
             config = _strongest(asked)
             if wish.output is not None and wish.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=wish.output.scheme.fixed_range)
             values[node] = ValueQuant(config, group=-1, readers=names)
         return values
 
+    def _readers(self, node: fx.Node, wishes: dict[fx.Node, _Wish], asking: list[fx.Node]) -> frozenset[str] | None:
+        """Who reads the quantized value: everyone if the producer gives it so, but for those told to read float."""
+        if wishes[node].output is None:
+            return frozenset(reader.name for reader in asking)
+        refusing = [r for r in node.users if wishes[r].activation is None and wishes[r].activation_rank > 0]
+        return frozenset(r.name for r in node.users if r not in refusing) if refusing else None
+
     # 3. groups
 
     def _join(self, wishes: dict[fx.Node, _Wish], values: dict[fx.Node, ValueQuant]) -> Groups:
         groups = Groups()
+        wanted = _wanted_behind(wishes, values)
         for node, wish in wishes.items():
             if wish.rule is None or wish.rule.share == "none":
                 continue
-            operands = [o for o in node_inputs((node.args, node.kwargs)) if _reads_quantized(node, values.get(o))]
+            inputs = list(node_inputs(operands(node, wish.op)))
             if wish.op.family in (PASS_THROUGH, IDENTITY):
-                if operands and operands[0] in node_inputs(node.args[:1] or tuple(node.kwargs.values())[:1]):
-                    follows = wish.op.family == IDENTITY or wish.op.name == "split"
-                    values[node] = replace(values[operands[0]], readers=None, on_grid=True, transparent=follows)
-                    groups.join(operands[0].name, node.name)
+                source = inputs[0] if inputs else None
+                if source not in values or not _may_follow(node, values[source], wanted):
+                    continue
+                if values[source].readers is not None:
+                    readers = values[source].readers or frozenset()
+                    values[source] = replace(values[source], readers=readers | {node.name})
+                follows = wish.op.family == IDENTITY or wish.op.name == "split"
+                values[node] = replace(values[source], readers=None, on_grid=True, transparent=follows)
+                groups.join(source.name, node.name)
                 continue
-            for operand in operands[1:]:
-                groups.join(operands[0].name, operand.name)
-            if operands and wish.rule.share == "all" and node in values:
-                groups.join(operands[0].name, node.name)
-                complete = set(node_inputs(node.args[:1] or tuple(node.kwargs.values())[:1])) <= set(operands)
-                if wish.op.family == CONCAT and complete:
+            shared = [o for o in inputs if _reads_quantized(node, values.get(o))]
+            for operand in shared[1:]:
+                groups.join(shared[0].name, operand.name)
+            if shared and wish.rule.share == "all" and node in values:
+                groups.join(shared[0].name, node.name)
+                if wish.op.family == CONCAT and set(inputs) <= set(shared):
                     values[node] = replace(values[node], on_grid=True)
         return groups
 
@@ -256,6 +296,44 @@ def _changed(config: TensorQConfig, change: TensorChange | None) -> TensorQConfi
 def _strongest(asked: list[tuple[TensorQConfig, int]]) -> TensorQConfig:
     """Of several wishes the one of the latest rule; among equals the widest."""
     return max(asked, key=lambda wish: (wish[1], wish[0].scheme.bit_width))[0]
+
+
+def _can_change(wish: _Wish, part: str, node: fx.Node) -> bool:
+    """Whether an override of this part of a node means anything."""
+    if part == "weight":
+        return wish.weight is not None or (wish.rule is not None and wish.op.family == WEIGHTED)
+    if part == "output" and node.op in ("placeholder", "get_attr"):
+        return True
+    if wish.rule is None:
+        return False
+    return part != "output" or wish.op.family not in (PASS_THROUGH, IDENTITY)
+
+
+def _is_written_for(operand: fx.Node, reader: fx.Node) -> bool:
+    """Whether a weighted layer computes the operand for this reader alone, looking through identity ops."""
+    while only_user(operand) is reader:
+        op = identify(operand)
+        if op.family == WEIGHTED:
+            return True
+        if op.family != IDENTITY or not operand.args or not isinstance(operand.args[0], fx.Node):
+            return False
+        operand, reader = operand.args[0], operand
+    return False
+
+
+def _wanted_behind(wishes: dict[fx.Node, _Wish], values: dict[fx.Node, ValueQuant]) -> set[fx.Node]:
+    """Nodes whose value is quantized, or would be behind some ops that only move it."""
+    wanted: set[fx.Node] = set()
+    for node in reversed(wishes):
+        moved = [user for user in node.users if wishes[user].op.family in (PASS_THROUGH, IDENTITY)]
+        if node in values or any(user in wanted for user in moved):
+            wanted.add(node)
+    return wanted
+
+
+def _may_follow(node: fx.Node, value: ValueQuant, wanted: set[fx.Node]) -> bool:
+    """Whether a pass-through op takes the scale of its operand: if it reads it quantized, or its result is to be."""
+    return _reads_quantized(node, value) or node in wanted
 
 
 def _reads_quantized(node: fx.Node, value: ValueQuant | None) -> bool:

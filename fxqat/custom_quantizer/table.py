@@ -43,6 +43,7 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
     names = [member.value for member in BackendType]
     if backend in names:
         return BACKENDS[BackendType(backend)]
-    close = difflib.get_close_matches(str(backend), names, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown backend {backend!r}{hint} Known: {', '.join(names)}")
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(str(backend).lower(), by_lower, n=1, cutoff=0.4)
+    hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+    raise ConfigError(f"unknown backend {backend!r}.{hint} Known: {', '.join(names)}")

@@ -32,7 +32,7 @@ def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind
     if node.op == "output":
         return Kind.OTHER
     if node.op == "placeholder":
-        return Kind.FLOAT
+        return Kind.OTHER if node.args else Kind.FLOAT  # with a default it is an option, not a tensor
     if node.op == "get_attr":
         owner, _, name = str(node.target).rpartition(".")
         tensor = getattr(gm.get_submodule(owner), name)

@@ -66,6 +66,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
         scratch = torch.div(x, per_axis(grid, x.dim(), axis))
         if offset is not None:
             scratch.add_(per_axis(offset, x.dim(), axis))
+        if grad.stride() != scratch.stride():
+            grad = torch.empty_like(scratch).copy_(grad)
         # hardtanh's backward is the mask "strictly between two numbers" applied in a single pass
         grad_x = torch.ops.aten.hardtanh_backward(grad, scratch, quant_min, quant_max)
         grad_s = grad_z = None

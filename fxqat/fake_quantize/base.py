@@ -78,7 +78,7 @@ class FakeQuantizeBase(nn.Module):
             on_grid: the value already lies on this quantizer's grid (a pass-through op of a quantized value), so that
                 rounding it again would change nothing; only export writes a Q/DQ pair here.
         """
-        if on_grid:
+        if on_grid or not isinstance(x, Tensor):  # an optional input may be None
             return x
         if self.observer_enabled:
             self.observe(x)

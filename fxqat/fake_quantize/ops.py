@@ -1,7 +1,7 @@
-"""The two operators of the exported graph, in the ``fxqat`` operator namespace.
+"""Operators of our own, in the ``fxqat`` operator namespace.
 
-They exist so that the exporter sees one opaque node per Q/DQ pair and per stored integer tensor; their translation to
-ONNX is in ``fxqat.custom_symbolic_opset``.
+``quantize_dequantize`` and ``dequantize`` exist so that the exporter sees one opaque node per Q/DQ pair and per stored
+integer tensor; their translation to ONNX is in ``fxqat.custom_symbolic_opset``. ``keep`` is for compiled training.
 """
 
 from __future__ import annotations
@@ -34,3 +34,17 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tenso
 @dequantize.register_fake
 def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.custom_op("fxqat::keep", mutates_args=())
+def keep(x: Tensor) -> Tensor:
+    """A copy that a compiler does not compute again in the backward pass.
+
+    What is derived from BatchNorm's running statistics must not be: by then the forward pass has updated them.
+    """
+    return x.clone()
+
+
+@keep.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)

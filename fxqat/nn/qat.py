@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.ops import keep
 from fxqat.nn.bias import bias_scale, fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
 from fxqat.nn.weighted import WeightedLayer, weighted_op
@@ -129,6 +130,8 @@ class QATLayer(nn.Module):
         with torch.no_grad():
             factor = bn_factor(bn)
             factor = torch.where(factor == 0, 1.0, factor)
+            if torch.compiler.is_compiling():
+                factor = keep(factor)
         if self.op.groups > 1:  # channels of several groups share a scale: no per-scale factor
             wide = self.op.per_output_channel(factor, self.weight)
             self._observe(self.weight * wide)
@@ -147,7 +150,7 @@ class QATLayer(nn.Module):
                 self._observed = state
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
-        if not isinstance(self.bn_mode, int):
+        if not isinstance(self.bn_mode, int) or not bn.training:
             normalized: Tensor = bn(y)
             return normalized
         assert bn.running_mean is not None  # the fuse pass takes no other
@@ -162,6 +165,8 @@ class QATLayer(nn.Module):
             old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()
             bn.running_mean.lerp_(mean, momentum)
             bn.running_var.lerp_(unbiased, momentum)
+            if bn.num_batches_tracked is not None:
+                bn.num_batches_tracked.add_(torch.where(frozen, 0, 1))
         mean = torch.where(frozen, old_mean, mean)
         factor = torch.rsqrt(torch.where(frozen, old_variance, variance) + bn.eps)
         if bn.weight is not None:

@@ -50,14 +50,13 @@ class QuantGraphModule(fx.GraphModule):
         return _restore, (rebuild, arguments)
 
 
-def make_quant_graph_module(gm: fx.GraphModule, provenance: Provenance) -> QuantGraphModule:
-    """Turn a graph module with fake-quant inserted into a prepared model (tensors are shared, not copied)."""
+def make_quant_graph_module(gm: fx.GraphModule) -> QuantGraphModule:
+    """A prepared model of a graph module with fake-quant inserted (tensors are shared); it lacks its provenance."""
     result = QuantGraphModule(gm, gm.graph, type(gm).__name__)
     result.training = gm.training
     modes = {name: module.training for name, module in gm.named_modules()}
     for name, module in result.named_modules():
         module.training = modes.get(name, module.training)
-    result.provenance = provenance
     return result
 
 
@@ -69,7 +68,8 @@ def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any])
 
 def _restore(rebuild: Any, arguments: tuple[Any, ...]) -> QuantGraphModule:
     plain = rebuild(*arguments)
-    result = make_quant_graph_module(plain, plain.provenance)
+    result = make_quant_graph_module(plain)
+    result.provenance = plain.provenance
     for name in plain.provenance.preserved:
         setattr(result, name, getattr(plain, name))
     return result

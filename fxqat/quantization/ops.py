@@ -144,7 +144,12 @@ OPS: tuple[Op, ...] = (
     Op("contiguous", IDENTITY, (), (), ("contiguous", "clone", "detach")),
     Op("to", IDENTITY, (), (), ("to", "float", "type_as")),
     Op("identity", IDENTITY, (nn.Identity,)),
-    Op("dropout", IDENTITY, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), (F.dropout,)),
+    Op("dropout", IDENTITY, (nn.Dropout,), (F.dropout,)),
+    Op("dropout1d", IDENTITY, (nn.Dropout1d,), (F.dropout1d,)),
+    Op("dropout2d", IDENTITY, (nn.Dropout2d,), (F.dropout2d,)),
+    Op("dropout3d", IDENTITY, (nn.Dropout3d,), (F.dropout3d,)),
+    Op("alpha_dropout", IDENTITY, (nn.AlphaDropout,), (F.alpha_dropout,)),
+    Op("feature_alpha_dropout", IDENTITY, (nn.FeatureAlphaDropout,), (F.feature_alpha_dropout,)),
     Op("stochastic_depth", IDENTITY, (StochasticDepth,)),
     Op("adaptive_avg_pool1d", POOL, (nn.AdaptiveAvgPool1d,), (F.adaptive_avg_pool1d, torch.adaptive_avg_pool1d)),
     Op("adaptive_avg_pool2d", POOL, (nn.AdaptiveAvgPool2d,), (F.adaptive_avg_pool2d,)),
@@ -193,6 +198,22 @@ OPS: tuple[Op, ...] = (
 
 UNKNOWN = Op("opaque", OPAQUE)
 
+OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+    torch.relu_: torch.relu,
+    F.relu_: F.relu,
+}
+"""Functions that overwrite their first operand, and what computes the same without."""
+
+SPELLING = "fxqat_spelling"
+"""Key in ``node.meta`` of the function or method that a node was before it was standardized."""
+
+OPERAND_NAMES = ("input", "tensors", "tensor", "self", "other", "mat2")
+TRANSPOSES = ("T", "mT", "H", "mH")
+
 _BY_NAME = {op.name: op for op in OPS}
 _BY_MODULE = {kind: op for op in OPS for kind in op.modules}
 _BY_FUNCTION = {function: op for op in OPS for function in op.functions}
@@ -211,12 +232,15 @@ def identify(node: fx.Node) -> Op:
 
     1. ``F.pad`` with a constant other than 0 creates new values: not a pass-through;
     2. ``interpolate`` in mode nearest only repeats values: a pass-through;
-    3. ``max_pool`` that also returns indices is opaque.
+    3. ``max_pool`` that also returns indices is opaque;
+    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` permute, any other is a size.
     """
     if node.op == "call_module":
         module = called_module(node)
         return _argument_cases(node, identify_module(module), module)
     if node.op == "call_function":
+        if node.target is builtins.getattr and node.args[1] in TRANSPOSES:
+            return _BY_NAME["permute"]
         found = _BY_FUNCTION.get(node.target) if callable(node.target) else None
         return _argument_cases(node, found or UNKNOWN, None)
     if node.op == "call_method":
@@ -251,3 +275,25 @@ def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:
     if keyword in node.kwargs:
         return node.kwargs[keyword]
     return node.args[position] if len(node.args) > position else default
+
+
+def operands(node: fx.Node, op: Op) -> list[Any]:
+    """The arguments of a call that can be quantized values, by position or by keyword, in the op's order."""
+    found = list(node.args[: op.inputs])
+    by_keyword = [node.kwargs[name] for name in OPERAND_NAMES if name in node.kwargs]
+    return found + by_keyword[: op.inputs - len(found)]
+
+
+def works_in_place(node: fx.Node) -> bool:
+    """Whether a call overwrites its first operand."""
+    if node.op == "call_module":
+        return getattr(called_module(node), "inplace", False) is True
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__") and name in _BY_METHOD
+    if node.op != "call_function":
+        return False
+    flagged = node.kwargs.get("inplace") is True
+    if identify(node).family == ACTIVATION and node.target not in (F.softmax, torch.softmax):
+        flagged = flagged or any(value is True for value in node.args[1:])
+    return flagged or node.target in OUT_OF_PLACE

@@ -46,10 +46,13 @@ class QuantReport:
     Args:
         backend: the backend's name.
         rows: one row for each node, in execution order.
+        unread: tensors of the model that the graph does not read: the model is traced in eval mode, so a head that is
+            used in training only is not part of it.
     """
 
     backend: str
     rows: tuple[ReportRow, ...]
+    unread: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -89,7 +92,11 @@ class QuantReport:
         table = PrettyTable(["node", "op", "status", "output", "weight", "group", "reason"], align="l")
         for r in self.rows:
             table.add_row([r.node, r.op, r.status, r.output, r.weight, "" if r.group is None else r.group, r.reason])
-        return f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized\n{table}"
+        head = f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized"
+        if self.unread:
+            names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
+            head += f"; {len(self.unread)} tensors of the model are not read in eval mode: {names}"
+        return f"{head}\n{table}"
 
 
 def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:

@@ -5,7 +5,9 @@ Cases:
 1. a functional convolution or linear whose weight and bias are parameters becomes the module of the same name, so
    that a functional weight is a weight. Calls that share parameters and arguments share the module;
 2. functional dropout becomes the module, so that it follows ``train()`` and ``eval()``;
-3. a module call that passes its input by keyword passes it by position.
+3. a module call that passes its input by keyword passes it by position;
+4. what works in place works out of place, and later readers of the overwritten value read the result: a value that is
+   rounded in between must not be overwritten.
 """
 
 from __future__ import annotations
@@ -13,10 +15,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from fxqat.quantization.ops import WEIGHTED, identify
+from fxqat.quantization.ops import IDENTITY, OUT_OF_PLACE, SPELLING, WEIGHTED, identify, works_in_place
 from fxqat.utils.fx_graph import called_module
 
 
@@ -27,10 +28,12 @@ def standardize(gm: fx.GraphModule) -> fx.GraphModule:
         op = identify(node)
         if node.op == "call_function" and op.family == WEIGHTED:
             _weighted_to_module(gm, node, op.modules[0], made)  # case 1
-        elif node.op == "call_function" and op.name == "dropout":
-            _dropout_to_module(gm, node)  # case 2
-        elif node.op == "call_module" and not node.args:
+        elif node.op == "call_function" and op.family == IDENTITY and op.modules:
+            _dropout_to_module(gm, node, op.modules[0])  # case 2
+        if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
+        if works_in_place(node):
+            _out_of_place(node)  # case 4
     _drop_unread_attributes(gm)
     gm.graph.lint()
     gm.recompile()
@@ -86,12 +89,12 @@ def _build(
     return layer.train(training)  # type: ignore[no-any-return]
 
 
-def _dropout_to_module(gm: fx.GraphModule, node: fx.Node) -> None:
+def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> None:
     bound = _bound(node, ("input", "p", "training", "inplace"))
     if bound.get("training", True) is True:
         return  # dropout that is always on is the user's choice
-    path = _free_path(gm, "dropout")
-    gm.add_submodule(path, nn.Dropout(bound.get("p", 0.5)).train(gm.training))
+    path = _free_path(gm, kind.__name__.lower())
+    gm.add_submodule(path, kind(bound.get("p", 0.5)).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
@@ -106,8 +109,24 @@ def _input_by_position(node: fx.Node) -> None:
         node.kwargs = rest
 
 
+def _out_of_place(node: fx.Node) -> None:
+    module = called_module(node)
+    if module is not None:
+        module.inplace = False  # type: ignore[assignment]  # the module belongs to our copy of the model
+    elif node.op == "call_function" and node.target in OUT_OF_PLACE:
+        node.target = OUT_OF_PLACE[node.target]
+    elif node.op == "call_method":
+        node.target = str(node.target).removesuffix("_")
+    else:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "inplace"}
+        node.args = tuple(False if value is True else value for value in node.args)
+    overwritten = node.args[0]
+    if isinstance(overwritten, fx.Node):
+        overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
+
+
 def _replace(old: fx.Node, new: fx.Node) -> None:
-    new.meta = dict(old.meta)
+    new.meta = dict(old.meta) | {SPELLING: old.target}
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 
@@ -128,7 +147,8 @@ def _drop_unread_attributes(gm: fx.GraphModule) -> None:
             owner, _, name = str(node.target).rpartition(".")
             still_read = any(n.op == "get_attr" and n.target == node.target for n in gm.graph.nodes)
             module = gm.get_submodule(owner)
-            if not still_read and type(module) is torch.nn.Module and name in module._parameters:
+            ours = module is gm or type(module) is nn.Module  # a container that tracing made
+            if not still_read and ours:
                 delattr(module, name)
 
 

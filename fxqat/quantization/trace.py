@@ -7,6 +7,7 @@ raises :class:`~fxqat.errors.TraceError` with the module, the source line and th
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -74,6 +75,7 @@ def trace(
         TraceError: the model cannot be traced.
     """
     _check_leaves(model, custom_tracer, leaf_modules)
+    _check_arguments(model, concrete_args or {})
     was_training = {name: module.training for name, module in model.named_modules()}
     try:
         root = copy.deepcopy(model)
@@ -83,6 +85,7 @@ def trace(
     root.eval()
     try:
         graph = tracer.trace(root, dict(concrete_args) if concrete_args else None)
+        _drop_fixed_arguments(graph, concrete_args or {})
     except Exception as cause:
         raise TraceError(_explain(model, tracer, cause)) from cause
     for name, module in root.named_modules():
@@ -104,6 +107,8 @@ def _restore_containers(root: nn.Module, gm: nn.Module) -> None:
 def _check_leaves(
     model: nn.Module, custom_tracer: fx.Tracer | None, leaf_modules: Sequence[type[nn.Module] | str]
 ) -> None:
+    if custom_tracer is not None and not isinstance(custom_tracer, fx.Tracer):
+        raise ConfigError(f"custom_tracer must be a torch.fx.Tracer object, got {custom_tracer!r}")
     if custom_tracer is not None and leaf_modules:
         raise ConfigError("leaf_module and custom_tracer exclude each other: let the custom tracer name the leaves")
     paths = {name for name, _ in model.named_modules()}
@@ -112,6 +117,24 @@ def _check_leaves(
             raise ConfigError(f"leaf_module: the model has no module {leaf!r}")
         if not isinstance(leaf, (str, type)):
             raise ConfigError(f"leaf_module: expected a module type or a dotted path, got {leaf!r}")
+
+
+def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None:
+    known = list(inspect.signature(model.forward).parameters)
+    for name in concrete_args:
+        if name not in known:
+            raise ConfigError(f"concrete_args: forward has no argument {name!r}; it has {', '.join(known)}")
+
+
+def _drop_fixed_arguments(graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:
+    """Take arguments fixed to a value out of the graph's signature, with fx's checks of that value."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in concrete_args:
+            doomed = [node]
+            for reader in doomed:
+                doomed += [user for user in reader.users if user not in doomed]
+            for reader in reversed(doomed):
+                graph.erase_node(reader)
 
 
 def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:

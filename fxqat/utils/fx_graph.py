@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
+NOT_THE_USERS = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/_", "/fxqat/quantization/trace.py", 'File "<')
+"""Parts of the paths of frames that are not the user's code."""
+
 
 def get_module(gm: nn.Module, path: str) -> nn.Module:
     """The submodule at a dotted path."""
@@ -79,6 +82,7 @@ def source_line(node: fx.Node) -> str:
     """Where in the user's code a node comes from, ``"file.py:12"``, or an empty string."""
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     lines = [line.strip() for line in str(trace).splitlines() if line.strip().startswith("File ")]
+    lines = [line for line in lines if not any(part in line for part in NOT_THE_USERS)]
     if not lines:
         return ""
     file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
