@@ -132,8 +132,13 @@ def _check_same_function(
 ) -> None:
     """Run both once in eval mode and compare."""
     with torch.no_grad(), eval_mode(root), eval_mode(result):
-        expected = flatten_tensors(root(*inputs, **concrete_args))
-        actual = flatten_tensors(result(*inputs))
+        try:
+            expected = flatten_tensors(root(*inputs, **concrete_args))
+            actual = flatten_tensors(result(*inputs))
+        except TypeError as cause:
+            raise ConfigError(
+                f"example_inputs do not fit the arguments of forward (less those in concrete_args): {cause}"
+            ) from cause
     close = len(expected) == len(actual) and all(
         a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3 * _largest(a))
         for a, b in zip(expected, actual, strict=True)

@@ -45,5 +45,5 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
         return BACKENDS[BackendType(backend)]
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(str(backend).lower(), by_lower, n=1, cutoff=0.4)
-    hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
-    raise ConfigError(f"unknown backend {backend!r}.{hint} Known: {', '.join(names)}")
+    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else "."
+    raise ConfigError(f"unknown backend {backend!r}{hint} Known: {', '.join(names)}")

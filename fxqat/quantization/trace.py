@@ -123,7 +123,7 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
     known = list(inspect.signature(model.forward).parameters)
     for name in concrete_args:
         if name not in known:
-            raise ConfigError(f"concrete_args: forward has no argument {name!r}; it has {', '.join(known)}")
+            raise ConfigError(f"concrete_args: forward has no argument {name!r}; it has {', '.join(map(repr, known))}")
 
 
 def _drop_fixed_arguments(graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:

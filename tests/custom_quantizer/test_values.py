@@ -1,0 +1,81 @@
+"""What kind of value a node produces."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxqat.custom_quantizer.values import Kind, value_kinds
+from tests.models import TOYS, build, inputs
+
+
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.lstm = nn.LSTM(3, 4)
+        self.register_buffer("ids", torch.arange(4))
+        self.register_buffer("grid", torch.rand(4))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda m, x: F.relu(x), Kind.FLOAT),
+        (lambda m, x: x + 1, Kind.FLOAT),
+        (lambda m, x: x.shape, Kind.OTHER),
+        (lambda m, x: x.shape[0], Kind.OTHER),
+        (lambda m, x: x.size(0) * 2 + 1, Kind.OTHER),
+        (lambda m, x: x.size(0) // 2, Kind.OTHER),
+        (lambda m, x: x * x.size(0), Kind.FLOAT),
+        (lambda m, x: x > 0, Kind.OTHER),
+        (lambda m, x: x.argmax(1), Kind.OTHER),
+        (lambda m, x: x.chunk(2), Kind.CONTAINER),
+        (lambda m, x: x.chunk(2)[0], Kind.FLOAT),
+        (lambda m, x: x[:, 1], Kind.FLOAT),
+        (lambda m, x: m.lstm(x), Kind.UNKNOWN),
+        (lambda m, x: m.lstm(x)[0], Kind.FLOAT),
+        (lambda m, x: torch.cumsum(x, 0), Kind.UNKNOWN),
+        (lambda m, x: torch.cumsum(x, 0) + 1, Kind.FLOAT),
+        (lambda m, x: m.grid + 1, Kind.FLOAT),
+        (lambda m, x: m.ids + 1, Kind.OTHER),
+        (lambda m, x: torch.cat([x, x]), Kind.FLOAT),
+    ],
+)
+def test_kinds(function, kind):
+    gm = fx.symbolic_trace(Apply(function))
+    kinds = value_kinds(gm)
+    nodes = list(gm.graph.nodes)
+    assert kinds[nodes[-2]] is kind
+    assert kinds[nodes[0]] is Kind.FLOAT
+    assert kinds[nodes[-1]] is Kind.OTHER
+
+
+def test_buffers_are_what_they_hold():
+    gm = fx.symbolic_trace(Apply(lambda m, x: x[m.ids] * m.grid))
+    kinds = {str(node.target): kind for node, kind in value_kinds(gm).items() if node.op == "get_attr"}
+    assert kinds == {"ids": Kind.OTHER, "grid": Kind.FLOAT}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_kinds_agree_with_what_is_computed(name):
+    """Run the graph node by node and look."""
+    gm = fx.symbolic_trace(build(name))
+    kinds = value_kinds(gm)
+
+    class Look(fx.Interpreter):
+        def run_node(self, node):
+            value = super().run_node(node)
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if kinds[node] is Kind.FLOAT:
+                assert is_float, node
+            if kinds[node] is Kind.OTHER and node.op != "output":
+                assert not is_float, node
+            return value
+
+    with torch.no_grad():
+        Look(gm).run(*inputs(name))
+    assert len(kinds) == len(gm.graph.nodes)

@@ -1,0 +1,226 @@
+"""Insert: the graph holds exactly the fake-quants that were decided, and every reader reads the right value."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxqat import prepare_by_platform
+from fxqat.custom_quantizer.table import BackendType
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.fixed import FixedFakeQuantize
+from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.observer.ema_min_max import EMAMinMaxObserver
+from fxqat.observer.min_max import MinMaxObserver
+from fxqat.quantization.insert import build_fake_quant
+from fxqat.scheme import QuantizeScheme, TensorQConfig
+from fxqat.utils.fx_graph import called_module
+from tests.models import BACKENDS, TOYS, prepared
+
+WEIGHT_SCHEME = QuantizeScheme(per_channel=True, narrow_range=True)
+
+
+def quant_calls(gm):
+    return [node for node in gm.graph.nodes if isinstance(called_module(node), FakeQuantizeBase)]
+
+
+def layer_calls(gm):
+    return [node for node in gm.graph.nodes if isinstance(called_module(node), QATLayer)]
+
+
+def node_named(gm, name):
+    return next(node for node in gm.graph.nodes if node.name == name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TOYS)
+def test_the_graph_is_what_the_report_says(name, backend):
+    gm = prepared(name, backend)
+    groups = {}
+    for node in quant_calls(gm):
+        row = gm.quant_report.row(node.args[0].name)
+        assert row.output == str(called_module(node).scheme)
+        groups.setdefault(row.group, set()).add(str(node.target))
+    assert all(len(paths) == 1 for paths in groups.values())
+    assert len({path for paths in groups.values() for path in paths}) == len(groups)
+    silent = ("split", "identity", "dropout", "dropout2d", "stochastic_depth", "contiguous", "to")
+    carried = {row.node for row in gm.quant_report if row.op in silent and row.status == "shares"}
+    expected = {row.node for row in gm.quant_report if row.output} - carried
+    assert {node.args[0].name for node in quant_calls(gm)} == expected
+    weights = {row.node: row.weight for row in gm.quant_report if row.weight}
+    assert {n.name: str(called_module(n).weight_fake_quant.scheme) for n in layer_calls(gm)} == weights
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TOYS)
+def test_each_value_has_a_name_of_its_own_and_each_layer_its_input_quantizer(name, backend):
+    gm = prepared(name, backend)
+    names = [node.kwargs["tensor_name"] for node in quant_calls(gm)]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(called_module(n).training, bool) for n in layer_calls(gm))
+    for node in layer_calls(gm):
+        source = node.args[0]
+        while called_module(source) is not None and not isinstance(called_module(source), FakeQuantizeBase):
+            if not isinstance(called_module(source), (nn.Dropout, nn.Dropout2d)):
+                break
+            source = source.args[0]
+        if isinstance(called_module(source), FakeQuantizeBase):
+            assert node.kwargs["input_fake_quant"].target == source.target
+        else:
+            assert "input_fake_quant" not in node.kwargs
+
+
+def test_readers_that_stay_float_read_the_float_value():
+    gm = prepared("tuple_output", "ONNXRuntime")
+    assert node_named(gm, "out").args[0].name == "leaky_relu_act_fake_quant"
+    output = next(node for node in gm.graph.nodes if node.op == "output")
+    assert output.args[0][1][1].name == "x"
+    assert node_named(gm, "conv").args[0].name == "x_act_fake_quant"
+
+
+def test_all_placeholders_stand_first():
+    gm = prepared("multi_input")
+    kinds = [node.op for node in gm.graph.nodes]
+    last = max(i for i, kind in enumerate(kinds) if kind == "placeholder")
+    assert kinds[: last + 1] == ["placeholder"] * 3
+    assert [n.kwargs["tensor_name"] for n in quant_calls(gm)][:3] == ["image", "vector", "bias"]
+
+
+def test_names_of_values_are_module_paths():
+    gm = prepared("residual")
+    names = [node.kwargs["tensor_name"] for node in quant_calls(gm)]
+    assert {"x", "stem", "layer1.0.conv1", "layer1.1.downsample.0", "layer1.0.relu", "fc", "mean"} <= set(names)
+    assert all(" " not in name for name in names)
+
+
+def test_a_shared_layer_is_one_module_with_one_weight_quantizer():
+    gm = prepared("shared_module")
+    heads = [node for node in layer_calls(gm) if node.target == "head"]
+    assert len(heads) == 3
+    assert len({id(called_module(node)) for node in heads}) == 1
+    sources = [node.kwargs["input_fake_quant"].target for node in heads]
+    assert sources == ["stem_act_fake_quant", "stem_act_fake_quant", "relu_1_act_fake_quant"]
+
+
+@pytest.mark.parametrize(
+    ("path", "axis", "scales", "floor_groups"),
+    [("up2", 1, 3, 2), ("dense2", 1, 4, 1), ("up1", 1, 1, 4), ("up3", 1, 2, 1), ("last", 0, 2, 1)],
+)
+def test_weight_scales_lie_on_the_output_channels(path, axis, scales, floor_groups):
+    layer = prepared("transpose_convs").get_submodule(path)
+    assert layer.weight_fake_quant.axis == axis
+    assert layer.weight_fake_quant.scale.shape == (scales,)
+    assert layer.weight.shape[axis] == scales
+    assert layer.op.groups == floor_groups
+
+
+def test_bias_has_no_scale_where_the_input_is_float():
+    gm = prepared("conv_bn_relu", config={"overrides": [{"match": {"node": "x"}, "output": None}]})
+    assert "input_fake_quant" not in node_named(gm, "conv1").kwargs
+    assert node_named(gm, "conv1").args[0].name == "x"
+    assert node_named(gm, "conv2").kwargs["input_fake_quant"].target == "conv1_act_fake_quant"
+
+
+def test_a_layer_reads_its_quantizer_through_dropout():
+    gm = prepared("dropouts")
+    assert node_named(gm, "conv2").args[0].name == "drop"
+    assert node_named(gm, "conv2").kwargs["input_fake_quant"].target == "conv1_act_fake_quant"
+    assert node_named(gm, "fc").kwargs["input_fake_quant"].target == "mean_act_fake_quant"
+
+
+def test_excluded_layers_are_left_as_fused_containers():
+    gm = prepared("conv_bn_relu", config={"extra_quantizer_dict": {"exclude_module_name": ["conv1"]}})
+    assert isinstance(gm.conv1, FusedLayer)
+    assert isinstance(gm.conv2, QATLayer)
+    assert not any(isinstance(module, FakeQuantizeBase) for module in gm.conv1.modules())
+
+
+def test_the_quantizers_are_where_the_model_is():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, device="meta")
+
+        def forward(self, x):
+            return F.relu(self.conv(x))
+
+    gm = prepare_by_platform(Half())
+    devices = {tensor.device.type for tensor in (*gm.parameters(), *gm.buffers())}
+    assert devices == {"meta"}
+    assert gm.conv.weight_fake_quant.scale.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "quant_type"),
+    [
+        (QuantizeScheme(), "Learnable", LearnableFakeQuantize),
+        (QuantizeScheme(signed=False, symmetric=False), "Learnable", LearnableFakeQuantize),
+        (QuantizeScheme(), "Fixed", FixedFakeQuantize),
+        (QuantizeScheme(), FixedFakeQuantize, FixedFakeQuantize),
+        (QuantizeScheme(fixed_range=(0.0, 1.0)), "Learnable", FixedFakeQuantize),
+    ],
+)
+def test_build_fake_quant_takes_names_and_classes(scheme, kind, quant_type):
+    built = build_fake_quant(TensorQConfig(scheme, "EMAMinMax", kind), ACTIVATION)
+    assert type(built) is quant_type
+    assert type(built.observer) is EMAMinMaxObserver
+    assert (built.kind, built.axis, built.scheme) == (ACTIVATION, None, scheme)
+    assert built.scale.shape == ()
+
+
+def test_build_fake_quant_passes_arguments_on():
+    config = TensorQConfig(
+        WEIGHT_SCHEME,
+        "EMAMinMax",
+        "Learnable",
+        observer_args={"ema_ratio": 0.5},
+        fake_quantize_args={"grad_factor": 3.0},
+    )
+    built = build_fake_quant(config, WEIGHT, 1, 6)
+    assert built.observer.ema_ratio == 0.5
+    assert built.grad_factor == 3.0
+    assert (built.axis, built.observer.axis, built.scale.shape) == (1, 1, (6,))
+    per_tensor = build_fake_quant(TensorQConfig(QuantizeScheme()), WEIGHT, 1, 6)
+    assert (per_tensor.axis, per_tensor.observer.axis, per_tensor.scale.shape) == (1, None, ())
+    assert type(per_tensor.observer) is MinMaxObserver
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TensorQConfig(QuantizeScheme(), observer="MaxMin"), "unknown observer 'MaxMin'.*MinMax"),
+        (TensorQConfig(QuantizeScheme(), fake_quantize="Learned"), "unknown fake-quant 'Learned'.*Learnable"),
+        (TensorQConfig(QuantizeScheme(), observer_args={"ratio": 1}), "observer_args.*ratio"),
+        (TensorQConfig(QuantizeScheme(), "MSE", "Fixed", fake_quantize_args={"grad_factor": 1.0}), "grad_factor"),
+        (TensorQConfig(QuantizeScheme(pot_scale=True)), "power of two"),
+        (TensorQConfig(QuantizeScheme(), observer=3), "3"),
+        (TensorQConfig(QuantizeScheme(), observer="EMAMinMax", observer_args={"ema_ratio": 2}), "ema_ratio"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_fake_quant(config, ACTIVATION)
+    assert build_fake_quant(TensorQConfig(QuantizeScheme()), ACTIVATION).scale.item() == 1.0
+
+
+def test_a_per_channel_activation_is_an_error():
+    """An activation has no channel axis here, so a scale for each channel cannot be had."""
+    with pytest.raises(ConfigError, match="per_channel|per-channel"):
+        prepared("conv_bn_relu", config={"extra_qconfig_dict": {"a_qscheme": {"per_channel": True}}})
+    assert {row.output for row in prepared("conv_bn_relu").quant_report} <= {"", "int8 sym per-tensor"}
+
+
+def test_counting_bn_needs_a_momentum():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None))
+    with pytest.raises(ConfigError, match=r"0: bn_mode=3 needs a BatchNorm with a momentum"):
+        prepare_by_platform(model, BackendType.TSQAT, {"bn_mode": 3})
+    assert isinstance(prepare_by_platform(model, BackendType.TSQAT).get_submodule("0").bn, nn.BatchNorm2d)
+
+
+def test_inserting_leaves_the_statistics_alone():
+    gm = prepared("conv_bn_relu")
+    assert gm.conv1.bn.num_batches_tracked.item() == 0
+    assert torch.isinf(gm.conv1.weight_fake_quant.observer.min_val).all()

@@ -1,0 +1,112 @@
+"""Lower: what is exported computes what was trained, from integers."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat.errors import ExportError
+from fxqat.nn.deployed import QuantizeDequantize, StoredTensor
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.capture import deployed_copy
+from fxqat.quantization.lower import lower
+from fxqat.utils.tensors import flatten_tensors
+from tests.models import BACKENDS, TOYS, calibrated, inputs
+
+
+def modules_of(lowered, kind):
+    return {path: module for path, module in lowered.module.named_modules() if isinstance(module, kind)}
+
+
+def run(module, example):
+    with torch.no_grad():
+        return flatten_tensors(module(*example))
+
+
+@pytest.mark.parametrize("weights", ["integer", "float"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TOYS)
+def test_the_lowered_graph_computes_what_was_trained(name, backend, weights):
+    gm = calibrated(name, backend)
+    lowered = lower(gm, weights)
+    expected, actual = run(deployed_copy(gm), inputs(name)), run(lowered.module, inputs(name))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert not modules_of(lowered, (QATLayer, nn.BatchNorm2d)) or name in ("pre_activation", "shared_module")
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_tensor_is_recorded_once(name):
+    gm = calibrated(name)
+    lowered = lower(gm)
+    names = [tensor.name for tensor in lowered.tensors.values()]
+    assert len(set(names)) == len(names)
+    assert set(lowered.tensors) == set(modules_of(lowered, (QuantizeDequantize, StoredTensor)))
+    for path, tensor in lowered.tensors.items():
+        module = lowered.module.get_submodule(path)
+        assert tensor.scale == tuple(module.scale.reshape(-1).tolist())
+        assert tensor.zero_point == tuple(module.zero_point.reshape(-1).tolist())
+        assert len(tensor.scale) == 1 or tensor.axis is not None
+
+
+@pytest.mark.parametrize(("weight", "bias"), [("int8", "int32")])
+def test_weights_and_biases_are_integers_on_their_grid(weight, bias):
+    gm = calibrated("conv_bn_relu")
+    lowered = lower(gm)
+    stored = modules_of(lowered, StoredTensor)
+    by_name = {lowered.tensors[path].name: (lowered.tensors[path], module) for path, module in stored.items()}
+    assert sorted(by_name) == ["conv1.bias", "conv1.weight", "conv2.bias", "conv2.weight", "fc.bias", "fc.weight"]
+    for layer in ("conv1", "conv2", "fc"):
+        record, module = by_name[f"{layer}.weight"]
+        assert record.dtype == weight
+        assert str(module.integers.dtype) == f"torch.{weight}"
+        assert module.integers.abs().max() == 127
+        folded, _ = gm.get_submodule(layer).folded()
+        error = (module() - folded).abs().amax(list(range(1, folded.dim())))
+        assert (error <= torch.tensor(record.scale) * 4).all()
+        record, module = by_name[f"{layer}.bias"]
+        assert record.dtype == bias
+        assert str(module.integers.dtype) == f"torch.{bias}"
+    source = gm.get_submodule("x_act_fake_quant").qparams()[0]
+    expected = source * gm.conv1.weight_fake_quant.qparams()[0]
+    assert torch.equal(torch.tensor(by_name["conv1.bias"][0].scale), expected)
+
+
+def test_the_weight_of_a_shared_layer_is_stored_once():
+    lowered = lower(calibrated("shared_module"))
+    names = [tensor.name for tensor in lowered.tensors.values()]
+    assert names.count("head.weight") == 1
+    assert not any(name.startswith("head.weight_") for name in names)
+    assert sum(name.startswith("head.bias") for name in names) >= 2
+
+
+def test_a_float_layer_is_folded():
+    config = {"extra_quantizer_dict": {"exclude_module_name": ["conv1"]}}
+    gm = calibrated("conv_bn_relu", "TSQAT", config)
+    lowered = lower(gm)
+    (layer,) = modules_of(lowered, FusedLayer).values()
+    assert layer.bn is None
+    assert layer.layer.bias is not None
+    assert gm.conv1.bn is not None
+    torch.testing.assert_close(lowered.module(*inputs("conv_bn_relu")), gm(*inputs("conv_bn_relu")))
+
+
+def test_the_model_is_not_changed():
+    gm = calibrated("residual").train()
+    code, state = gm.code, {k: v.clone() for k, v in gm.state_dict().items() if torch.is_tensor(v)}
+    lowered = lower(gm)
+    assert gm.code == code
+    assert all(torch.equal(v, state[k]) for k, v in gm.state_dict().items() if torch.is_tensor(v))
+    assert all(p.requires_grad for p in gm.parameters())
+    assert all(module.training for module in gm.modules())
+    assert not any(p.requires_grad for p in lowered.module.parameters())
+
+
+@pytest.mark.parametrize("part", ["weight", "output"])
+def test_widths_that_cannot_be_stored_are_errors(part):
+    config = {"overrides": [{"match": {"module": "conv2"}, part: {"bit": 4}}]}
+    gm = calibrated("conv_bn_relu", "TSQAT", config)
+    with pytest.raises(ExportError, match="conv2") as caught:
+        lower(gm)
+    assert "int4" in str(caught.value)
+    assert lower(calibrated("conv_bn_relu")).tensors

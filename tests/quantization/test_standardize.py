@@ -1,0 +1,187 @@
+"""Standardize: one spelling per op, the same numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxqat.quantization.standardize import standardize
+from fxqat.quantization.trace import trace
+
+
+class Functional(nn.Module):
+    """A functional layer on parameters of the model."""
+
+    def __init__(self, call, weight, bias=None):
+        super().__init__()
+        self.call = call
+        self.weight = nn.Parameter(torch.randn(weight))
+        self.bias = nn.Parameter(torch.randn(bias)) if bias else None
+
+    def forward(self, x):
+        return self.call(x, self.weight, self.bias)
+
+
+def standardized(model):
+    return standardize(trace(model)[1])
+
+
+def modules_called(gm):
+    return [gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"]
+
+
+LAYERS = [
+    (nn.Conv1d, lambda x, w, b: F.conv1d(x, w, b, padding=1), (4, 3, 3), 4, (2, 3, 8)),
+    (nn.Conv2d, lambda x, w, b: F.conv2d(x, w, b, 2, (1, 0)), (4, 3, 3, 2), 4, (2, 3, 8, 8)),
+    (nn.Conv2d, lambda x, w, b: F.conv2d(x, w, bias=b, groups=3, dilation=2), (6, 1, 3, 3), 6, (2, 3, 8, 8)),
+    (nn.Conv2d, lambda x, w, b: F.conv2d(x, w, padding="same"), (4, 3, 3, 3), None, (2, 3, 8, 8)),
+    (nn.Conv2d, lambda x, w, b: F.conv2d(weight=w, input=x, bias=b), (4, 3, 1, 1), 4, (2, 3, 8, 8)),
+    (nn.Conv3d, lambda x, w, b: F.conv3d(x, w, b, stride=2), (4, 2, 2, 2, 2), 4, (2, 2, 4, 4, 4)),
+    (nn.ConvTranspose1d, lambda x, w, b: F.conv_transpose1d(x, w, b, 2, 0, 1), (4, 3, 2), 3, (2, 4, 5)),
+    (nn.ConvTranspose2d, lambda x, w, b: F.conv_transpose2d(x, w, b, groups=2), (4, 3, 2, 2), 6, (2, 4, 5, 5)),
+    (nn.ConvTranspose3d, lambda x, w, b: F.conv_transpose3d(x, w, b, dilation=2), (2, 3, 2, 2, 2), 3, (2, 2, 3, 3, 3)),
+    (nn.Linear, lambda x, w, b: F.linear(x, w, b), (4, 3), 4, (2, 3)),
+    (nn.Linear, lambda x, w, b: F.linear(x, weight=w), (4, 3), None, (2, 5, 3)),
+]
+
+
+@pytest.mark.parametrize(("kind", "call", "weight", "bias", "shape"), LAYERS)
+def test_functional_weights_become_the_module(kind, call, weight, bias, shape):
+    model = Functional(call, weight, bias)
+    x = torch.randn(shape)
+    expected = model(x)
+    gm = standardized(model)
+    (layer,) = modules_called(gm)
+    assert type(layer) is kind
+    assert torch.equal(layer.weight, model.weight)
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_module", "output"]
+    torch.testing.assert_close(gm(x), expected, rtol=0, atol=0)
+
+
+def test_calls_with_the_same_parameters_and_settings_share_a_module():
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 3, 3, 3))
+
+        def forward(self, x):
+            x = F.conv2d(x, self.w, padding=1)
+            return F.conv2d(F.conv2d(x, self.w, padding=1), self.w, padding=2, dilation=2)
+
+    model = Siamese()
+    gm = standardized(model)
+    first, second, third = modules_called(gm)
+    x = torch.randn(1, 3, 6, 6)
+    assert first is second
+    assert third is not first
+    assert third.weight is first.weight
+    assert len(list(gm.parameters())) == 1
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_the_module_is_placed_beside_its_parameters():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Functional(lambda x, w, b: F.linear(x, w, b), (4, 3), 4)
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(self.inner(x))
+
+    gm = standardized(Outer())
+    targets = [str(node.target) for node in gm.graph.nodes if node.op == "call_module"]
+    assert targets == ["inner.linear", "linear"]
+    assert sorted(name for name, _ in gm.named_parameters()) == [
+        "inner.linear.bias",
+        "inner.linear.weight",
+        "linear.bias",
+        "linear.weight",
+    ]
+
+
+def test_a_computed_weight_stays_a_function():
+    model = Functional(lambda x, w, b: F.linear(x, w * 2, b), (4, 3), 4)
+    gm = standardized(model)
+    x = torch.randn(2, 3)
+    assert modules_called(gm) == []
+    assert F.linear in [node.target for node in gm.graph.nodes]
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+DROPOUTS = {
+    "dropout": lambda x, training: F.dropout(x, 0.5, training),
+    "dropout by keyword": lambda x, training: F.dropout(input=x, training=training, p=0.5),
+    "dropout1d": lambda x, training: F.dropout1d(x, 0.5, training),
+    "dropout2d": lambda x, training: F.dropout2d(x, 0.5, training),
+    "dropout3d": lambda x, training: F.dropout3d(x, 0.5, training),
+    "alpha_dropout": lambda x, training: F.alpha_dropout(x, 0.5, training),
+    "feature_alpha_dropout": lambda x, training: F.feature_alpha_dropout(x, 0.5, training),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_functional_dropout_follows_the_mode(name):
+    class Dropped(nn.Module):
+        def forward(self, x):
+            return DROPOUTS[name](x, self.training)
+
+    model = Dropped()
+    x = torch.ones(4, 8, 2, 2, 2) if "3d" in name else torch.ones(4, 8, 2, 2) if "2d" in name else torch.ones(4, 8, 2)
+    for training in (True, False):
+        model.train(training)
+        gm = standardized(model)
+        for mode in (True, False):
+            torch.manual_seed(0)
+            expected = model.train(mode)(x)
+            torch.manual_seed(0)
+            torch.testing.assert_close(gm.train(mode)(x), expected, rtol=0, atol=0)
+            assert torch.equal(gm(x), x) == (not mode)
+
+
+def test_dropout_that_is_always_on_stays_so():
+    class Always(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5)
+
+    gm = standardized(Always()).eval()
+    x = torch.ones(1000)
+    assert 0.4 < (gm(x) == 0).float().mean() < 0.6
+    assert modules_called(gm) == []
+
+
+def test_keyword_inputs_become_positional():
+    class Keywords(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.norm = nn.BatchNorm2d(4)
+            self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+
+        def forward(self, x):
+            return self.up(output_size=[9, 9], input=self.norm(input=self.conv(input=x)))
+
+    model = Keywords().eval()
+    gm = standardized(model)
+    calls = [node for node in gm.graph.nodes if node.op == "call_module"]
+    assert [len(node.args) for node in calls] == [1, 1, 1]
+    assert [dict(node.kwargs) for node in calls] == [{}, {}, {"output_size": [9, 9]}]
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_attributes_that_nothing_reads_are_dropped():
+    model = Functional(lambda x, w, b: (w, F.linear(x, w, b))[1], (4, 3), 4)
+    gm = standardized(model)
+    assert [node for node in gm.graph.nodes if node.op == "get_attr"] == []
+    assert all(node.users or node.op == "output" for node in gm.graph.nodes)
+
+
+def test_a_parameter_that_something_else_reads_stays_readable():
+    model = Functional(lambda x, w, b: F.linear(x, w, b) + w.sum(), (4, 3), 4)
+    gm = standardized(model)
+    x = torch.randn(2, 3)
+    (layer,) = modules_called(gm)
+    assert layer.weight is gm.weight
+    assert len(list(gm.parameters())) == 2
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
