@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fxqat.convert_export import convert_export
 from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -57,6 +58,7 @@ def save_checkpoint(
         CheckpointError: the model is not a prepared one, a path cannot be written, ``example_inputs`` is missing, or
             ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
         CalibrationError: parameters are asked of a model without ranges.
+        ExportError: parameters or ONNX are asked of a model that cannot be exported; the ``.pth`` is written by then.
     """
     gm = _prepared(model)
     if file_path_onnx is not None and example_inputs is None:
@@ -65,6 +67,7 @@ def save_checkpoint(
         "format": FORMAT,
         "backend": gm.provenance.backend,
         "state_dict": float_state_dict(gm),
+        "schemes": _schemes(gm),
         "qat_state_dict": gm.state_dict(),
         "extra": extra if extra is not None else {},
     }
@@ -121,8 +124,15 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
         raise CheckpointError(f"cannot read a checkpoint from {file_path}: {cause}") from cause
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file_path} is not a checkpoint that fxqat.save_checkpoint wrote ({FORMAT})")
+    parts = {"backend": str, "schemes": dict, "state_dict": dict, "qat_state_dict": dict, "extra": dict}
+    broken = [key for key, kind in parts.items() if not isinstance(content.get(key), kind)]
+    if broken:
+        raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of another type")
     if content["backend"] != gm.provenance.backend:
         raise CheckpointError(f"{file_path} is for backend {content['backend']}, the model for {gm.provenance.backend}")
+    if content["schemes"] != _schemes(gm):
+        names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
+        raise CheckpointError(f"{file_path} was saved with other schemes: {names[:4]}")
     _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
     gm.load_state_dict(content["qat_state_dict"], strict=True)
     return content["extra"]  # type: ignore[no-any-return]
@@ -143,7 +153,11 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in tensors.values():
         if entry["kind"] != "bias":
-            entries[(entry["kind"], entry["module"])] = entry
+            key = (entry["kind"], entry["module"])
+            known = entries.get(key)
+            # a shared layer may be stored once for each repaired bias; the unrepaired scales are the smaller ones
+            scales = zip(entry["scale"], known["scale"], strict=True) if known else ()
+            entries[key] = entry if known is None else known | {"scale": [min(pair) for pair in scales]}
     quants = dict(named_fake_quants(gm))
     wanted = {_key(name, quant): quant for name, quant in quants.items()}
     missing, surplus = sorted(set(wanted) - set(entries)), sorted(set(entries) - set(wanted))
@@ -160,24 +174,37 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
 
 
+def _schemes(gm: nn.Module) -> dict[str, str]:
+    """The scheme of every quantizer, as text."""
+    return {name: str(quant.scheme) for name, quant in named_fake_quants(gm)}
+
+
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
     return ("weight", name.removesuffix(".weight_fake_quant")) if quant.kind == WEIGHT else ("activation", name)
 
 
 def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str, Any], path: str) -> None:
     scheme = quant.scheme
-    wanted = (scheme.bit_width, scheme.signed, quant.scale.numel())
-    found = (entry["bit_width"], entry["signed"], len(entry["scale"]))
+    wanted = (scheme.bit_width, scheme.signed, quant.scale.numel(), quant.scale.numel())
+    found = (entry["bit_width"], entry["signed"], len(entry["scale"]), len(entry["zero_point"]))
+    where = f"{path}: {key[1]} ({key[0]})"
     if wanted != found:
-        raise CheckpointError(f"{path}: {key[1]} ({key[0]}): expected (bits, signed, scales) {wanted}, found {found}")
+        raise CheckpointError(f"{where}: expected (bits, signed, scales, zero points) {wanted}, found {found}")
+    if not all(SCALE_MIN <= scale <= SCALE_MAX for scale in entry["scale"]):
+        raise CheckpointError(
+            f"{where}: scales must be within [{SCALE_MIN:g}, {SCALE_MAX:g}], found {entry['scale'][:4]}"
+        )
+    if not all(scheme.quant_min <= zero_point <= scheme.quant_max for zero_point in entry["zero_point"]):
+        limits = f"[{scheme.quant_min}, {scheme.quant_max}]"
+        raise CheckpointError(f"{where}: zero points must be within {limits}, found {entry['zero_point'][:4]}")
 
 
 def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> None:
     missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     shapes = [
-        f"{name}: {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
+        f"{name}: {getattr(found[name], 'shape', type(found[name]).__name__)} instead of {tuple(wanted[name].shape)}"
         for name in set(wanted) & set(found)
-        if isinstance(wanted[name], Tensor) and wanted[name].shape != found[name].shape
+        if isinstance(wanted[name], Tensor) and tuple(wanted[name].shape) != getattr(found[name], "shape", None)
     ]
     if missing or surplus or shapes:
         raise CheckpointError(

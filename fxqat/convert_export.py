@@ -20,14 +20,14 @@ from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
 from fxqat.errors import ExportError, ParityError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx import verify as parity
-from fxqat.onnx.names import name_tensors
-from fxqat.onnx.opset import check_opset, downgrade, opset_of
+from fxqat.onnx.names import name_outputs, name_tensors
+from fxqat.onnx.opset import check_opset, convert, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.simplify import simplify
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.lower import Lowered, lower
+from fxqat.quantization.lower import Lowered, default_output_names, lower
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.files import atomic_path, check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
@@ -86,7 +86,7 @@ def convert_export(
         file_path_json: the JSON of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 where onnx's version converter manages it.
         input_names: names of the file's inputs.
-        output_names: names of the file's outputs.
+        output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
         dynamic_batch: leave the first dimension of every input open.
         verify: run the file in ONNX Runtime and compare; writes the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` to keep float weights behind Q/DQ pairs.
@@ -106,14 +106,25 @@ def convert_export(
     check_opset(opset_version)
     if weights not in ("integer", "float"):
         raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
+    _check_names("input_names", input_names)
+    _check_names("output_names", output_names)
+    if input_names and output_names and set(input_names) & set(output_names):
+        raise ExportError(f"input_names and output_names have {set(input_names) & set(output_names)} in common")
     _check_paths(file_path, file_path_json)
     require_calibrated(gm)
     lowered = lower(gm, weights)
-    program = _run_exporter(lowered, inputs, opset_version, input_names, output_names, dynamic_batch)
+    program = _run_exporter(lowered, inputs, input_names, output_names, dynamic_batch)
+    _check_count("input_names", input_names, len(program.graph.inputs))
+    _check_count("output_names", output_names, len(program.graph.outputs))
+    if output_names is None:
+        name_outputs(program, default_output_names(gm))
     names = name_tensors(program, lowered.tensors)
+    lost = sorted(lowered.tensors[path].name for path in set(lowered.tensors) - set(names))
+    if lost:
+        raise ParityError(f"quantized in the model, but not in the exported file: {', '.join(lost)}")
     proto = ir.to_proto(program)
-    if opset_version < NATIVE_OPSET:
-        proto = downgrade(proto, opset_version)
+    if opset_version != NATIVE_OPSET:
+        proto = convert(proto, opset_version)
     _check_model(proto, opset_version)
     if weights == "integer":
         check_params(proto, names.values())
@@ -134,7 +145,9 @@ def _prepared(model: nn.Module) -> QuantGraphModule:
 
 
 def _inputs(example_inputs: tuple[Any, ...] | Tensor) -> tuple[Any, ...]:
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs or ())
+    if not isinstance(example_inputs, (Tensor, tuple, list)):
+        raise ExportError(f"example_inputs must be a tensor or a tuple of inputs, got {type(example_inputs).__name__}")
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     tensors = flatten_tensors(inputs)
     if not tensors or any(tensor.numel() == 0 for tensor in tensors):
         raise ExportError("example_inputs must hold at least one tensor, and none of them may be empty")
@@ -143,15 +156,31 @@ def _inputs(example_inputs: tuple[Any, ...] | Tensor) -> tuple[Any, ...]:
 
 def _check_paths(*paths: str | os.PathLike[str] | None) -> None:
     """Fail before the work, not after it."""
+    given = [Path(path).resolve() for path in paths if path is not None]
+    if len(set(given)) != len(given):
+        raise ExportError(f"the ONNX file and the parameter file have the same path {given[0]}")
     for path in paths:
         if path is not None:
             check_writable(path, ExportError)
 
 
+def _check_names(what: str, names: Sequence[str] | None) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise ExportError(f"{what} must be a sequence of non-empty strings, got {names!r}")
+    if len(set(names)) != len(names):
+        raise ExportError(f"{what} must be different from each other, got {list(names)}")
+
+
+def _check_count(what: str, names: Sequence[str] | None, count: int) -> None:
+    if names is not None and len(names) != count:
+        raise ExportError(f"{what}: the model has {count}, got {len(names)} names {list(names)}")
+
+
 def _run_exporter(
     lowered: Lowered,
     inputs: tuple[Any, ...],
-    opset_version: int,
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
     dynamic_batch: bool,
@@ -168,7 +197,7 @@ def _run_exporter(
                 dynamo=True,
                 optimize=False,
                 verbose=False,
-                opset_version=max(opset_version, NATIVE_OPSET),
+                opset_version=NATIVE_OPSET,
                 input_names=input_names,
                 output_names=output_names,
                 dynamic_shapes=map_tensors(inputs, lambda _: {0: batch}) if dynamic_batch else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -71,7 +72,7 @@ def prepare_by_platform(
     inputs = _as_tuple(example_inputs)
     root, gm = trace(model, custom_tracer, leaf_modules=config.leaf_module, concrete_args=config.concrete_args)
     names = _named_tensors(root)
-    gm = fuse(standardize(gm), fusions_without(config.unfused))
+    gm = fuse(standardize(gm, tuple(config.concrete_args or ())), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
     quantizer.annotate(gm)
     report = build_report(gm, spec.name)
@@ -122,6 +123,8 @@ def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> No
     for name in names:
         if not hasattr(model, name):
             raise ConfigError(f"preserve_attr: {type(model).__name__} has no attribute {name!r}")
+        if inspect.ismethod(getattr(model, name)):
+            raise ConfigError(f"preserve_attr: {name!r} is a method; it would go on working on the float model")
         if hasattr(result, name):
             raise ConfigError(f"preserve_attr: {name!r} is part of the prepared model already")
         setattr(result, name, copy.deepcopy(getattr(model, name)))

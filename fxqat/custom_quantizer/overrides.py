@@ -113,11 +113,16 @@ def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
     for match in matches:
         if any(match(node) for node in nodes):
             continue
-        wanted = str(match.module or match.node or match.type or match.function)
+        keys = ("module", "node", "type", "function")
+        given = {key: getattr(match, key) for key in keys if getattr(match, key) is not None}
+        wanted = str(next(iter(given.values())))
         names = [str(n.target) for n in nodes if n.op == "call_module"] if match.module else [n.name for n in nodes]
         close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
         hint = f" The nearest is {close[0]!r}." if close else ""
-        raise ConfigError(f"{match.where}: {wanted!r} matches no node of the model.{hint}")
+        given = {
+            key: value for key in ("module", "type", "function", "node") if (value := getattr(match, key)) is not None
+        }
+        raise ConfigError(f"{match.where}: {given} matches no node of the model.{hint}")
 
 
 def _fits(pattern: str, text: str) -> bool:

@@ -10,18 +10,30 @@ In four steps, each a method:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import fx
 
 from fxqat.custom_quantizer.config import PrepareConfig
-from fxqat.custom_quantizer.overrides import TensorChange, check_all_match
+from fxqat.custom_quantizer.overrides import check_all_match
 from fxqat.custom_quantizer.sharing import Groups
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.values import Kind, value_kinds
+from fxqat.custom_quantizer.wishes import (
+    Wish,
+    can_change,
+    changed,
+    claim_order,
+    ends_in_activation,
+    is_written_for,
+    may_follow,
+    readers_of,
+    reads_quantized,
+    refusing,
+    unsupported,
+    wanted_behind,
+)
 from fxqat.errors import ConfigError
-from fxqat.nn.fused import FusedLayer
-from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.quantization.ops import (
@@ -37,7 +49,7 @@ from fxqat.quantization.ops import (
     operands,
 )
 from fxqat.scheme import TensorQConfig
-from fxqat.utils.fx_graph import called_module, node_inputs, only_user
+from fxqat.utils.fx_graph import node_inputs, only_user
 
 ADDITIONAL = Rule(reason="asked for by extra_quantizer_dict")
 FAMILY_REASONS = {
@@ -45,24 +57,6 @@ FAMILY_REASONS = {
     RECURRENT: "recurrent layers stay float",
     OPAQUE: "not an op of the table",
 }
-
-
-@dataclass
-class _Wish:
-    """What the rules and the user want of one node.
-
-    ``rank`` says who decided: 0 the backend, i + 1 the user's rule number i.
-    """
-
-    op: Op
-    rule: Rule | None
-    reason: str
-    weight: TensorQConfig | None = None
-    activation: TensorQConfig | None = None
-    output: TensorQConfig | None = None
-    activation_rank: int = 0
-    output_rank: int = 0
-    operands: list[fx.Node] = field(default_factory=list)
 
 
 class BackendQuantizer:
@@ -87,6 +81,7 @@ class BackendQuantizer:
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
         self._acting: set[int] = set()
+        self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
         self._check_rules_act()
         self._pass_on_outputs(wishes)
@@ -97,25 +92,25 @@ class BackendQuantizer:
 
     # 1. wishes
 
-    def _wish(self, node: fx.Node, kinds: dict[fx.Node, Kind]) -> _Wish:
+    def _wish(self, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Wish:
         op = identify(node)
         rule = self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL
         if node.op in ("placeholder", "get_attr", "output"):
-            return self._overridden(node, _Wish(op, None, f"{node.op} of the model"))
+            return self._overridden(node, Wish(op, None, f"{node.op} of the model"))
         if kinds[node] is Kind.OTHER:
-            return _Wish(op, None, FAMILY_REASONS[NOT_FLOAT])
+            return Wish(op, None, FAMILY_REASONS[NOT_FLOAT])
         if rule is None:
-            return _Wish(op, None, FAMILY_REASONS.get(op.family, f"{self.spec.name} has no rule for {op.name}"))
+            return Wish(op, None, FAMILY_REASONS.get(op.family, f"{self.spec.name} has no rule for {op.name}"))
         excluded = next((match for match in self.config.exclude if match(node)), None)
         if excluded is not None:
-            return _Wish(op, None, f"left float by {excluded.where}")
-        wish = _Wish(op, rule, rule.reason)
+            return Wish(op, None, f"left float by {excluded.where}")
+        wish = Wish(op, rule, rule.reason)
         if op.family == WEIGHTED:
-            problem = _unsupported(node)
+            problem = unsupported(node)
             if problem:
-                return _Wish(op, None, problem)
+                return Wish(op, None, problem)
             wish.weight = self.spec.weight
         if rule.inputs != "none":
             wish.activation = self.spec.activation
@@ -137,22 +132,22 @@ class BackendQuantizer:
     def _fused_reader(self, node: fx.Node, op: Op) -> fx.Node | None:
         """The activation that runs inside this op, if its only reader is one."""
         reader = only_user(node)
-        if reader is None or op.family not in self.spec.fuses_into or _ends_in_activation(node):
+        if reader is None or op.family not in self.spec.fuses_into or ends_in_activation(node):
             return None
         return reader if identify(reader).name in self.spec.fused_activations else None
 
-    def _overridden(self, node: fx.Node, wish: _Wish) -> _Wish:
+    def _overridden(self, node: fx.Node, wish: Wish) -> Wish:
         for rank, rule in enumerate(self.config.overrides, start=1):
             if not rule.match(node):
                 continue
             base = {"weight": self.spec.weight, "activation": self.spec.activation, "output": self.spec.activation}
             acted = False
             for part, change in rule.changes.items():
-                if not _can_change(wish, part, node):
+                if not can_change(wish, part, node):
                     continue
                 acted = True
                 current = getattr(wish, part) or base[part]
-                setattr(wish, part, _changed(current, change))
+                setattr(wish, part, changed(current, change))
                 if part != "weight":
                     setattr(wish, f"{part}_rank", rank)
             if acted:
@@ -168,7 +163,7 @@ class BackendQuantizer:
             if usable and operand not in found and self._fused_reader(operand, identify(operand)) is not node:
                 found.append(operand)
         if rule.inputs == "residual" and len(found) > 1:
-            written_for_it = [o for o in found if _is_written_for(o, node)]
+            written_for_it = [o for o in found if is_written_for(o, node)]
             if written_for_it:
                 found.remove(written_for_it[0])
         return found
@@ -182,7 +177,7 @@ class BackendQuantizer:
                     f"{' or '.join(rule.changes)} of its own. Name it in extra_quantizer_dict, or drop the rule."
                 )
 
-    def _pass_on_outputs(self, wishes: dict[fx.Node, _Wish]) -> None:
+    def _pass_on_outputs(self, wishes: dict[fx.Node, Wish]) -> None:
         """The output of an op whose activation runs inside it is the activation's value."""
         for node, wish in wishes.items():
             reader = self._fused_reader(node, wish.op)
@@ -194,12 +189,13 @@ class BackendQuantizer:
 
     # 2. values
 
-    def _values(self, wishes: dict[fx.Node, _Wish], kinds: dict[fx.Node, Kind]) -> dict[fx.Node, ValueQuant]:
+    def _values(self, wishes: dict[fx.Node, Wish], kinds: dict[fx.Node, Kind]) -> dict[fx.Node, ValueQuant]:
         readers: dict[fx.Node, list[fx.Node]] = {}
         for node, wish in wishes.items():
             for operand in wish.operands:
                 readers.setdefault(operand, []).append(node)
         values = {}
+        float_readers = refusing(wishes)
         for node, wish in wishes.items():
             wanted = [(wishes[r].activation, wishes[r].activation_rank) for r in readers.get(node, [])]
             wanted.append((wish.output, wish.output_rank))
@@ -208,32 +204,28 @@ class BackendQuantizer:
             vetoed = wish.output is None and wish.output_rank > strongest
             if not asked or vetoed or kinds[node] is Kind.OTHER:
                 continue
-            names = self._readers(node, wishes, readers.get(node, []))
-            config = _strongest(asked)
+            names = readers_of(node, wishes, readers.get(node, []), float_readers)
+            if names is not None and not names:
+                continue
+            self._claims[node.name] = max(asked, key=claim_order)
+            config = self._claims[node.name][0]
             if wish.output is not None and wish.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=wish.output.scheme.fixed_range)
             values[node] = ValueQuant(config, group=-1, readers=names)
         return values
 
-    def _readers(self, node: fx.Node, wishes: dict[fx.Node, _Wish], asking: list[fx.Node]) -> frozenset[str] | None:
-        """Who reads the quantized value: everyone if the producer gives it so, but for those told to read float."""
-        if wishes[node].output is None:
-            return frozenset(reader.name for reader in asking)
-        refusing = [r for r in node.users if wishes[r].activation is None and wishes[r].activation_rank > 0]
-        return frozenset(r.name for r in node.users if r not in refusing) if refusing else None
-
     # 3. groups
 
-    def _join(self, wishes: dict[fx.Node, _Wish], values: dict[fx.Node, ValueQuant]) -> Groups:
+    def _join(self, wishes: dict[fx.Node, Wish], values: dict[fx.Node, ValueQuant]) -> Groups:
         groups = Groups()
-        wanted = _wanted_behind(wishes, values)
+        wanted = wanted_behind(wishes, values)
         for node, wish in wishes.items():
             if wish.rule is None or wish.rule.share == "none":
                 continue
             inputs = list(node_inputs(operands(node, wish.op)))
             if wish.op.family in (PASS_THROUGH, IDENTITY):
                 source = inputs[0] if inputs else None
-                if source not in values or not _may_follow(node, values[source], wanted):
+                if source not in values or not may_follow(node, values[source], wanted):
                     continue
                 if values[source].readers is not None:
                     readers = values[source].readers or frozenset()
@@ -242,7 +234,7 @@ class BackendQuantizer:
                 values[node] = replace(values[source], readers=None, on_grid=True, transparent=follows)
                 groups.join(source.name, node.name)
                 continue
-            shared = [o for o in inputs if _reads_quantized(node, values.get(o))]
+            shared = [o for o in inputs if reads_quantized(node, values.get(o))]
             for operand in shared[1:]:
                 groups.join(shared[0].name, operand.name)
             if shared and wish.rule.share == "all" and node in values:
@@ -253,12 +245,12 @@ class BackendQuantizer:
 
     # 4. annotations
 
-    def _write(self, wishes: dict[fx.Node, _Wish], values: dict[fx.Node, ValueQuant], groups: Groups) -> None:
+    def _write(self, wishes: dict[fx.Node, Wish], values: dict[fx.Node, ValueQuant], groups: Groups) -> None:
         members: dict[str, list[fx.Node]] = {}
         for node in values:
             members.setdefault(groups.find(node.name), []).append(node)
         for number, nodes in enumerate(members.values()):
-            shared = _group_config([values[n] for n in nodes])
+            shared = self._group_config([values[n] for n in nodes], [n.name for n in nodes])
             for node in nodes:
                 values[node] = replace(values[node], config=shared, group=number)
         sizes = {values[nodes[0]].group: len(nodes) for nodes in members.values()}
@@ -272,7 +264,14 @@ class BackendQuantizer:
             )
             node.meta[annotation.KEY] = found
 
-    def _explain(self, node: fx.Node, wish: _Wish, value: ValueQuant | None, sizes: dict[int, int]) -> tuple[str, str]:
+    def _group_config(self, values: list[ValueQuant], names: list[str]) -> TensorQConfig:
+        """One configuration for values of one scale: the strongest claim; a fixed range only for a value alone."""
+        config = max((self._claims[name] for name in names if name in self._claims), key=claim_order)[0]
+        sources = [value for value in values if not value.on_grid]
+        alone = sources[0].config.scheme.fixed_range if len(sources) == 1 else None
+        return config.with_scheme(fixed_range=alone)
+
+    def _explain(self, node: fx.Node, wish: Wish, value: ValueQuant | None, sizes: dict[int, int]) -> tuple[str, str]:
         if value is None:
             if wish.rule is None:
                 return annotation.FLOAT, wish.reason
@@ -287,81 +286,3 @@ class BackendQuantizer:
         if value.on_grid or sizes[value.group] > 1:
             return annotation.SHARES, f"{reason}; one scale for {sizes[value.group]} values"
         return annotation.QUANTIZED, reason
-
-
-def _changed(config: TensorQConfig, change: TensorChange | None) -> TensorQConfig | None:
-    return None if change is None else change.applied_to(config)
-
-
-def _strongest(asked: list[tuple[TensorQConfig, int]]) -> TensorQConfig:
-    """Of several wishes the one of the latest rule; among equals the widest."""
-    return max(asked, key=lambda wish: (wish[1], wish[0].scheme.bit_width))[0]
-
-
-def _can_change(wish: _Wish, part: str, node: fx.Node) -> bool:
-    """Whether an override of this part of a node means anything."""
-    if part == "weight":
-        return wish.weight is not None or (wish.rule is not None and wish.op.family == WEIGHTED)
-    if part == "output" and node.op in ("placeholder", "get_attr"):
-        return True
-    if wish.rule is None:
-        return False
-    return part != "output" or wish.op.family not in (PASS_THROUGH, IDENTITY)
-
-
-def _is_written_for(operand: fx.Node, reader: fx.Node) -> bool:
-    """Whether a weighted layer computes the operand for this reader alone, looking through identity ops."""
-    while only_user(operand) is reader:
-        op = identify(operand)
-        if op.family == WEIGHTED:
-            return True
-        if op.family != IDENTITY or not operand.args or not isinstance(operand.args[0], fx.Node):
-            return False
-        operand, reader = operand.args[0], operand
-    return False
-
-
-def _wanted_behind(wishes: dict[fx.Node, _Wish], values: dict[fx.Node, ValueQuant]) -> set[fx.Node]:
-    """Nodes whose value is quantized, or would be behind some ops that only move it."""
-    wanted: set[fx.Node] = set()
-    for node in reversed(wishes):
-        moved = [user for user in node.users if wishes[user].op.family in (PASS_THROUGH, IDENTITY)]
-        if node in values or any(user in wanted for user in moved):
-            wanted.add(node)
-    return wanted
-
-
-def _may_follow(node: fx.Node, value: ValueQuant, wanted: set[fx.Node]) -> bool:
-    """Whether a pass-through op takes the scale of its operand: if it reads it quantized, or its result is to be."""
-    return _reads_quantized(node, value) or node in wanted
-
-
-def _reads_quantized(node: fx.Node, value: ValueQuant | None) -> bool:
-    return value is not None and (value.readers is None or node.name in value.readers)
-
-
-def _group_config(values: list[ValueQuant]) -> TensorQConfig:
-    """One configuration for values of one scale: the widest; a fixed range only where nothing else is in the group."""
-    sources = [value for value in values if not value.on_grid] or values
-    widest = max((value.config for value in sources), key=lambda config: config.scheme.bit_width)
-    if len(sources) > 1:
-        return widest.with_scheme(fixed_range=None)
-    return widest
-
-
-def _ends_in_activation(node: fx.Node) -> bool:
-    module = called_module(node)
-    return isinstance(module, FusedLayer) and module.activation is not None
-
-
-def _unsupported(node: fx.Node) -> str:
-    """Why a weighted op cannot have a quantized weight; empty if it can."""
-    module = called_module(node)
-    if module is None:
-        return "its weight is computed, not a parameter"
-    layer = module.layer if isinstance(module, FusedLayer) else module
-    if type(layer) not in WEIGHTED_TYPES:
-        return f"{type(layer).__name__} is not a plain layer"
-    if node.kwargs or len(node.args) != 1:
-        return "called with more than its input (output_size)"
-    return ""

@@ -88,8 +88,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
 def _sum_like(values: Tensor, like: Tensor, axis: int | None) -> Tensor:
     """Sum a tensor down to ``()`` or to the ``(channels,)`` of its ``axis``, whichever ``like`` is."""
     if like.dim() == 0:
-        return values.sum() if values.dim() else values
+        return values.sum()
     if axis is None or values.dim() == 1:
-        return values
+        return values.clone()  # the caller writes into the result
     axis = axis % values.dim()
     return values.sum([d for d in range(values.dim()) if d != axis])

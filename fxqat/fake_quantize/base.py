@@ -24,8 +24,8 @@ class Observer(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Watch one tensor."""
 
-    def reduce_over_ranks(self) -> None:
-        """Agree with the other ranks."""
+    def reduce_over_ranks(self) -> bool:
+        """Agree with the other ranks, if there are any."""
 
     def has_seen_data(self) -> bool:
         """Whether a tensor was watched."""
@@ -50,6 +50,7 @@ class FakeQuantizeBase(nn.Module):
         zero_point: integers (float32 storage) of the same shape.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
+        observed_state: for the owner of a weight, what it showed to the observer last; empty when observers go on.
     """
 
     scale: Tensor
@@ -63,6 +64,7 @@ class FakeQuantizeBase(nn.Module):
         self.observer = observer
         self.observer_enabled = False
         self.fake_quant_enabled = False
+        self.observed_state: tuple[object, ...] = ()
         self.has_zero_point = not (scheme.symmetric and scheme.symmetric_zero_point == 0)
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
@@ -140,8 +142,8 @@ class FakeQuantizeBase(nn.Module):
         with torch.no_grad():
             self.scale.copy_(scale)
             self.zero_point.copy_(zero_point)
-            low = (self.scheme.quant_min - self.zero_point) * self.scale
             high = (self.scheme.quant_max - self.zero_point) * self.scale
+            low = -high if self.scheme.symmetric else (self.scheme.quant_min - self.zero_point) * self.scale
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)
 

@@ -47,5 +47,6 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     def grad_scale(self, x: Tensor) -> float:
         """LSQ's gradient scale ``1 / sqrt(n * quant_max)``."""
-        n = x.numel() // max(1, self.scale.numel()) if self.kind == WEIGHT else x.numel() // max(1, x.shape[0])
+        parts = self.scale.numel() if self.kind == WEIGHT else (x.shape[0] if x.dim() else 1)
+        n = x.numel() // max(1, parts)
         return float(self.grad_factor / (max(1, n) * max(1, self.scheme.quant_max)) ** 0.5)

@@ -110,9 +110,10 @@ def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: b
 
 
 def _set_observer(quant: FakeQuantizeBase, enabled: bool) -> None:
-    if quant.observer_enabled and not enabled:
-        quant.observer.reduce_over_ranks()
+    if quant.observer_enabled and not enabled and quant.observer.reduce_over_ranks():
         quant.update_from_observer()
+    if enabled and not quant.observer_enabled:
+        quant.observed_state = ()
     quant.observer_enabled = enabled
 
 

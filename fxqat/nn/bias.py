@@ -10,12 +10,16 @@ from fxqat.fake_quantize.functional import valid_scale
 INT32_LIMIT = 2147483520.0
 """Largest float32 below 2**31: the largest bias integer, and minus it the smallest."""
 
+BIAS_LIMIT = 2.0**30
+"""Where the repair keeps bias integers, so that an int32 accumulator has room for the products."""
+
 
 def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
     """The smallest weight scale at which the bias fits into int32.
 
-    Formula: ``|bias| / (INT32_LIMIT * input_scale)``. A weight scale below it belongs to a (nearly) dead channel; it is
-    raised, as ONNX Runtime's quantizer does, because the bias matters there and the weights do not.
+    Formula: ``|bias| / (BIAS_LIMIT * input_scale)``: half of the range is left to the products. A weight scale below
+    it belongs to a (nearly) dead channel; it is raised, as ONNX Runtime's quantizer does, because the bias matters
+    there and the weights do not.
 
     Args:
         bias: ``(out_channels,)``.
@@ -24,8 +28,7 @@ def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
     Returns:
         ``(out_channels,)``.
     """
-    # a little above the limit, so that rounding in the divisions cannot push the quotient over it
-    return bias.detach().abs() * (1.0001 / INT32_LIMIT) / input_scale
+    return bias.detach().abs() * (1.0 / BIAS_LIMIT) / input_scale
 
 
 def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.ops import keep
 from fxqat.nn.bias import bias_scale, fake_quantize_bias, floor_for, weight_scale_floor
@@ -61,7 +63,6 @@ class QATLayer(nn.Module):
         self.weight_fake_quant = weight_fake_quant
         self.bn_mode = bn_mode
         self.training = layer.training
-        self._observed: tuple[object, ...] = ()
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
 
@@ -72,6 +73,12 @@ class QATLayer(nn.Module):
             x: the input, quantized or not.
             input_fake_quant: the quantizer that x went through, None if x is float; it gives the bias its scale.
         """
+        if self.bn is not None and self.op.function is F.linear and x.dim() != 2:
+            raise ConfigError(
+                f"Linear and BatchNorm1d were fused, but the input has {x.dim()} dimensions {tuple(x.shape)}, and "
+                "BatchNorm1d works on dimension 1 then. Add ('linear', 'batch_norm1d') to "
+                "extra_fuse_dict['exclude_fusion_pattern']."
+            )
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
             y = self._normalize(self.op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
@@ -145,9 +152,9 @@ class QATLayer(nn.Module):
         if self.weight_fake_quant.observer_enabled:
             sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
             state = tuple(tensor_version(tensor) for tensor in sources if tensor is not None)
-            if state != self._observed or not self.weight_fake_quant.observer.has_seen_data():
+            if state != self.weight_fake_quant.observed_state:
                 self.weight_fake_quant.observe(weight.detach())
-                self._observed = state
+                self.weight_fake_quant.observed_state = state
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
         if not isinstance(self.bn_mode, int) or not bn.training:
@@ -156,15 +163,16 @@ class QATLayer(nn.Module):
         assert bn.running_mean is not None  # the fuse pass takes no other
         assert bn.running_var is not None
         frozen = self.bn_steps >= self.bn_mode
-        variance, mean = torch.var_mean(y, [d for d in range(y.dim()) if d != 1], correction=0)
+        z = y.float()
+        variance, mean = torch.var_mean(z, [d for d in range(z.dim()) if d != 1], correction=0)
+        old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()
         with torch.no_grad():
             self.bn_steps.add_(1)
-            momentum = torch.where(frozen, 0.0, bn.momentum or 0.0)
-            count = y.numel() // y.shape[1]
+            count = z.numel() // z.shape[1]
             unbiased = variance * (count / max(1, count - 1))
-            old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()
-            bn.running_mean.lerp_(mean, momentum)
-            bn.running_var.lerp_(unbiased, momentum)
+            momentum = bn.momentum or 0.0
+            bn.running_mean.copy_(torch.where(frozen, old_mean, torch.lerp(old_mean, mean, momentum)))
+            bn.running_var.copy_(torch.where(frozen, old_variance, torch.lerp(old_variance, unbiased, momentum)))
             if bn.num_batches_tracked is not None:
                 bn.num_batches_tracked.add_(torch.where(frozen, 0, 1))
         mean = torch.where(frozen, old_mean, mean)
@@ -172,7 +180,7 @@ class QATLayer(nn.Module):
         if bn.weight is not None:
             factor = factor * bn.weight
         shift = -mean * factor if bn.bias is None else bn.bias - mean * factor
-        return torch.addcmul(_channels(shift, y), y, _channels(factor, y))
+        return torch.addcmul(_channels(shift, z), z, _channels(factor, z)).to(y.dtype)
 
     def extra_repr(self) -> str:
         """The float layer's type and BatchNorm mode, for printing."""

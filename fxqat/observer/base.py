@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -56,12 +58,17 @@ class ObserverBase(nn.Module):
         return x
 
     @torch.no_grad()
-    def reduce_over_ranks(self) -> None:
-        """Take the union of all ranks' ranges if a process group is running, else do nothing."""
+    def reduce_over_ranks(self) -> bool:
+        """Take the union of all ranks' ranges if a process group is running; whether there was one."""
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # a minimum may drop another rank's NaN, but not its infinity; both make the range unusable
+            self.min_val.copy_(self.min_val.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+            self.max_val.copy_(self.max_val.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
             dist.all_reduce(self.min_val, op=dist.ReduceOp.MIN)
             dist.all_reduce(self.max_val, op=dist.ReduceOp.MAX)
+            return True
+        return False
 
     def has_seen_data(self) -> bool:
         """Whether any tensor was watched (NaN counts as seen)."""

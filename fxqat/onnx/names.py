@@ -10,7 +10,7 @@ With NAME the tensor's name:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -31,6 +31,7 @@ def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dic
     graph = model.graph
     fixed = {value.name for value in (*graph.inputs, *graph.outputs)}
     taken = {value.name for node in graph for value in node.outputs if value.name} | fixed
+    _clear_the_way(graph, {tensor.name for tensor in tensors.values()}, fixed, taken)
     named: dict[str, QuantizedTensor] = {}
     for node in graph:
         path = _path_of(node, tensors)
@@ -45,6 +46,8 @@ def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dic
             named[path] = replace(record, name=str(source.name))
         else:
             stored = node.inputs[0] is not None and node.inputs[0].is_initializer()
+            if stored and path in named:
+                continue
             _rename(node.outputs[0], record.name if stored else f"{record.name}_dequantized", fixed, taken)
             if stored:
                 named[path] = replace(record, name=str(node.outputs[0].name))
@@ -52,11 +55,27 @@ def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dic
     return named
 
 
+def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
+    """Name the outputs in place; nothing happens if there are not as many of them as names."""
+    outputs = model.graph.outputs
+    if len(outputs) == len(names) and not any(value.is_graph_input() for value in outputs):
+        for value, name in zip(outputs, names, strict=True):
+            value.name = name
+
+
 def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | None:
     if node.op_type not in ("QuantizeLinear", "DequantizeLinear") or node.inputs[1] is None:
         return None
     path = str(node.inputs[1].name).removesuffix(".scale").removesuffix(".pair")
     return path if path in tensors else None
+
+
+def _clear_the_way(graph: ir.Graph, names: set[str], fixed: set[str | None], taken: set[str | None]) -> None:
+    """Rename the exporter's own values that hold a name which one of ours is to have."""
+    for node in graph:
+        for value in node.outputs:
+            if value.name in names:
+                _rename(value, f"{value.name}_value", fixed, taken)
 
 
 def _rename(value: ir.Value, name: str, fixed: set[str | None], taken: set[str | None]) -> None:

@@ -38,8 +38,8 @@ def opset_of(model: onnx.ModelProto) -> int:
     return next(int(entry.version) for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
 
 
-def downgrade(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
-    """Convert to an older opset with ONNX's own converter.
+def convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
+    """Convert to another opset with ONNX's own converter.
 
     Two things are prepared for it: it reads what used to be attributes (axes) only from Constant nodes, so small
     integer initializers are turned into such nodes; and it passes on attributes that an older operator does not have,
@@ -56,7 +56,7 @@ def downgrade(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
             "Use opset_version=18."
         ) from cause
-    converted.ir_version = min(converted.ir_version, 8)
+    converted.ir_version = 8 if opset_version < 18 else 10
     return converted
 
 

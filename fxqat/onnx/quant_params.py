@@ -17,6 +17,18 @@ from fxqat.scheme import QuantizedTensor
 
 FORMAT = "fxqat.quant_params"
 VERSION = 1
+ENTRY_TYPES: dict[str, type] = {
+    "kind": str,
+    "module": str,
+    "dtype": str,
+    "bit_width": int,
+    "signed": bool,
+    "symmetric": bool,
+    "quant_min": int,
+    "quant_max": int,
+    "scale": list,
+    "zero_point": list,
+}
 
 
 def params_document(tensors: Iterable[QuantizedTensor], backend: str, opset: int) -> dict[str, Any]:
@@ -54,7 +66,24 @@ def read_params(path: str | os.PathLike[str]) -> dict[str, Any]:
     found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
     if found != (FORMAT, VERSION):
         raise CheckpointError(f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} {found[1]!r}")
+    tensors = document.get("tensors")
+    if not isinstance(tensors, dict):
+        raise CheckpointError(f"{path}: 'tensors' must be a mapping, found {type(tensors).__name__}")
+    for name, entry in tensors.items():
+        _check_form(f"{path}: {name}", entry)
     return document  # type: ignore[no-any-return]
+
+
+def _check_form(where: str, entry: Any) -> None:
+    """Check one entry against the schema's types."""
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where}: expected a mapping, found {type(entry).__name__}")
+    for key, kind in ENTRY_TYPES.items():
+        if not isinstance(entry.get(key), kind):
+            raise CheckpointError(f"{where}: {key!r} must be {kind.__name__}, found {entry.get(key)!r}")
+    for key, kinds in (("scale", (int, float)), ("zero_point", (int,))):
+        if not entry[key] or not all(isinstance(v, kinds) and not isinstance(v, bool) for v in entry[key]):
+            raise CheckpointError(f"{where}: {key!r} must be a list of numbers, found {entry[key][:4]}")
 
 
 def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> None:

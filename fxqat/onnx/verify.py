@@ -10,8 +10,8 @@ and its integers are compared with those of the fake-quant model, tensor by tens
 
 Rules:
 
-1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values by 1 (float
-   sums in another order put a value that lies on a rounding boundary on the other side);
+1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values, or a single
+   one, by 1 (float sums in another order put a value that lies on a rounding boundary on the other side);
 2. end to end, rule 1 holds for every tensor that is computed from none that is off;
 3. step by step, every output has a cosine similarity above ``MIN_COSINE``.
 
@@ -53,10 +53,9 @@ class Shares:
         """Share of values that are off at all."""
         return self.off_by_1 + self.off_by_2_plus
 
-    @property
-    def passed(self) -> bool:
-        """Rule 1."""
-        return self.off_by_2_plus == 0 and self.off_by_1 <= MAX_OFF_BY_ONE
+    def within(self, size: int) -> bool:
+        """Rule 1 for a tensor of ``size`` values; one value may always be off by 1."""
+        return self.off_by_2_plus == 0 and self.off_by_1 * size <= max(1.0, MAX_OFF_BY_ONE * size)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class TensorParity:
     @property
     def passed(self) -> bool:
         """Rules 1 and 2."""
-        return self.step.passed and (self.free.passed or not self.is_first)
+        return self.step.within(self.size) and (self.free.within(self.size) or not self.is_first)
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,15 @@ class OutputParity:
         step_cosine: cosine similarity step by step; 1 if both are all zero.
         cosine: cosine similarity end to end.
         max_abs_error: largest absolute difference end to end.
-        cosine_optimized: end to end with ONNX Runtime's full optimizations, for information.
+        cosine_optimized: end to end with ONNX Runtime's full optimizations, for information; None if ONNX Runtime
+            cannot optimize the file.
     """
 
     name: str
     step_cosine: float
     cosine: float
     max_abs_error: float
-    cosine_optimized: float
+    cosine_optimized: float | None
 
     @property
     def passed(self) -> bool:
@@ -149,7 +149,7 @@ class ParityCertificate:
             table.add_row([t.name, *shares, "" if t.passed else "FAILED"])
         lines = [
             f"output {o.name}: cosine {o.step_cosine:.7f} step by step, {o.cosine:.7f} end to end (largest difference "
-            f"{o.max_abs_error:.3g}), {o.cosine_optimized:.7f} at full optimization"
+            f"{o.max_abs_error:.3g}), {_optimized(o)} at full optimization"
             for o in self.outputs
         ]
         verdict = "passed" if self.passed else "FAILED"
@@ -176,11 +176,11 @@ def verify(
     """
     quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in integers]
     feeds = dict(zip([value.name for value in model.graph.input], inputs, strict=True))
-    plain, full = ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    plain = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     free = _run(_with_integers_out(model, quantizers), feeds, plain)
     step_model, step_feeds = _with_integers_in(model, quantizers, integers)
     step = _run(step_model, feeds | step_feeds, plain)
-    optimized = _run(model, feeds, full)
+    optimized = _run_optimized(model, feeds)
     tensors = _compare_tensors(model, step, free, integers)
     off = sum(t.free.off * t.size for t in tensors)
     return ParityCertificate(
@@ -191,7 +191,7 @@ def verify(
                 _cosine(step[value.name], expected),
                 _cosine(free[value.name], expected),
                 float(np.abs(free[value.name].astype(np.float64) - expected).max(initial=0.0)),
-                _cosine(optimized[value.name], expected),
+                _cosine(optimized[value.name], expected) if optimized else None,
             )
             for value, expected in zip(model.graph.output, outputs, strict=True)
         ),
@@ -244,6 +244,21 @@ def _run(
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
     except Exception as cause:  # onnxruntime's errors have no common base of their own
         raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}") from cause
+
+
+def _run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+    """The outputs at full optimization; None where ONNX Runtime's own optimizer breaks the model.
+
+    It does for int8 activations before a Linear on a 3-D input from opset 21 on (seen in 1.31).
+    """
+    try:
+        return _run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+    except ExportError:
+        return None
+
+
+def _optimized(output: OutputParity) -> str:
+    return "none" if output.cosine_optimized is None else f"{output.cosine_optimized:.7f}"
 
 
 def _compare_tensors(

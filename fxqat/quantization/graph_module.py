@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxqat.quantization.report import QuantReport
+from fxqat.utils.torch_compat import keep_local_under_ddp
 
 
 @dataclass
@@ -43,6 +44,7 @@ class QuantGraphModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
         result: Any = super().__deepcopy__(memo)
         _carry_over(self.__dict__, result, memo)
+        _keep_ranges_local(result)
         return result  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,7 +59,13 @@ def make_quant_graph_module(gm: fx.GraphModule) -> QuantGraphModule:
     modes = {name: module.training for name, module in gm.named_modules()}
     for name, module in result.named_modules():
         module.training = modes.get(name, module.training)
+    _keep_ranges_local(result)
     return result
+
+
+def _keep_ranges_local(gm: nn.Module) -> None:
+    """Each rank observes its own data until the ranks reduce their ranges."""
+    keep_local_under_ddp(gm, [name for name, _ in gm.named_buffers() if ".observer." in name])
 
 
 def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any]) -> None:

@@ -10,6 +10,7 @@ The prepared model is copied; the copy is on the CPU, in eval mode, and without 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
-from fxqat.utils.fx_graph import called_module
+from fxqat.utils.fx_graph import called_module, set_module
 
 EXPORTED_WIDTH = 8
 
@@ -67,7 +68,27 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
     work.delete_all_unused_submodules()
     work.graph.lint()
     work.recompile()
-    return Lowered(fx.GraphModule(work, work.graph, type(gm).__name__).eval(), state.tensors)
+    called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
+    tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
+    return Lowered(fx.GraphModule(work, work.graph, type(gm).__name__).eval(), tensors)
+
+
+def default_output_names(gm: fx.GraphModule) -> list[str]:
+    """Names for the model's outputs: the keys of a mapping, ``output``, or ``output_0`` and so on."""
+    result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    names = list(_names_in(result, ""))
+    return names if names != [""] else ["output"]
+
+
+def _names_in(value: object, prefix: str) -> Iterator[str]:
+    if isinstance(value, fx.Node):
+        yield prefix
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _names_in(item, f"{prefix}_{key}" if prefix else str(key))
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from _names_in(item, f"{prefix or 'output'}_{number}")
 
 
 class _Lowering:
@@ -77,6 +98,7 @@ class _Lowering:
         self.gm = gm
         self.weights = weights
         self.tensors: dict[str, QuantizedTensor] = {}
+        self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
     def lower_activation(self, node: fx.Node, quant: FakeQuantizeBase) -> None:
@@ -111,8 +133,13 @@ class _Lowering:
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
         """A fused layer that stayed float becomes its folded self."""
+        folded, path = layer.folded(), str(node.target)
+        set_module(self.gm, path, folded.layer)
         with self.gm.graph.inserting_before(node):
-            self._replace(node, self.gm.graph.call_module(self._add(layer.folded()), node.args, node.kwargs))
+            result = self.gm.graph.call_module(path, node.args, node.kwargs)
+            if folded.activation is not None:
+                result = self.gm.graph.call_module(self._add(folded.activation), (result,))
+        self._replace(node, result)
 
     def _weight(self, path: str, layer: QATLayer, weight: Tensor, floor: Tensor | None) -> str:
         """The path of a layer's weight; calls of a shared layer share it unless their scales differ."""
@@ -150,7 +177,8 @@ class _Lowering:
         return found
 
     def _add(self, module: nn.Module) -> str:
-        path = f"lowered_{len(self.gm._modules)}"
+        self._count += 1
+        path = f"lowered_{self._count}"
         self.gm.add_submodule(path, module)
         return path
 

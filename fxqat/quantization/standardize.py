@@ -7,12 +7,14 @@ Cases:
 2. functional dropout becomes the module, so that it follows ``train()`` and ``eval()``;
 3. a module call that passes its input by keyword passes it by position;
 4. what works in place works out of place, and later readers of the overwritten value read the result: a value that is
-   rounded in between must not be overwritten.
+   rounded in between must not be overwritten;
+5. arguments that tracing fixed to a value leave the signature.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx, nn
@@ -21,8 +23,14 @@ from fxqat.quantization.ops import IDENTITY, OUT_OF_PLACE, SPELLING, WEIGHTED, i
 from fxqat.utils.fx_graph import called_module
 
 
-def standardize(gm: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite the graph in place and return it."""
+def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
+    """Rewrite the graph in place and return it.
+
+    Args:
+        gm: a traced graph module.
+        fixed_arguments: names of the arguments of forward that tracing fixed to a value.
+    """
+    _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     made: dict[tuple[Any, ...], str] = {}
     for node in list(gm.graph.nodes):
         op = identify(node)
@@ -38,6 +46,17 @@ def standardize(gm: fx.GraphModule) -> fx.GraphModule:
     gm.graph.lint()
     gm.recompile()
     return gm
+
+
+def _drop_fixed_arguments(graph: fx.Graph, names: Collection[str]) -> None:
+    """Take arguments fixed to a value out of the graph's signature, with fx's checks of that value."""
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in names:
+            doomed = [node]
+            for reader in doomed:
+                doomed += [user for user in reader.users if user not in doomed]
+            for reader in reversed(doomed):
+                graph.erase_node(reader)
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:

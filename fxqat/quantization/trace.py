@@ -85,7 +85,6 @@ def trace(
     root.eval()
     try:
         graph = tracer.trace(root, dict(concrete_args) if concrete_args else None)
-        _drop_fixed_arguments(graph, concrete_args or {})
     except Exception as cause:
         raise TraceError(_explain(model, tracer, cause)) from cause
     for name, module in root.named_modules():
@@ -124,17 +123,6 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
     for name in concrete_args:
         if name not in known:
             raise ConfigError(f"concrete_args: forward has no argument {name!r}; it has {', '.join(map(repr, known))}")
-
-
-def _drop_fixed_arguments(graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:
-    """Take arguments fixed to a value out of the graph's signature, with fx's checks of that value."""
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and str(node.target).rpartition("_")[0] in concrete_args:
-            doomed = [node]
-            for reader in doomed:
-                doomed += [user for user in reader.users if user not in doomed]
-            for reader in reversed(doomed):
-                graph.erase_node(reader)
 
 
 def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:

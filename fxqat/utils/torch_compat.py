@@ -13,6 +13,11 @@ def tensor_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 
+def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
+    """Tell DistributedDataParallel not to overwrite these buffers with rank 0's before each forward."""
+    model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DDP / DataParallel and ``torch.compile`` wrappers."""
     while True:
