@@ -4,6 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -151,7 +151,9 @@ def export_quantized(job: Job, gm: fx.GraphModule) -> list[Path]:
     """Write and verify the QDQ ONNX file with its JSON; returns all files written."""
     path, opset_version = job.files.onnx, job.options.opset_version
     report = convert_export(gm, (job.example,), path, path.with_suffix(".json"), opset_version=opset_version)
-    tqdm.write(f"{path.name}: {report.certificate.off_share:.4%} of all quantized values of one batch off by a step")
+    parity = report.certificate
+    first = f", the first of them in {parity.first_diverging}" if parity.first_diverging else ""
+    tqdm.write(f"{path.name}: verified; {parity.off_share:.3%} of its quantized values off by a step{first}")
     written = (report.onnx_path, report.json_path, report.certificate_path)
     return [file for file in written if file is not None]
 

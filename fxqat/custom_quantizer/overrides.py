@@ -113,16 +113,13 @@ def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
     for match in matches:
         if any(match(node) for node in nodes):
             continue
-        keys = ("module", "node", "type", "function")
-        given = {key: getattr(match, key) for key in keys if getattr(match, key) is not None}
-        wanted = str(next(iter(given.values())))
+        given = [value for value in (match.module, match.node, match.type, match.function) if value is not None]
+        words = [str(getattr(value, "__name__", value)) for value in given]
         names = [str(n.target) for n in nodes if n.op == "call_module"] if match.module else [n.name for n in nodes]
-        close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.3)
+        close = difflib.get_close_matches(words[0], names, n=1, cutoff=0.3)
         hint = f" The nearest is {close[0]!r}." if close else ""
-        given = {
-            key: value for key in ("module", "type", "function", "node") if (value := getattr(match, key)) is not None
-        }
-        raise ConfigError(f"{match.where}: {given} matches no node of the model.{hint}")
+        what = " with ".join(map(repr, words))
+        raise ConfigError(f"{match.where}: {what} matches no node of the model.{hint}")
 
 
 def _fits(pattern: str, text: str) -> bool:

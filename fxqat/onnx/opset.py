@@ -56,7 +56,7 @@ def convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
             "Use opset_version=18."
         ) from cause
-    converted.ir_version = 8 if opset_version < 18 else 10
+    converted.ir_version = 8 if opset_version < 18 else 10  # what runtimes of that time read
     return converted
 
 

@@ -167,22 +167,23 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run(
     torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, weights)
     flags = ["--data", str(image_tree), "-a", SMALL, "-b", "8", "--lr", "1e-3", "--epochs", "2", "--seed", "5"]
     flags += ["--model-path", str(weights), "--output-dir"]
-    example.main([*flags, str(tmp_path / "whole")])
-
     jobs = sys.modules["jobs"]
-    train = jobs.fit
+    for name in ("export_float", "export_quantized", "compare"):  # of no matter here, and most of the time
+        monkeypatch.setattr(jobs, name, lambda *_: [])
+    example.main([*flags, str(tmp_path / "whole")])
 
     def fit_one_epoch(model, loaders, training, save) -> None:
         def save_and_stop(is_best: bool) -> None:
             save(is_best)
             raise KeyboardInterrupt
 
-        train(model, loaders, training, save_and_stop)
+        fit(model, loaders, training, save_and_stop)
 
-    monkeypatch.setattr(jobs, "fit", fit_one_epoch)
-    with pytest.raises(KeyboardInterrupt):
-        example.main([*flags, str(tmp_path / "parts")])
-    monkeypatch.undo()
+    fit = jobs.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "fit", fit_one_epoch)
+        with pytest.raises(KeyboardInterrupt):
+            example.main([*flags, str(tmp_path / "parts")])
     capsys.readouterr()
     example.main(
         ["--resume", str(tmp_path / "parts" / f"{SMALL}_checkpoint.pth"), "--output-dir", str(tmp_path / "parts")]
@@ -195,13 +196,17 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run(
     whole, parts = (
         torch.load(tmp_path / name / f"{SMALL}_checkpoint.pth", weights_only=True) for name in ("whole", "parts")
     )
-    differing = [
-        name for name, value in whole["state_dict"].items() if not torch.equal(value, parts["state_dict"][name])
-    ]
-    assert differing == []
+    assert differing(whole["qat_state_dict"], parts["qat_state_dict"]) == []
+    moments = [checkpoint["extra"]["training"]["optimizer"]["state"] for checkpoint in (whole, parts)]
+    assert all(differing(state, moments[1][parameter]) == [] for parameter, state in moments[0].items())
     assert whole["extra"]["training"]["epochs_done"] == parts["extra"]["training"]["epochs_done"] == 2
-    files = [tmp_path / name / f"{SMALL}_onnx_quantization.onnx" for name in ("whole", "parts")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def differing(one: dict[str, object], other: dict[str, object]) -> list[str]:
+    """Names of the values that are not the same to the last bit."""
+    assert one.keys() == other.keys()
+    same = {k: torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items()}
+    return [name for name, equal in same.items() if not equal]
 
 
 def test_float_only(example: ModuleType, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

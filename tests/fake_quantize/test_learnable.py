@@ -1,0 +1,175 @@
+"""Learnable: what is learned, with which gradient scale, and that no training can break it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
+from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams
+from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.observer.min_max import MinMaxObserver
+from fxqat.scheme import QuantizeScheme
+from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant
+
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+@pytest.mark.parametrize(("scheme", "learned"), [(INT8, {"scale"}), (UINT8, {"scale", "zero_point"})], ids=str)
+def test_scale_is_learned_and_the_zero_point_of_asymmetric_schemes(scheme: QuantizeScheme, learned: set[str]) -> None:
+    quant = calibrate(make_fake_quant(scheme), torch.tensor([-1.0, 1.0]))
+    assert {name for name, _ in quant.named_parameters()} == learned
+    x = torch.tensor([-2.0, 0.1234, 2.0])
+    quant(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in quant.parameters())
+    assert quant.scale.grad != 0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "shape", "count"),
+    [
+        (INT8, WEIGHT, (6, 4, 3, 3), 216),
+        (INT8_WEIGHT, WEIGHT, (6, 4, 3, 3), 36),
+        (QuantizeScheme(4), ACTIVATION, (8, 5, 7), 35),
+        (UINT8, ACTIVATION, (8, 5, 7), 35),
+        (UINT8, ACTIVATION, (1, 11), 11),
+    ],
+)
+def test_gradients_are_scaled_by_features_and_levels(
+    scheme: QuantizeScheme, kind: str, shape: tuple[int, ...], count: int
+) -> None:
+    quant = make_fake_quant(scheme, kind, 0, shape[0])
+    expected = 1 / math.sqrt(count * scheme.quant_max)
+    assert quant.grad_scale(torch.zeros(shape)) == pytest.approx(expected)
+    observer = MinMaxObserver(scheme, 0 if scheme.per_channel else None, shape[0])
+    doubled = LearnableFakeQuantize(scheme, observer, kind, 0, grad_factor=2.0)
+    assert doubled.grad_scale(torch.zeros(shape)) == pytest.approx(2 * expected)
+
+
+def test_a_scalar_activation_can_be_rounded() -> None:
+    quant = calibrate(make_fake_quant(), torch.tensor(1.27))
+    x = torch.tensor(0.5041, requires_grad=True)
+    y = quant(x)
+    y.backward()
+    assert y.item() == pytest.approx(0.50, abs=1e-6)
+    assert x.grad == 1.0
+
+
+def test_an_empty_batch_passes() -> None:
+    quant = calibrate(make_fake_quant(UINT8), torch.randn(4, 3))
+    x = torch.empty(0, 3, requires_grad=True)
+    quant(x).sum().backward()
+    assert x.grad.shape == (0, 3)
+    assert quant.scale.grad == 0.0
+
+
+def test_power_of_two_and_bad_factors_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Fixed"):
+        make_fake_quant(QuantizeScheme(pot_scale=True))
+    for factor in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="grad_factor"):
+            LearnableFakeQuantize(INT8, MinMaxObserver(INT8), WEIGHT, grad_factor=factor)
+
+
+@pytest.mark.parametrize("scheme", [QuantizeScheme(4), QuantizeScheme(4, signed=False, symmetric=False)], ids=str)
+def test_training_finds_a_better_scale(scheme: QuantizeScheme) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    x[0] = 12.0
+    quant = calibrate(make_fake_quant(scheme, WEIGHT), x)
+    optimizer = torch.optim.SGD(quant.parameters(), lr=0.5)
+
+    def loss() -> torch.Tensor:
+        return (quant(x) - x).square().mean()
+
+    before, scale = loss().item(), quant.scale.item()
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss().mul(64.0).backward()
+        optimizer.step()
+    assert loss().item() < 0.5 * before
+    assert quant.scale.item() < 0.8 * scale
+
+
+def test_the_zero_point_moves_towards_the_data() -> None:
+    quant = make_fake_quant(UINT8)
+    quant.set_qparams(torch.tensor(0.1), torch.tensor(200.0))
+    x = torch.linspace(0.0, 20.0, 500)
+    optimizer = torch.optim.SGD([quant.zero_point], lr=1000.0)
+    quant.fake_quant_enabled = True
+    for _ in range(60):
+        optimizer.zero_grad()
+        (quant(x) - x).square().mean().backward()
+        optimizer.step()
+    assert quant.qparams()[1] < 100
+    assert quant.zero_point != quant.zero_point.round()
+    assert quant.qparams()[1] == quant.zero_point.round()
+
+
+@pytest.mark.parametrize("rate", [1e2, 1e6, 1e12])
+@pytest.mark.parametrize("scheme", [INT8_WEIGHT, UINT8], ids=str)
+def test_no_learning_rate_breaks_scale_and_zero_point(scheme: QuantizeScheme, rate: float) -> None:
+    torch.manual_seed(0)
+    negative = 0
+    for _ in range(4):
+        quant = calibrate(make_fake_quant(scheme, WEIGHT, 0, 3), torch.randn(3, 50))
+        optimizer = torch.optim.SGD(quant.parameters(), lr=rate, momentum=0.9)
+        for _ in range(10):
+            optimizer.zero_grad()
+            y = quant(torch.randn(3, 50))
+            (y * torch.randn(3, 50)).sum().backward()
+            optimizer.step()
+            negative += int((quant.scale < 0).sum())
+            scale, zero_point = quant.qparams()
+            assert torch.all((scale >= SCALE_MIN) & (scale <= SCALE_MAX))
+            assert torch.all((zero_point >= scheme.quant_min) & (zero_point <= scheme.quant_max))
+            assert torch.isfinite(y).all()
+    assert negative > 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_one_bad_batch_does_not_reach_the_parameters(poison: float) -> None:
+    quant = calibrate(make_fake_quant(UINT8), torch.randn(100))
+    before = [parameter.detach().clone() for parameter in quant.parameters()]
+    optimizer = torch.optim.Adam(quant.parameters(), lr=0.1)
+    grad = torch.ones(100)
+    grad[3] = poison
+    quant(torch.randn(100) * 5).backward(grad)
+    optimizer.step()
+    assert all(torch.isfinite(parameter).all() for parameter in quant.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, quant.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("start", [-0.02, 1e-20, -1e-20])
+def test_a_scale_of_the_wrong_sign_or_size_recovers(start: float) -> None:
+    quant = make_fake_quant(INT8, WEIGHT)
+    with torch.no_grad():
+        quant.scale.fill_(start)
+    quant.fake_quant_enabled = True
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.Adam(quant.parameters(), lr=1e-3)
+    first = (quant(x) - x).square().mean().item()
+    for _ in range(200):
+        optimizer.zero_grad()
+        (quant(x) - x).square().mean().backward()
+        optimizer.step()
+    last = (quant(x) - x).square().mean().item()
+    assert last < max(1e-3, first * 0.01)
+    assert quant.qparams()[0] == pytest.approx(choose_qparams(x.min(), x.max(), INT8)[0].item(), rel=0.7)
+
+
+@HALVES
+def test_a_layer_under_autocast_gets_float32_parameters_and_gradients(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    quant, layer, x = make_fake_quant(UINT8), nn.Linear(16, 8), torch.rand(32, 16)
+    with torch.autocast("cpu", dtype=dtype):
+        y = layer(x)
+        calibrate(quant, y)
+        rounded = quant(y)
+        rounded.float().square().mean().backward()
+    assert rounded.dtype == y.dtype == dtype
+    assert quant.scale.dtype == quant.scale.grad.dtype == torch.float32
+    exact = calibrate(make_fake_quant(UINT8), y)(y.float())
+    assert torch.equal(rounded, exact.to(dtype))
+    assert torch.isfinite(layer.weight.grad).all()

@@ -1,0 +1,197 @@
+"""The state functions: the table of switches, wrappers, and what is refused."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
+from fxqat.fake_quantize.state import (
+    disable_all,
+    enable_all,
+    enable_calibration,
+    enable_calibration_quantization,
+    enable_calibration_woquantization,
+    enable_quantization,
+    named_fake_quants,
+    require_calibrated,
+)
+from fxqat.scheme import QuantizeScheme
+from tests.builders import INT8, UINT8, make_fake_quant
+
+Switches = tuple[bool, bool]
+OFF, WATCH, ROUND, BOTH = (False, False), (True, False), (False, True), (True, True)
+TABLE: list[tuple[Callable[[nn.Module], None], Switches, Switches]] = [
+    (enable_calibration, WATCH, WATCH),
+    (enable_calibration_woquantization, WATCH, WATCH),
+    (lambda model: enable_calibration_woquantization(model, WEIGHT), WATCH, OFF),
+    (lambda model: enable_calibration_woquantization(model, ACTIVATION), OFF, WATCH),
+    (enable_calibration_quantization, BOTH, BOTH),
+    (lambda model: enable_calibration_quantization(model, WEIGHT), BOTH, OFF),
+    (lambda model: enable_calibration_quantization(model, quantizer_type=ACTIVATION), OFF, BOTH),
+    (enable_quantization, ROUND, ROUND),
+    (lambda model: enable_quantization(model, weight_cali_on=True), BOTH, ROUND),
+    (lambda model: enable_quantization(model, act_cali_on=True), ROUND, BOTH),
+    (disable_all, OFF, OFF),
+    (enable_all, BOTH, BOTH),
+]
+
+
+class Toy(nn.Module):
+    """A weight quantizer, an activation quantizer that is used under two names, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_quant = make_fake_quant(INT8, WEIGHT)
+        self.act_quant = make_fake_quant(UINT8, ACTIVATION)
+        self.same_quant = self.act_quant
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act_quant(nn.functional.linear(x, self.weight_quant(self.layer.weight), self.layer.bias))
+
+
+def calibrated() -> Toy:
+    """A toy that has seen a batch."""
+    toy = Toy()
+    enable_calibration(toy)
+    toy(torch.randn(8, 4))
+    return toy
+
+
+def switches(quant: nn.Module) -> Switches:
+    """``(observer, fake-quant)`` of a quantizer."""
+    return quant.observer_enabled, quant.fake_quant_enabled
+
+
+@pytest.mark.parametrize(("function", "weight", "activation"), TABLE)
+@pytest.mark.parametrize("before", [disable_all, enable_all])
+def test_the_table_of_switches(
+    function: Callable[[nn.Module], None], weight: Switches, activation: Switches, before: Callable[[nn.Module], None]
+) -> None:
+    toy = calibrated()
+    before(toy)
+    function(toy)
+    assert switches(toy.weight_quant) == weight
+    assert switches(toy.act_quant) == activation
+
+
+@pytest.mark.parametrize(("function", "weight", "activation"), TABLE)
+def test_calling_twice_is_calling_once(
+    function: Callable[[nn.Module], None], weight: Switches, activation: Switches
+) -> None:
+    toy = calibrated()
+    function(toy)
+    once = copy.deepcopy(toy.state_dict())
+    function(toy)
+    assert (switches(toy.weight_quant), switches(toy.act_quant)) == (weight, activation)
+    for name, value in toy.state_dict().items():
+        assert torch.equal(value, once[name]) if isinstance(value, torch.Tensor) else value == once[name]
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda toy: torch.compile(nn.DataParallel(toy))])
+def test_wrapped_models_are_switched_too(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    toy = calibrated()
+    enable_quantization(wrap(toy))
+    assert switches(toy.weight_quant) == ROUND
+    assert switches(toy.act_quant) == ROUND
+
+
+def test_calibration_watches_and_does_not_round() -> None:
+    toy = Toy()
+    x = torch.randn(8, 4)
+    exact = toy(x)
+    enable_calibration(toy)
+    assert torch.equal(toy(x), exact)
+    enable_quantization(toy)
+    rounded = toy(x)
+    assert not torch.equal(rounded, exact)
+    assert (rounded - exact).abs().max() < 0.1
+    disable_all(toy)
+    assert torch.equal(toy(x), exact)
+
+
+def test_quantization_freezes_the_ranges() -> None:
+    toy = calibrated()
+    enable_quantization(toy)
+    before = toy.act_quant.observer.max_val.clone()
+    toy(torch.randn(8, 4) * 100)
+    assert torch.equal(toy.act_quant.observer.max_val, before)
+    enable_quantization(toy, act_cali_on=True)
+    toy(torch.randn(8, 4) * 100)
+    assert toy.act_quant.observer.max_val > before * 2
+
+
+@pytest.mark.parametrize("function", [row[0] for row in TABLE])
+def test_a_model_without_quantizers_is_refused(function: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(CalibrationError, match="prepare_by_platform") as caught:
+        function(model)
+    assert "Sequential" in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [enable_calibration_woquantization, enable_calibration_quantization])
+def test_an_unknown_kind_is_refused_and_nothing_is_switched(function: Callable[..., None]) -> None:
+    toy = Toy()
+    with pytest.raises(ConfigError, match="weights") as caught:
+        function(toy, "weights")
+    assert WEIGHT in str(caught.value)
+    assert switches(toy.weight_quant) == OFF
+
+
+def test_quantizing_before_calibration_names_the_quantizers() -> None:
+    toy = Toy()
+    with pytest.raises(CalibrationError, match="2 of 2") as caught:
+        enable_quantization(toy)
+    assert "weight_quant" in str(caught.value)
+    assert "act_quant" in str(caught.value)
+    assert switches(toy.act_quant) == OFF
+
+
+def test_many_names_are_counted_not_listed() -> None:
+    quants = nn.ModuleDict({f"q{i:02}": make_fake_quant() for i in range(20)})
+    with pytest.raises(CalibrationError) as caught:
+        require_calibrated(quants)
+    assert "q07" in str(caught.value)
+    assert "q08" not in str(caught.value)
+    assert "and 12 more" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_range_is_named(bad: float) -> None:
+    toy = calibrated()
+    toy.act_quant(torch.tensor([1.0, bad]))
+    with pytest.raises(CalibrationError, match="1 of 2") as caught:
+        enable_quantization(toy)
+    assert "act_quant" in str(caught.value)
+    assert "weight_quant" not in str(caught.value)
+    assert not toy.weight_quant.fake_quant_enabled
+
+
+def test_a_fixed_range_needs_no_data() -> None:
+    scheme = QuantizeScheme(signed=False, symmetric=False, fixed_range=(0.0, 1.0))
+    model = nn.ModuleList([make_fake_quant(scheme)])
+    for step in (enable_calibration, lambda model: enable_quantization(model, act_cali_on=True)):
+        step(model)
+    assert switches(model[0]) == ROUND
+    assert model[0].scale.item() == pytest.approx(1 / 255)
+    assert model[0](torch.tensor([0.3, 2.0])).tolist() == pytest.approx([76 / 255, 1.0])
+
+
+def test_each_quantizer_is_named_once() -> None:
+    names = [name for name, _ in named_fake_quants(Toy())]
+    assert names == ["weight_quant", "act_quant"]
+    assert list(named_fake_quants(nn.Linear(1, 1))) == []
+
+
+def test_switches_are_part_of_the_state_dict() -> None:
+    toy, twin = calibrated(), Toy()
+    enable_quantization(toy, weight_cali_on=True)
+    twin.load_state_dict(toy.state_dict(), strict=True)
+    x = torch.randn(3, 4)
+    assert switches(twin.weight_quant) == BOTH
+    assert switches(twin.act_quant) == ROUND
+    assert torch.equal(twin(x), toy(x))

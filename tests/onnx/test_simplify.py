@@ -1,0 +1,89 @@
+"""Simplify: less to read, and the same numbers."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from fxqat.onnx.simplify import simplify
+from tests.export_models import constants, node_types, run_session, session
+
+
+def model_of(nodes: list[onnx.NodeProto], held: dict[str, np.ndarray], shape: tuple[int, ...] = (2, 6)) -> ir.Model:
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 6])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, shape)
+    initializers = [numpy_helper.from_array(array, name) for name, array in held.items()]
+    graph = helper.make_graph(nodes, "graph", [x], [y], initializers)
+    return ir.from_proto(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10, producer_name="test")
+    )
+
+
+def shape_arithmetic() -> ir.Model:
+    """A reshape whose target is computed from the input's shape, an identity, and a node that nothing reads."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "first"], ["batch"], axis=0),
+        helper.make_node("Concat", ["batch", "rest"], ["target"], axis=0),
+        helper.make_node("Reshape", ["x", "target"], ["a"]),
+        helper.make_node("Identity", ["a"], ["b"]),
+        helper.make_node("Exp", ["b"], ["unread"]),
+        helper.make_node("Mul", ["b", "factor"], ["y"]),
+    ]
+    held = {
+        "first": np.array([0], np.int64),
+        "rest": np.array([3, 2], np.int64),
+        "factor": np.array(2.5, np.float32),
+        "nobody": np.zeros(100, np.float32),
+    }
+    return model_of(nodes, held, (2, 3, 2))
+
+
+def test_only_what_computes_something_is_left() -> None:
+    model = shape_arithmetic()
+    assert simplify(model) is model
+    proto = ir.to_proto(model)
+    assert [kind for kind in node_types(proto) if kind != "Constant"] == ["Reshape", "Mul"]
+    assert "nobody" not in constants(proto)
+    assert "factor" in constants(proto)
+
+
+def test_the_numbers_are_the_same() -> None:
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    expected = run_session(session(ir.to_proto(shape_arithmetic())), [x])[0]
+    proto = ir.to_proto(simplify(shape_arithmetic()))
+    onnx.checker.check_model(proto, full_check=True)
+    found = run_session(session(proto), [x])[0]
+    assert np.array_equal(found, expected)
+    assert found.shape == (2, 3, 2)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.123])
+def test_equal_parameters_of_two_tensors_stay_two(scale: float) -> None:
+    held = {}
+    for name in ("a", "b"):
+        held |= {f"{name}_scale": np.array(scale, np.float32), f"{name}_zero_point": np.array(0, np.int8)}
+    nodes = []
+    for source, name, result in (("x", "a", "u"), ("u", "b", "y")):
+        nodes += [
+            helper.make_node("QuantizeLinear", [source, f"{name}_scale", f"{name}_zero_point"], [f"{name}_q"]),
+            helper.make_node("DequantizeLinear", [f"{name}_q", f"{name}_scale", f"{name}_zero_point"], [result]),
+        ]
+    proto = ir.to_proto(simplify(model_of(nodes, held)))
+    assert set(constants(proto)) == set(held)
+    assert node_types(proto) == ["QuantizeLinear", "DequantizeLinear"] * 2
+
+
+def test_stored_integers_are_not_folded_into_floats() -> None:
+    integers = np.arange(12, dtype=np.int8).reshape(6, 2)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w_quantized", "w_scale", "w_zero_point"], ["w"], axis=1),
+        helper.make_node("MatMul", ["x", "w"], ["y"]),
+    ]
+    held = {"w_quantized": integers, "w_scale": np.array([0.5, 2], np.float32), "w_zero_point": np.zeros(2, np.int8)}
+    proto = ir.to_proto(simplify(model_of(nodes, held, (2, 2))))
+    assert node_types(proto) == ["DequantizeLinear", "MatMul"]
+    assert np.array_equal(constants(proto)["w_quantized"], integers)
+    assert constants(proto)["w_quantized"].dtype == np.int8

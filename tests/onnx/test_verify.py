@@ -1,0 +1,238 @@
+"""The certificate: known differences give exactly the shares they should, and the verdict follows the rules."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from fxqat.errors import ExportError
+from fxqat.onnx.verify import OutputParity, ParityCertificate, Shares, TensorParity, verify
+
+SCALES = {"x": 0.25, "mid": 0.5, "late": 1.0}
+ROWS, COLUMNS = 100, 10
+SIZE = ROWS * COLUMNS
+
+
+def chain() -> onnx.ModelProto:
+    """x (100, 10) is quantized; ``mid = relu(x)`` is quantized; ``late = 2 * mid`` is quantized; ``y = late + 1``."""
+    nodes = []
+    steps = {"x": [], "mid": [("Relu", ["x_dq"])], "late": [("Mul", ["mid_dq", "two"])]}
+    for name, ops in steps.items():
+        nodes += [helper.make_node(op, inputs, [name]) for op, inputs in ops]
+        parameters = [f"{name}_scale", f"{name}_zero"]
+        nodes.append(helper.make_node("QuantizeLinear", [name, *parameters], [f"{name}_q"]))
+        nodes.append(helper.make_node("DequantizeLinear", [f"{name}_q", *parameters], [f"{name}_dq"]))
+    nodes.append(helper.make_node("Add", ["late_dq", "one"], ["y"]))
+    held = {"two": np.array(2, np.float32), "one": np.array(1, np.float32)}
+    for name, scale in SCALES.items():
+        held |= {f"{name}_scale": np.array(scale, np.float32), f"{name}_zero": np.array(0, np.int8)}
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", COLUMNS])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", COLUMNS])],
+        [numpy_helper.from_array(array, name) for name, array in held.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def truth(rows: int = ROWS) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """An input on the grid, so that no value is near a rounding boundary; what ``chain`` computes of it."""
+    x = np.random.default_rng(0).integers(-40, 40, (rows, COLUMNS)) * 0.5
+    mid = np.maximum(x, 0)
+    integers = {"x": x / 0.25, "mid": mid / 0.5, "late": 2 * mid}
+    return x.astype(np.float32), {k: v.astype(np.int32) for k, v in integers.items()}, (2 * mid + 1).astype(np.float32)
+
+
+def certify(change: Callable[[dict[str, np.ndarray]], None] | None = None, rows: int = ROWS) -> ParityCertificate:
+    """The certificate for integers that a change has been made to."""
+    x, integers, y = truth(rows)
+    if change is not None:
+        change(integers)
+    return verify(chain(), [x], integers, [y])
+
+
+def off(name: str, count: int, steps: int = 1) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(integers: dict[str, np.ndarray]) -> None:
+        integers[name].reshape(-1)[:count] += steps
+
+    return change
+
+
+def tensor(certificate: ParityCertificate, name: str) -> TensorParity:
+    return next(t for t in certificate.tensors if t.name == name)
+
+
+# Shares
+
+
+def test_a_file_that_is_right_has_nothing_off() -> None:
+    certificate = certify()
+    assert certificate.passed
+    assert certificate.off_share == 0.0
+    assert certificate.first_diverging is None
+    assert [(t.name, t.size, t.is_first) for t in certificate.tensors] == [
+        (name, SIZE, True) for name in ("x", "mid", "late")
+    ]
+    output = certificate.outputs[0]
+    assert (output.name, output.max_abs_error) == ("y", 0.0)
+    assert min(output.cosine, output.step_cosine, output.cosine_optimized) > 1 - 1e-12
+
+
+@pytest.mark.parametrize(("count", "passed"), [(1, True), (5, True), (6, False), (500, False)])
+def test_values_off_by_one_pass_up_to_half_a_percent(count: int, passed: bool) -> None:
+    certificate = certify(off("late", count))
+    late = tensor(certificate, "late")
+    assert late.step == late.free == Shares(count / SIZE, 0.0)
+    assert (late.off_by_0, late.off_by_1, late.off_by_2_plus) == (1 - count / SIZE, count / SIZE, 0.0)
+    assert (late.passed, certificate.passed) == (passed, passed)
+    assert certificate.first_diverging == "late"
+    assert certificate.off_share == pytest.approx(count / (3 * SIZE))
+
+
+@pytest.mark.parametrize("steps", [2, -2, 3, 100])
+def test_one_value_off_by_two_fails(steps: int) -> None:
+    certificate = certify(off("late", 1, steps))
+    late = tensor(certificate, "late")
+    assert late.free == Shares(0.0, 1 / SIZE)
+    assert not late.passed
+    assert not certificate.passed
+    assert certificate.first_diverging == "late"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 10])
+def test_in_a_small_tensor_one_value_on_a_rounding_boundary_is_no_failure(rows: int) -> None:
+    """The share of one value in the ten logits of one image is 10 %; it is still one rounding."""
+    certificate = certify(off("late", 1), rows)
+    late = tensor(certificate, "late")
+    assert late.size == rows * COLUMNS
+    assert late.free.off_by_1 == 1 / late.size
+    assert late.passed
+
+
+def test_step_by_step_a_later_tensor_is_judged_by_what_it_is_given() -> None:
+    """If ``mid`` is off in the fake-quant model, ``late`` is computed from that ``mid``, so only ``mid`` fails."""
+
+    def change(integers: dict[str, np.ndarray]) -> None:
+        integers["mid"] += 1
+        integers["late"] += 1  # 2 * 0.5 / 1.0: consistent with the mid before it
+
+    certificate = certify(change)
+    mid, late = tensor(certificate, "mid"), tensor(certificate, "late")
+    assert (mid.step.off_by_1, mid.is_first, mid.passed) == (1.0, True, False)
+    assert (late.step.off, late.free.off_by_1, late.is_first, late.passed) == (0.0, 1.0, False, True)
+    assert not certificate.passed
+    assert certificate.first_diverging == "mid"
+
+
+def test_saturated_integers_are_compared_without_wrapping_around() -> None:
+    def change(integers: dict[str, np.ndarray]) -> None:
+        integers["x"][0, 0] += 200
+
+    x = tensor(certify(change), "x")
+    assert x.free.off_by_2_plus == 1 / SIZE
+    assert x.free.off_by_1 == 0.0
+
+
+# Outputs
+
+
+@pytest.mark.parametrize(("noise", "passed"), [(0.0, True), (0.01, True), (3.0, False)])
+def test_an_output_passes_by_its_cosine(noise: float, passed: bool) -> None:
+    x, integers, y = truth()
+    wrong = y + noise * np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
+    certificate = verify(chain(), [x], integers, [wrong])
+    output = certificate.outputs[0]
+    expected = float((wrong.ravel() @ y.ravel()) / (np.linalg.norm(wrong) * np.linalg.norm(y)))
+    assert output.step_cosine == pytest.approx(expected, abs=1e-5)
+    assert output.cosine == output.step_cosine
+    assert output.max_abs_error == pytest.approx(float(np.abs(wrong - y).max()))
+    assert (output.passed, certificate.passed) == (passed, passed)
+
+
+@pytest.mark.parametrize(("expected", "cosine"), [(0.0, 1.0), (1.0, 0.0)])
+def test_an_output_of_zeros_equals_zeros_only(expected: float, cosine: float) -> None:
+    model = chain()
+    model.graph.initializer[1].CopyFrom(numpy_helper.from_array(np.array(0, np.float32), "one"))
+    x = np.full((3, COLUMNS), -1.0, np.float32)
+    integers = {"x": np.full(x.shape, -4), "mid": np.zeros(x.shape, np.int32), "late": np.zeros(x.shape, np.int32)}
+    certificate = verify(model, [x], integers, [np.full(x.shape, expected, np.float32)])
+    assert certificate.outputs[0].step_cosine == cosine
+    assert certificate.passed is (cosine == 1.0)
+
+
+# The rest
+
+
+def test_tensors_that_are_not_given_are_left_alone() -> None:
+    x, integers, y = truth()
+    certificate = verify(chain(), [x], {"mid": integers["mid"]}, [y])
+    assert [t.name for t in certificate.tensors] == ["mid"]
+    assert certificate.passed
+
+
+def test_the_model_is_not_changed() -> None:
+    model, (x, integers, y) = chain(), truth()
+    before = model.SerializeToString()
+    first, second = (verify(model, [x], integers, [y]) for _ in range(2))
+    assert model.SerializeToString() == before
+    assert first == second
+
+
+def test_it_prints_as_a_table_and_is_json() -> None:
+    certificate = certify(off("mid", 6))
+    lines = str(certificate).splitlines()
+    assert lines[0] == "parity FAILED: 0.2000% of the quantized values off, first: mid"
+    row = next(line for line in lines if line.startswith("| mid"))
+    assert "0.6000%" in row
+    assert "FAILED" in row
+    assert "FAILED" not in next(line for line in lines if line.startswith("| x "))
+    assert lines[-1].startswith("output y: cosine 1.0000000 step by step, 1.0000000 end to end (largest difference 0)")
+    data = json.loads(json.dumps(certificate.as_json()))
+    assert (data["format"], data["version"], data["passed"]) == ("fxqat.parity", 1, False)
+    assert data["tensors"][1]["step"] == {"off_by_1": 0.006, "off_by_2_plus": 0.0}
+
+
+@pytest.mark.parametrize("broken", ["node", "input"])
+def test_a_model_that_does_not_run_is_an_export_error(broken: str) -> None:
+    model, (x, integers, y) = chain(), truth()
+    if broken == "node":
+        model.graph.node[-1].op_type = "NoSuchOperator"
+    else:
+        x = x[:, :3]
+    with pytest.raises(ExportError, match="ONNX Runtime") as caught:
+        verify(model, [x], integers, [y])
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("step", "free", "is_first", "passed"),
+    [
+        (Shares(0, 0), Shares(0, 0), True, True),
+        (Shares(0.005, 0), Shares(0.005, 0), True, True),
+        (Shares(0, 0), Shares(0.5, 0.1), False, True),  # what it is computed from is off already
+        (Shares(0, 0), Shares(0.5, 0.0), True, False),
+        (Shares(0.5, 0), Shares(0, 0), False, False),
+        (Shares(0, 0.001), Shares(0, 0), False, False),
+    ],
+)
+def test_the_rules_for_a_tensor(step: Shares, free: Shares, is_first: bool, passed: bool) -> None:
+    parity = TensorParity("t", 10_000, step, free, is_first)
+    assert parity.passed is passed
+    assert parity.off_by_0 == 1 - free.off
+
+
+def test_the_certificate_passes_only_if_all_of_it_does() -> None:
+    good = TensorParity("t", 10_000, Shares(0, 0), Shares(0, 0), True)
+    output = OutputParity("y", 1.0, 1.0, 0.0, 1.0)
+    certificate = ParityCertificate((good,), (output,), 0.0, None, "1")
+    assert certificate.passed
+    assert not replace(certificate, tensors=(good, replace(good, step=Shares(0, 1.0)))).passed
+    assert not replace(certificate, outputs=(replace(output, step_cosine=0.99),)).passed
+    assert replace(certificate, outputs=(replace(output, cosine_optimized=0.5),)).passed  # for information only

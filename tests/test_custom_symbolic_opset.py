@@ -1,0 +1,150 @@
+"""The translation of the ``fxqat::`` operators: what ONNX Runtime computes of them is what they compute in torch."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
+from fxqat.fake_quantize import ops
+from fxqat.onnx.opset import opset_of
+from tests.export_models import constants, node_types, run_file
+
+RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
+
+
+class Pairs(nn.Module):
+    """Q/DQ pairs of the same input, one output each."""
+
+    def __init__(self, parameters: list[tuple[Tensor, Tensor, int]]) -> None:
+        super().__init__()
+        self.axes = [axis for _, _, axis in parameters]
+        for i, (scale, zero_point, _) in enumerate(parameters):
+            self.register_buffer(f"scale_{i}", scale)
+            self.register_buffer(f"zero_point_{i}", zero_point)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        results = []
+        for i, axis in enumerate(self.axes):
+            scale, zero_point = getattr(self, f"scale_{i}"), getattr(self, f"zero_point_{i}")
+            results.append(ops.quantize_dequantize(x, scale, zero_point, *RANGES[zero_point.dtype], axis))
+        return tuple(results)
+
+
+def pair(scale: float, zero_point: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    return torch.tensor(scale), torch.tensor(zero_point, dtype=dtype), 0
+
+
+class Stored(nn.Module):
+    """One stored tensor, added to the input."""
+
+    def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
+        super().__init__()
+        self.register_buffer("integers", integers)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+
+
+def exported(module: nn.Module, x: Tensor, path: Path, opset: int = NATIVE_OPSET) -> onnx.ModelProto:
+    torch.onnx.export(
+        module.eval(),
+        (x,),
+        path,
+        dynamo=True,
+        verbose=False,
+        optimize=False,
+        external_data=False,
+        opset_version=opset,
+        custom_translation_table=translation_table(),
+    )
+    return onnx.load(path)
+
+
+def ties(scale: float) -> Tensor:
+    """Values at, just below and just above every half step, the ends of the range and random ones."""
+    halves = torch.arange(-300.5, 300.5, 0.5) * scale
+    around = [
+        halves,
+        torch.nextafter(halves, torch.tensor(torch.inf)),
+        torch.nextafter(halves, -torch.tensor(torch.inf)),
+    ]
+    random = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 100 * scale
+    return torch.cat([*around, random, torch.tensor([0.0, -0.0, 1e30, -1e30])])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero_point"), [(torch.int8, 0), (torch.int8, -3), (torch.uint8, 0), (torch.uint8, 131)]
+)
+def test_a_pair_is_bit_equal_per_tensor(dtype: torch.dtype, zero_point: int, tmp_path: Path) -> None:
+    scales = [0.5, 0.1, 0.017, 3.3e-5]
+    module = Pairs([pair(scale, zero_point, dtype) for scale in scales])
+    x = torch.cat([ties(scale) for scale in scales])
+    model = exported(module, x, tmp_path / "pairs.onnx")
+    assert node_types(model) == ["QuantizeLinear", "DequantizeLinear"] * 4
+    for found, expected in zip(run_file(tmp_path / "pairs.onnx", [x]), module(x), strict=True):
+        assert np.array_equal(found, expected.numpy())
+        assert len(np.unique(found)) == 256
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_a_pair_is_bit_equal_per_channel(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 7) * 30
+    parameters = [(torch.rand(n) + 0.01, torch.randint(0, 100, (n,)).to(dtype), axis) for axis, n in enumerate(x.shape)]
+    module = Pairs(parameters)
+    model = exported(module, x, tmp_path / "pairs.onnx")
+    for found, expected in zip(run_file(tmp_path / "pairs.onnx", [x]), module(x), strict=True):
+        assert np.array_equal(found, expected.numpy())
+    axes = [attribute.i for node in model.graph.node for attribute in node.attribute if attribute.name == "axis"]
+    assert axes == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "axis"),
+    [(torch.int8, (4, 3), 0), (torch.int8, (4, 3), 1), (torch.uint8, (4, 3), 0), (torch.int32, (3,), 0)],
+)
+def test_a_stored_tensor_keeps_its_type_and_values(
+    dtype: torch.dtype, shape: tuple[int, ...], axis: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    limits = torch.iinfo(dtype)
+    integers = torch.randint(max(limits.min, -(2**30)), min(limits.max, 2**30), shape, dtype=torch.int64).to(dtype)
+    channels = shape[axis]
+    zero_point = torch.zeros(channels, dtype=dtype)
+    module = Stored(integers, torch.rand(channels) + 0.01, zero_point, axis)
+    x = torch.zeros(4, 3)
+    model = exported(module, x, tmp_path / "stored.onnx")
+    assert node_types(model) == ["DequantizeLinear", "Add"]
+    stored = constants(model)["integers"]
+    assert np.array_equal(stored, integers.numpy())
+    assert stored.dtype == integers.numpy().dtype
+    assert np.array_equal(run_file(tmp_path / "stored.onnx", [x])[0], module(x).numpy())
+
+
+@pytest.mark.parametrize("opset", [19, 21])
+def test_the_pair_reaches_newer_opsets(opset: int, tmp_path: Path) -> None:
+    module, x = Pairs([pair(0.1, 3, torch.int8)]), ties(0.1)
+    model = exported(module, x, tmp_path / "pair.onnx", opset)
+    assert opset_of(model) == opset
+    onnx.checker.check_model(model, full_check=True)
+    assert np.array_equal(run_file(tmp_path / "pair.onnx", [x])[0], module(x)[0].numpy())
+
+
+def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
+    first, second = translation_table(), translation_table()
+    assert first is not second
+    assert set(first) == {torch.ops.fxqat.quantize_dequantize.default, torch.ops.fxqat.dequantize.default}
+    first.clear()
+    assert len(translation_table()) == 2
+    module, x = Pairs([pair(0.1, 3, torch.int8)]), ties(0.1)
+    exported(module, x, tmp_path / "with.onnx")
+    with pytest.raises(torch.onnx.errors.OnnxExporterError, match="fxqat"):  # an export without the table knows nothing
+        torch.onnx.export(module, (x,), tmp_path / "without.onnx", dynamo=True, verbose=False)
+    assert not (tmp_path / "without.onnx").exists()

@@ -1,0 +1,89 @@
+"""Atomic writing: the new file or the old one, never half of one, and no litter."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fxqat.errors import CheckpointError, ExportError, FxqatError
+from fxqat.utils.files import atomic_path, check_writable
+
+
+def names(folder: Path) -> list[str]:
+    """The files of a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_file_appears_when_the_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "model.onnx"
+    with atomic_path(target, ExportError) as temporary:
+        temporary.write_text("new")
+        assert temporary.parent == tmp_path
+        assert not target.exists()
+    assert target.read_text() == "new"
+    assert names(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
+def test_a_failing_block_leaves_the_old_file_and_nothing_else(tmp_path: Path, failure: type[BaseException]) -> None:
+    target = tmp_path / "model.onnx"
+    target.write_text("old")
+
+    def write_half() -> None:
+        with atomic_path(target, ExportError) as temporary:
+            temporary.write_text("half")
+            raise failure
+
+    with pytest.raises(failure):
+        write_half()
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["model.onnx"]
+
+
+def test_an_existing_file_is_replaced_and_has_the_usual_permissions(tmp_path: Path) -> None:
+    target, plain = tmp_path / "a.json", tmp_path / "b.json"
+    target.write_text("old")
+    plain.write_text("")
+    with atomic_path(str(target), ExportError) as temporary:
+        temporary.write_text("new")
+    assert target.read_text() == "new"
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+@pytest.mark.parametrize("error", [ExportError, CheckpointError])
+def test_a_missing_folder_is_the_error_asked_for(tmp_path: Path, error: type[FxqatError]) -> None:
+    target = tmp_path / "missing" / "a.pth"
+    with pytest.raises(error, match="cannot write") as caught, atomic_path(target, error):
+        pytest.fail("the block must not run")
+    assert str(target) in str(caught.value)
+    with pytest.raises(error, match="folder"):
+        check_writable(target, error)
+
+
+@pytest.mark.parametrize("function", [check_writable, lambda target, error: atomic_path(target, error).__enter__()])
+def test_a_folder_is_no_target(tmp_path: Path, function: object) -> None:
+    with pytest.raises(ExportError, match="is a folder") as caught:
+        function(tmp_path, ExportError)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(ExportError, match="cannot write"):
+            check_writable(tmp_path / "a.onnx", ExportError)
+    finally:
+        tmp_path.chmod(0o700)
+    assert names(tmp_path) == []
+
+
+def test_checking_writes_nothing_and_keeps_what_is_there(tmp_path: Path) -> None:
+    target = tmp_path / "a.onnx"
+    check_writable(target, ExportError)
+    assert names(tmp_path) == []
+    target.write_text("old")
+    check_writable(target, ExportError)
+    assert target.read_text() == "old"

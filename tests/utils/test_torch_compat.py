@@ -1,0 +1,51 @@
+"""Names of torch that are private or change between versions."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat.utils.torch_compat import tensor_version, unwrap
+
+
+def test_version_changes_with_every_write_and_only_then() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    first = tensor_version(weight)
+    assert weight.sum() == 3
+    assert tensor_version(weight) == first
+    with torch.no_grad():
+        weight.add_(1)
+    assert tensor_version(weight) != first
+    assert tensor_version(nn.Parameter(torch.ones(3))) != tensor_version(weight)
+
+
+def test_an_optimizer_step_is_a_write() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    before = tensor_version(weight)
+    torch.optim.Adam([weight], foreach=True).step()
+    assert tensor_version(weight) != before
+    assert not torch.equal(weight, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        nn.DataParallel,
+        torch.compile,
+        lambda model: nn.DataParallel(torch.compile(model)),
+        lambda model: torch.compile(nn.DataParallel(model)),
+    ],
+    ids=["bare", "parallel", "compiled", "parallel_compiled", "compiled_parallel"],
+)
+def test_wrappers_are_taken_off(wrap: object) -> None:
+    model = nn.Linear(2, 2)
+    assert unwrap(wrap(model)) is model
+    assert unwrap(model) is model
+
+
+def test_a_model_with_a_part_called_module_is_no_wrapper() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert unwrap(model) is model
+    assert unwrap(nn.DataParallel(model)) is model
