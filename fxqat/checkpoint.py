@@ -130,10 +130,10 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
         raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of another type")
     if content["backend"] != gm.provenance.backend:
         raise CheckpointError(f"{file_path} is for backend {content['backend']}, the model for {gm.provenance.backend}")
+    _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
     if content["schemes"] != _schemes(gm):
         names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
         raise CheckpointError(f"{file_path} was saved with other schemes: {names[:4]}")
-    _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
     gm.load_state_dict(content["qat_state_dict"], strict=True)
     return content["extra"]  # type: ignore[no-any-return]
 
@@ -156,7 +156,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
             key = (entry["kind"], entry["module"])
             known = entries.get(key)
             # a shared layer may be stored once for each repaired bias; the unrepaired scales are the smaller ones
-            scales = zip(entry["scale"], known["scale"], strict=True) if known else ()
+            scales = zip(entry["scale"], known["scale"], strict=False) if known else ()
             entries[key] = entry if known is None else known | {"scale": [min(pair) for pair in scales]}
     quants = dict(named_fake_quants(gm))
     wanted = {_key(name, quant): quant for name, quant in quants.items()}

@@ -121,7 +121,7 @@ def convert_export(
     names = name_tensors(program, lowered.tensors)
     lost = sorted(lowered.tensors[path].name for path in set(lowered.tensors) - set(names))
     if lost:
-        raise ParityError(f"quantized in the model, but not in the exported file: {', '.join(lost)}")
+        raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
     proto = ir.to_proto(program)
     if opset_version != NATIVE_OPSET:
         proto = convert(proto, opset_version)
