@@ -202,7 +202,7 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
 def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> None:
     missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     shapes = [
-        f"{name}: {getattr(found[name], 'shape', type(found[name]).__name__)} instead of {tuple(wanted[name].shape)}"
+        f"{name}: {_shape_of(found[name])} instead of {tuple(wanted[name].shape)}"
         for name in set(wanted) & set(found)
         if isinstance(wanted[name], Tensor) and tuple(wanted[name].shape) != getattr(found[name], "shape", None)
     ]
@@ -212,6 +212,10 @@ def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Non
             f"shapes {sorted(shapes)[:4]}. "
             "Prepare the model with the backend and configuration it was saved with."
         )
+
+
+def _shape_of(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _prepared(model: nn.Module) -> QuantGraphModule:

@@ -124,7 +124,7 @@ def test_concrete_args_choose_the_way(first, taken):
     _, gm = trace(model, concrete_args={"first": first})
     assert targets(gm) == [taken]
     x = torch.randn(2, 4)
-    torch.testing.assert_close(gm(x, 2.0), model(x, first, 2.0), rtol=0, atol=0)
+    torch.testing.assert_close(gm(x, first, 2.0), model(x, first, 2.0), rtol=0, atol=0)
 
 
 def test_the_message_names_module_line_and_remedy():
