@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fxqat.convert_export import convert_export
 from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
+from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -175,8 +175,8 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
 
 
 def _schemes(gm: nn.Module) -> dict[str, str]:
-    """The scheme of every quantizer, as text."""
-    return {name: str(quant.scheme) for name, quant in named_fake_quants(gm)}
+    """The scheme of every quantizer, complete, as text."""
+    return {name: repr(quant.scheme) for name, quant in named_fake_quants(gm)}
 
 
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
@@ -193,6 +193,11 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
     if not all(SCALE_MIN <= scale <= SCALE_MAX for scale in entry["scale"]):
         raise CheckpointError(
             f"{where}: scales must be within [{SCALE_MIN:g}, {SCALE_MAX:g}], found {entry['scale'][:4]}"
+        )
+    if not all(valid_scale(torch.tensor(scale), scheme.scale_bits) == scale for scale in entry["scale"]):
+        raise CheckpointError(
+            f"{where}: scales of {scheme} must have at most {scheme.scale_bits} significant bits, found "
+            f"{entry['scale'][:4]}. Prepare the model with scale_bits=24 to load any scale."
         )
     if not all(scheme.quant_min <= zero_point <= scheme.quant_max for zero_point in entry["zero_point"]):
         limits = f"[{scheme.quant_min}, {scheme.quant_max}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +193,7 @@ def _run_exporter(
         try:
             program = torch.onnx.export(
                 lowered.module,
-                inputs,
+                (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # a last dict is taken for keywords
                 dynamo=True,
                 optimize=False,
                 verbose=False,
@@ -207,7 +207,17 @@ def _run_exporter(
             raise ExportError(f"torch.onnx.export failed: {cause}") from cause
     if program is None:
         raise ExportError("torch.onnx.export returned no program")
+    _check_batch(program.model, dynamic_batch)
     return simplify(program.model)
+
+
+def _check_batch(model: ir.Model, dynamic_batch: bool) -> None:
+    fixed = [value.name for value in model.graph.inputs if value.shape is not None and isinstance(value.shape[0], int)]
+    if dynamic_batch and fixed:
+        raise ExportError(
+            f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
+            "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
+        )
 
 
 def _check_model(proto: onnx.ModelProto, opset_version: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ def prepare_by_platform(
     *,
     example_inputs: tuple[Any, ...] | Tensor | None = None,
     is_qat: bool = True,
+    untraceable: str = "leaf",
 ) -> QuantGraphModule:
     """Insert fake-quant into a model by the rules of a deployment backend.
 
@@ -49,8 +51,12 @@ def prepare_by_platform(
         backend: a :class:`BackendType`, its name, or a :class:`~fxqat.custom_quantizer.spec.BackendSpec`.
         prepare_custom_config_dict: changes to the backend's choices; a dict or the path of a YAML file.
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
-        example_inputs: a tuple of the model's inputs; when given, the result is run on them once and compared with the
-            model, in eval mode.
+        example_inputs: a tuple of the model's inputs (None for an optional one that is left out). When given, the
+            model is traced with them, so that its Python code may look at sizes, lengths and types, and the result is
+            compared with the model on them, in eval mode. Arguments of forward that they do not reach are fixed to
+            their defaults.
+        untraceable: ``"leaf"``: a module that cannot be traced stays whole and float, and is reported; ``"error"``: it
+            is a :class:`~fxqat.errors.TraceError`.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
 
     Returns:
@@ -67,12 +73,22 @@ def prepare_by_platform(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if untraceable not in ("leaf", "error"):
+        raise ConfigError(f"untraceable must be 'leaf' or 'error', got {untraceable!r}")
     spec = backend_spec(backend)
     config = parse_config(prepare_custom_config_dict)
     inputs = _as_tuple(example_inputs)
-    root, gm = trace(model, custom_tracer, leaf_modules=config.leaf_module, concrete_args=config.concrete_args)
-    names = _named_tensors(root)
-    gm = fuse(standardize(gm, tuple(config.concrete_args or ())), fusions_without(config.unfused))
+    traced = trace(
+        model,
+        custom_tracer,
+        leaf_modules=config.leaf_module,
+        concrete_args=config.concrete_args,
+        example_inputs=inputs,
+        untraceable=untraceable,
+    )
+    expected = None if inputs is None else _outputs(traced.root, inputs, dict(config.concrete_args or {}))
+    names = _named_tensors(traced.root)
+    gm = fuse(standardize(traced.gm, traced.fixed), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
     quantizer.annotate(gm)
     report = build_report(gm, spec.name)
@@ -81,19 +97,21 @@ def prepare_by_platform(
             f"{type(model).__name__}: nothing to quantize for {spec.name}. Every node is left float:\n{report}"
         )
     gm = insert(gm, config.bn_mode)
-    result = make_quant_graph_module(gm)
+    result = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
     where = {id(tensor): name for name, tensor in reversed(_named_tensors(result))}
     unread = {name: tensor for name, tensor in names if id(tensor) not in where}
     result.provenance = Provenance(
         backend=spec.name,
-        report=replace(report, unread=tuple(unread)),
+        report=replace(
+            report, unread=tuple(unread), forced=traced.forced, leaves=traced.leaves, eval_only=traced.eval_only
+        ),
         tensor_names={name: where[id(tensor)] for name, tensor in names if id(tensor) in where},
         unread=unread,
         preserved=config.preserve_attr,
     )
     _preserve(model, result, config.preserve_attr)
-    if inputs is not None:
-        _check_same_function(root, result, inputs, dict(config.concrete_args or {}))
+    if inputs is not None and expected is not None:
+        _check_same_function(type(model).__name__, result, inputs, expected)
     return result
 
 
@@ -130,29 +148,39 @@ def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> No
         setattr(result, name, copy.deepcopy(getattr(model, name)))
 
 
-def _check_same_function(
-    root: nn.Module, result: QuantGraphModule, inputs: tuple[Any, ...], concrete_args: dict[str, Any]
-) -> None:
-    """Run both once in eval mode and compare."""
-    with torch.no_grad(), eval_mode(root), eval_mode(result):
-        try:
-            expected = flatten_tensors(root(*inputs, **concrete_args))
-            actual = flatten_tensors(result(*inputs))
-        except TypeError as cause:
-            raise ConfigError(
-                f"example_inputs do not fit the arguments of forward (less those in concrete_args): {cause}"
-            ) from cause
-    close = len(expected) == len(actual) and all(
-        a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3 * _largest(a))
-        for a, b in zip(expected, actual, strict=True)
-    )
+def _outputs(root: nn.Module, inputs: tuple[Any, ...], concrete_args: dict[str, Any]) -> list[Tensor]:
+    """The float model's outputs in eval mode, before anything is changed (of a copy: a model may count its calls)."""
+    model = copy.deepcopy(root).eval()
+    with torch.no_grad(), _same_noise():
+        return flatten_tensors(model(*copy.deepcopy(inputs), **concrete_args))
+
+
+def _check_same_function(name: str, result: QuantGraphModule, inputs: tuple[Any, ...], expected: list[Tensor]) -> None:
+    """Run the prepared model once in eval mode and compare."""
+    state = {key: buffer.clone() for key, buffer in result.named_buffers()}
+    with torch.no_grad(), eval_mode(result), _same_noise():
+        actual = flatten_tensors(result(*(value for value in copy.deepcopy(inputs) if value is not None)))
+        for key, buffer in result.named_buffers():  # a model may count its calls
+            buffer.copy_(state[key])
+    close = len(expected) == len(actual) and all(_is_close(a, b) for a, b in zip(expected, actual, strict=True))
     if not close:
         raise TraceError(
-            f"the traced {type(root).__name__} computes something else than the model on example_inputs: its forward "
-            "takes another way for these inputs than it took while tracing. Fix the deciding argument with "
-            "'concrete_args' or keep the module that decides whole with 'leaf_module'."
+            f"the traced {name} computes something else than the model on example_inputs: its forward takes another "
+            "way for these inputs than it took while tracing, or overwrites part of a tensor through a view. Fix the "
+            "deciding argument with 'concrete_args' or keep the module that does it whole with 'leaf_module'."
         )
 
 
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+@contextmanager
+def _same_noise() -> Iterator[None]:
+    """Random numbers that are the same each time, and that nobody outside misses."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.is_meta or not a.numel():
+        return a.shape == b.shape
+    finite = torch.nan_to_num(a.float(), nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.allclose(a.float(), b.float(), rtol=1e-3, atol=1e-3 * float(finite.abs().max()), equal_nan=True)

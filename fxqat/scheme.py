@@ -15,6 +15,8 @@ from fxqat.errors import ConfigError
 
 MIN_BIT_WIDTH = 2
 MAX_BIT_WIDTH = 16
+FLOAT32_BITS = 24
+"""Significant bits of a float32."""
 
 
 def _frozen(values: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -31,11 +33,13 @@ class QuantizeScheme:
         symmetric: the zero point is the middle of the range and is not learned.
         per_channel: one scale per output channel instead of one per tensor.
         narrow_range: drop the most negative integer, so that the range is symmetric around the zero point.
-        pot_scale: scales are rounded to powers of two.
+        scale_bits: significant bits of a scale: 24 is any float32, 1 a power of two. With few bits the products of
+            integers times scales, and nearly all of their sums, are exact in float32, so that every runtime gets the
+            same sums in whatever order it adds.
         fixed_range: the real range ``(low, high)`` if it is known beforehand (sigmoid, softmax); it is not calibrated.
 
     Raises:
-        ConfigError: the bit width is outside 2 to 16, or the fixed range is empty.
+        ConfigError: the bit width is outside 2 to 16, the scale bits outside 1 to 24, or the fixed range is empty.
 
     Example:
         >>> QuantizeScheme(bit_width=8, narrow_range=True).quant_min
@@ -51,14 +55,17 @@ class QuantizeScheme:
     symmetric: bool = True
     per_channel: bool = False
     narrow_range: bool = False
-    pot_scale: bool = False
+    scale_bits: int = FLOAT32_BITS
     fixed_range: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bit_width, bool) or not isinstance(self.bit_width, int):
-            raise ConfigError(f"bit_width must be an integer, got {self.bit_width!r}")
-        if not MIN_BIT_WIDTH <= self.bit_width <= MAX_BIT_WIDTH:
-            raise ConfigError(f"bit_width must be {MIN_BIT_WIDTH} to {MAX_BIT_WIDTH}, got {self.bit_width}")
+        limits = {"bit_width": (MIN_BIT_WIDTH, MAX_BIT_WIDTH), "scale_bits": (1, FLOAT32_BITS)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be an integer, got {value!r}")
+            if not low <= value <= high:
+                raise ConfigError(f"{name} must be {low} to {high}, got {value}")
         if self.fixed_range is not None and not self.fixed_range[0] < self.fixed_range[1]:
             raise ConfigError(f"fixed_range must be (low, high) with low < high, got {self.fixed_range}")
 
@@ -87,7 +94,7 @@ class QuantizeScheme:
     def __str__(self) -> str:
         parts = [f"{'int' if self.signed else 'uint'}{self.bit_width}", "sym" if self.symmetric else "asym"]
         parts.append("per-channel" if self.per_channel else "per-tensor")
-        parts += [word for flag, word in ((self.narrow_range, "narrow"), (self.pot_scale, "pot")) if flag]
+        parts += [word for flag, word in ((self.narrow_range, "narrow"), (self.scale_bits == 1, "pot")) if flag]
         if self.fixed_range is not None:
             parts.append(f"fixed[{self.fixed_range[0]:g},{self.fixed_range[1]:g}]")
         return " ".join(parts)

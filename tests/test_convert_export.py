@@ -654,7 +654,7 @@ def test_a_repaired_bias_leaves_room_in_the_accumulator_of_integer_kernels(backe
     taps = np.abs(held["0.weight_quantized"].astype(np.int64)).sum((1, 2, 3)) * 255
     assert (np.abs(held["0.bias_quantized"].astype(np.int64)) + taps).max() <= INT32_MAX
     optimized = run_session(session(tmp_path / "model.onnx", optimized_to=tmp_path / "optimized.onnx"), inputs)[0]
-    assert np.abs(optimized[:, 0] - 3.0).max() < 0.05
+    assert np.abs(optimized[:, 0] - 3.0).max() < 3.0 / 16  # as much of its range may a scale of four bits cut off
     assert report.certificate is not None
     assert report.certificate.outputs[0].cosine_optimized > 0.999
 
@@ -811,7 +811,7 @@ def zero_point_only_in_the_file(gm: QuantGraphModule, weights: str) -> Lowered:
 def scale_in_file_and_json(gm: QuantGraphModule, weights: str) -> Lowered:
     changed = copy.deepcopy(gm)
     with torch.no_grad():
-        changed.conv_act_fake_quant.scale.mul_(1.05)
+        changed.conv_act_fake_quant.scale.mul_(1.25)
     return lower(changed, weights)
 
 

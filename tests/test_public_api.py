@@ -54,7 +54,7 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
     [
         (
             fxqat.prepare_by_platform,
-            "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=",
+            "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=, untraceable=",
         ),
         (fxqat.enable_calibration, "model"),
         (fxqat.enable_calibration_woquantization, "model, quantizer_type="),

@@ -65,7 +65,7 @@ def test_empty_fixed_range_is_refused(fixed_range: tuple[float, float]) -> None:
 
 
 def test_text_names_every_choice() -> None:
-    scheme = QuantizeScheme(4, signed=False, symmetric=False, per_channel=True, narrow_range=True, pot_scale=True)
+    scheme = QuantizeScheme(4, signed=False, symmetric=False, per_channel=True, narrow_range=True, scale_bits=1)
     assert str(scheme) == "uint4 asym per-channel narrow pot"
     assert str(QuantizeScheme(fixed_range=(0.0, 1.0))) == "int8 sym per-tensor fixed[0,1]"
 

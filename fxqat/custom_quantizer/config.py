@@ -16,6 +16,7 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
+from fxqat.scheme import FLOAT32_BITS
 
 TOP_KEYS = (
     "extra_qconfig_dict",
@@ -45,7 +46,8 @@ SCHEME_SPELLINGS = {
     "signed": "signed",
     "per_channel": "per_channel",
     "narrow_range": "narrow_range",
-    "pot_scale": "pot_scale",
+    "scale_bits": "scale_bits",
+    "pot_scale": "scale_bits",
 }
 PART_SPELLINGS = {
     "observer": "observer",
@@ -188,9 +190,11 @@ def _tensor_change(entry: Mapping[str, Any], where: str) -> TensorChange:
 
 
 def _scheme_value(key: str, value: Any, where: str) -> int | bool:
-    wanted = int if SCHEME_SPELLINGS[key] == "bit_width" else bool
+    wanted = int if key in ("bit", "bit_width", "scale_bits") else bool
     if type(value) is not wanted:
         raise ConfigError(f"{where}: {key} must be {wanted.__name__}, got {value!r}")
+    if key == "pot_scale":
+        return 1 if value else FLOAT32_BITS
     return value
 
 

@@ -36,18 +36,20 @@ from fxqat.custom_quantizer.wishes import (
 from fxqat.errors import ConfigError
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
-from fxqat.quantization.ops import (
+from fxqat.quantization.op_table import (
     CONCAT,
+    CONSTRUCTOR,
     IDENTITY,
+    MATMUL,
     NOT_FLOAT,
     OPAQUE,
     PASS_THROUGH,
     RECURRENT,
+    UNBOUNDED,
     WEIGHTED,
     Op,
-    identify,
-    operands,
 )
+from fxqat.quantization.ops import identify, operands, unbounded_values
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
 
@@ -56,6 +58,8 @@ FAMILY_REASONS = {
     NOT_FLOAT: "gives sizes, indices or booleans",
     RECURRENT: "recurrent layers stay float",
     OPAQUE: "not an op of the table",
+    CONSTRUCTOR: "a tensor constructor: quantized only where a quantized op reads it",
+    UNBOUNDED: "holds values that stand for infinity, as masks do: no range fits them and the others",
 }
 
 
@@ -80,6 +84,8 @@ class BackendQuantizer:
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
+        self._unbounded = unbounded_values(gm)
+        kinds |= dict.fromkeys(self._unbounded, Kind.OTHER)
         self._acting: set[int] = set()
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
@@ -87,6 +93,9 @@ class BackendQuantizer:
         self._pass_on_outputs(wishes)
         values = self._values(wishes, kinds)
         groups = self._join(wishes, values)
+        for node in [n for n in values if n.users and all(kinds[user] is Kind.OTHER for user in n.users)]:
+            if not any(user.op == "output" for user in node.users):
+                del values[node]  # only its size is read
         self._write(wishes, values, groups)
         return gm
 
@@ -94,13 +103,17 @@ class BackendQuantizer:
 
     def _wish(self, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Wish:
         op = identify(node)
+        if op.family == WEIGHTED and node.op == "call_function":  # its weight is computed: a product of two values
+            op = replace(op, family=MATMUL, inputs=2)
+        if node in self._unbounded:
+            return Wish(op, None, FAMILY_REASONS[UNBOUNDED])
         rule = self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL
         if node.op in ("placeholder", "get_attr", "output"):
             return self._overridden(node, Wish(op, None, f"{node.op} of the model"))
         if kinds[node] is Kind.OTHER:
-            return Wish(op, None, FAMILY_REASONS[NOT_FLOAT])
+            return Wish(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
         if rule is None:
             return Wish(op, None, FAMILY_REASONS.get(op.family, f"{self.spec.name} has no rule for {op.name}"))
         excluded = next((match for match in self.config.exclude if match(node)), None)
@@ -230,7 +243,7 @@ class BackendQuantizer:
                 if values[source].readers is not None:
                     readers = values[source].readers or frozenset()
                     values[source] = replace(values[source], readers=readers | {node.name})
-                follows = wish.op.family == IDENTITY or wish.op.name == "split"
+                follows = wish.op.family == IDENTITY or wish.op.gives_tuple
                 values[node] = replace(values[source], readers=None, on_grid=True, transparent=follows)
                 groups.join(source.name, node.name)
                 continue
@@ -259,10 +272,8 @@ class BackendQuantizer:
                 continue
             value = values.get(node)
             status, reason = self._explain(node, wish, value, sizes)
-            found = Annotation(
-                wish.op.name if wish.op.family != OPAQUE else node.op, status, reason, value, wish.weight
-            )
-            node.meta[annotation.KEY] = found
+            name = wish.op.name if wish.op.family != OPAQUE else node.op
+            node.meta[annotation.KEY] = Annotation(name, status, reason, value, wish.weight)
 
     def _group_config(self, values: list[ValueQuant], names: list[str]) -> TensorQConfig:
         """One configuration for values of one scale: the strongest claim; a fixed range only for a value alone."""

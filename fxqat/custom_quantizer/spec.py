@@ -37,7 +37,7 @@ class BackendSpec:
         name: its name, as users write it.
         weight: scheme and parts for weights.
         activation: scheme and parts for activations.
-        rules: by op name or family (see ``fxqat.quantization.ops``); the name wins. No rule means float.
+        rules: by op name or family (see ``fxqat.quantization.op_table``); the name wins. No rule means float.
         fused_activations: ops that run inside the op before them, so that the value between is not rounded.
         fuses_into: families of the ops that such an activation can be part of.
         fixed_ranges: real range of the ops whose range is known, by op name.

@@ -7,8 +7,10 @@ from enum import Enum
 import torch
 from torch import fx
 
-from fxqat.quantization.ops import BINARY, NOT_FLOAT, OPAQUE, RECURRENT, identify
-from fxqat.utils.fx_graph import node_inputs
+from fxqat.quantization.op_table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
+from fxqat.quantization.ops import identify
+from fxqat.quantization.values import kind_of
+from fxqat.utils.fx_graph import node_inputs, writes_state
 
 
 class Kind(Enum):
@@ -17,20 +19,45 @@ class Kind(Enum):
     FLOAT = "float tensor"
     CONTAINER = "tuple of float tensors"
     UNKNOWN = "result of an operator outside the table"
-    OTHER = "size, index, boolean or constant"
+    OTHER = "size, index, boolean, constant or structure"
+
+
+SEEN = {
+    "float": Kind.FLOAT,
+    "tuple": Kind.CONTAINER,
+    "tensor": Kind.OTHER,
+    "plain": Kind.OTHER,
+    "object": Kind.OTHER,
+}
+"""The kind of a value that tracing saw (see ``fxqat.quantization.values.describe``)."""
 
 
 def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
-    """The kind of every node's value, from the ops alone (inputs of the model are taken to be float tensors)."""
+    """The kind of every node's value: as tracing saw it, else from the ops (inputs are taken to be float tensors)."""
     kinds: dict[fx.Node, Kind] = {}
     for node in gm.graph.nodes:
         kinds[node] = _kind(gm, node, kinds)
+    for node in _state(gm):
+        kinds[node] = Kind.OTHER
     return kinds
+
+
+def _state(gm: fx.GraphModule) -> set[fx.Node]:
+    """Buffers that the graph writes, the writes, and what is computed for them alone: none of it is a value."""
+    writes = {node for node in gm.graph.nodes if writes_state(node)}
+    found = writes | {node for node in gm.graph.nodes if node.op == "get_attr" and writes & set(node.users)}
+    for node in reversed(gm.graph.nodes):
+        if node.users and node.op != "placeholder" and all(user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     if node.op == "output":
         return Kind.OTHER
+    seen = kind_of(node)
+    if seen is not None:
+        return SEEN[seen]
     if node.op == "placeholder":
         return Kind.OTHER if node.args else Kind.FLOAT  # with a default it is an option, not a tensor
     if node.op == "get_attr":

@@ -11,9 +11,11 @@ from fxqat.custom_quantizer.spec import Rule
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization.annotation import ValueQuant
-from fxqat.quantization.ops import IDENTITY, PASS_THROUGH, WEIGHTED, Op, identify
+from fxqat.quantization.op_table import IDENTITY, PASS_THROUGH, WEIGHTED, Op
+from fxqat.quantization.ops import identify
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
+from fxqat.utils.torch_compat import has_hooks
 
 
 @dataclass
@@ -119,11 +121,12 @@ def ends_in_activation(node: fx.Node) -> bool:
 def unsupported(node: fx.Node) -> str:
     """Why a weighted op cannot have a quantized weight; empty if it can."""
     module = called_module(node)
-    if module is None:
-        return "its weight is computed, not a parameter"
+    assert module is not None
     layer = module.layer if isinstance(module, FusedLayer) else module
     if type(layer) not in WEIGHTED_TYPES:
         return f"{type(layer).__name__} is not a plain layer"
+    if has_hooks(module) or has_hooks(layer):
+        return "has forward hooks, which a quantized layer would not run"
     if node.kwargs or len(node.args) != 1:
         return "called with more than its input (output_size)"
     return ""

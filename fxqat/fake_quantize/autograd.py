@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fxqat.fake_quantize.functional import fake_quantize, per_axis, valid_scale, valid_zero_point
+from fxqat.scheme import FLOAT32_BITS
 
 
 class FakeQuantizeSTE(torch.autograd.Function):
     """``x_hat = fake_quantize(x)`` with gradients for x, scale and zero point.
 
-    The grid is ``s = max(valid_scale(scale), scale_floor) / factor``. With ``q = x / s + zero_point``, ``g`` the
-    incoming gradient and "inside" meaning quant_min < q < quant_max:
+    The grid is ``s = max(valid_scale(scale, scale_bits), scale_floor) / factor``. With ``q = x / s + zero_point``,
+    ``g`` the incoming gradient and "inside" meaning quant_min < q < quant_max:
 
     * x: g inside, 0 outside (straight-through estimator);
     * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; to ``scale`` by the chain rule;
@@ -23,7 +24,11 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     The scale and zero-point gradients are multiplied by ``grad_scale``; what is not finite in them becomes 0, so that
     one bad batch cannot destroy a learned parameter. All of it runs in float32, also when x is half precision; the
-    result has x's dtype. ``factor`` and ``scale_floor`` are constants here.
+    result has x's dtype. ``factor`` and ``scale_floor`` are constants here; the rounding of the scale to its
+    significant bits passes the gradient straight through.
+
+    ``input_kept`` says that x outlives the forward pass anyhow. Where it does not, ``x_hat - x`` is saved in bfloat16
+    instead of a float32 x, and the gradient's x is exact to 1/500 of a step.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
     Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
@@ -41,19 +46,24 @@ class FakeQuantizeSTE(torch.autograd.Function):
         quant_max: int,
         axis: int | None,
         grad_scale: float,
+        scale_bits: int = FLOAT32_BITS,
+        input_kept: bool = True,
     ) -> Tensor:
-        grid = valid_scale(scale)
+        grid = valid_scale(scale, scale_bits)
         if scale_floor is not None:
             grid = torch.maximum(grid, scale_floor)
         if factor is not None:
             grid = grid / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max)
         x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
-        learns = ctx.needs_input_grad[1]
-        full_precision = x.dtype == torch.float32
         # x_hat is kept alive by the layer that reads it anyhow; in half precision it is cheaper to compute it again
-        ctx.save_for_backward(x, scale, factor, grid, offset, x_hat if learns and full_precision else None)
+        full_precision = x.dtype == torch.float32
+        saved, saved_x_hat = x, x_hat if full_precision else None
+        if full_precision and not input_kept:
+            saved = torch.sub(x_hat, x, out=torch.empty_like(x, dtype=torch.bfloat16))
+        ctx.save_for_backward(saved, scale, factor, grid, offset, saved_x_hat)
         ctx.range = (quant_min, quant_max, axis, grad_scale)
+        ctx.input_kept = input_kept or not full_precision
         return x_hat if full_precision else x_hat.to(x.dtype)
 
     @staticmethod
@@ -62,6 +72,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
         x, scale, factor, grid, offset, x_hat = ctx.saved_tensors
         quant_min, quant_max, axis, grad_scale = ctx.range
         dtype = x.dtype
+        if not ctx.input_kept:
+            x, dtype = torch.sub(x_hat, x), x_hat.dtype
         x, grad = x.float(), grad.float()
         scratch = torch.div(x, per_axis(grid, x.dim(), axis))
         if offset is not None:
@@ -82,7 +94,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             outside = _sum_like(torch.sub(grad_x, grad, out=scratch), grid, axis).mul_(grid)
             grad_z = _sum_like(outside, offset, 0).mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
-        return grad_x.to(dtype), grad_s, grad_z, None, None, None, None, None, None
+        return grad_x.to(dtype), grad_s, grad_z, *[None] * 8
 
 
 def _sum_like(values: Tensor, like: Tensor, axis: int | None) -> Tensor:

@@ -71,7 +71,7 @@ class FakeQuantizeBase(nn.Module):
             observer.min_val.fill_(low)
             observer.max_val.fill_(high)
 
-    def forward(self, x: Tensor, tensor_name: str = "", on_grid: bool = False) -> Tensor:
+    def forward(self, x: Tensor, tensor_name: str = "", on_grid: bool = False, input_kept: bool = False) -> Tensor:
         """Watch and round one tensor, as the switches say.
 
         Args:
@@ -79,12 +79,13 @@ class FakeQuantizeBase(nn.Module):
             tensor_name: the name the value has in the exported file; used by export, without effect here.
             on_grid: the value already lies on this quantizer's grid (a pass-through op of a quantized value), so that
                 rounding it again would change nothing; only export writes a Q/DQ pair here.
+            input_kept: x is kept for the backward pass anyhow, so that keeping it here costs no memory.
         """
         if on_grid or not isinstance(x, Tensor):  # an optional input may be None
             return x
         if self.observer_enabled:
             self.observe(x)
-        return self.quantize(x) if self.fake_quant_enabled else x
+        return self.quantize(x, input_kept=input_kept) if self.fake_quant_enabled else x
 
     def observe(self, x: Tensor) -> None:
         """Watch one tensor and update the parameters from the range."""
@@ -108,9 +109,11 @@ class FakeQuantizeBase(nn.Module):
         """
         with torch.no_grad():
             zero_point = valid_zero_point(self.zero_point, self.scheme.quant_min, self.scheme.quant_max)
-            return valid_scale(self.scale), zero_point
+            return valid_scale(self.scale, self.scheme.scale_bits), zero_point
 
-    def quantize(self, x: Tensor, factor: Tensor | None = None, scale_floor: Tensor | None = None) -> Tensor:
+    def quantize(
+        self, x: Tensor, factor: Tensor | None = None, scale_floor: Tensor | None = None, input_kept: bool = True
+    ) -> Tensor:
         """Round ``x`` to the grid, with gradients.
 
         Args:
@@ -118,6 +121,7 @@ class FakeQuantizeBase(nn.Module):
             factor: ``(channels,)`` along ``axis``; quantize ``x * factor`` and divide the factor out again. The grid
                 is scaled instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
             scale_floor: a lower bound on the scale, ``(channels,)`` or ``()`` (the bias overflow repair).
+            input_kept: as in :meth:`forward`; a parameter is.
         """
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
@@ -131,6 +135,8 @@ class FakeQuantizeBase(nn.Module):
             scheme.quant_max,
             self.axis,
             self.grad_scale(x),
+            scheme.scale_bits,
+            input_kept,
         )
 
     def grad_scale(self, x: Tensor) -> float:

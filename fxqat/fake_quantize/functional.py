@@ -8,10 +8,12 @@ Pure functions without state or autograd. The two rules everything else leans on
 
 from __future__ import annotations
 
+import struct
+
 import torch
 from torch import Tensor
 
-from fxqat.scheme import QuantizeScheme
+from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
 
 SCALE_MIN = 2.0**-40
 """Smallest scale there is. The product of two such scales, a bias scale, is still a normal float32."""
@@ -20,16 +22,38 @@ SCALE_MAX = 2.0**40
 """Largest scale there is."""
 
 
-def valid_scale(scale: Tensor) -> Tensor:
-    """The scale as it is used: float32, positive and finite whatever was trained.
+def _bit_pattern(value: float) -> int:
+    return int.from_bytes(struct.pack(">f", value), "big")
 
-    Formula: ``clamp(|scale|, SCALE_MIN, SCALE_MAX)``, with NaN read as ``SCALE_MIN``.
+
+SCALE_PATTERNS = (_bit_pattern(SCALE_MIN), _bit_pattern(SCALE_MAX))
+"""The limits as the integers that have their bits."""
+
+
+def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Tensor:
+    """The scale as it is used: float32, positive, finite and of few significant bits, whatever was trained.
+
+    Formula: ``clamp(round(|scale|), SCALE_MIN, SCALE_MAX)``, with NaN and infinity read as ``SCALE_MAX``.
+
+    Args:
+        scale: any shape.
+        bits: significant bits that are left.
+        up: round upwards instead of to the nearest (halves up).
 
     Example:
-        >>> valid_scale(torch.tensor([-0.5, 0.0, float("nan")])).tolist() == [0.5, SCALE_MIN, SCALE_MIN]
+        >>> valid_scale(torch.tensor([-0.5, 0.0, float("nan")])).tolist() == [0.5, SCALE_MIN, SCALE_MAX]
         True
+        >>> valid_scale(torch.tensor([1.1, 1.3, 1.6]), bits=2).tolist()
+        [1.0, 1.5, 1.5]
+        >>> valid_scale(torch.tensor([1.1, 1.3, 1.6]), bits=1, up=True).tolist()
+        [2.0, 2.0, 2.0]
     """
-    return torch.nan_to_num(scale.abs(), nan=SCALE_MIN).clamp_(SCALE_MIN, SCALE_MAX)
+    # without its sign bit, the bit pattern of a float32 is an integer that is ordered as the absolute values are; in
+    # it, a carry out of the mantissa goes into the exponent
+    unit = 1 << (FLOAT32_BITS - bits)
+    pattern = torch.add(scale.float().view(torch.int32), unit - 1 if up else unit >> 1)
+    pattern.bitwise_and_(0x7FFFFFFF & -unit).clamp_(*SCALE_PATTERNS)
+    return pattern.view(torch.float32)
 
 
 def valid_zero_point(zero_point: Tensor, quant_min: int, quant_max: int) -> Tensor:
@@ -100,14 +124,16 @@ def fake_quantize(
 
 
 def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
-    """Scale and zero point that cover a real range.
+    """Scale and zero point for a real range.
 
     The range is first widened to contain 0, which is then represented exactly.
 
     Args:
         min_val: smallest real value, ``()`` or ``(channels,)``.
         max_val: largest real value, same shape.
-        scheme: the target integers.
+        scheme: the target integers. Per-channel scales, those of weights, whose largest values are always there, are
+            rounded upwards to the scheme's significant bits, so that they cover the range; so are powers of two. Others
+            are rounded to the nearest, which may cut off up to ``2**-scale_bits`` of the range.
 
     Returns:
         ``(scale, zero_point)``: float32 in ``[SCALE_MIN, SCALE_MAX]`` and float32 holding integers within
@@ -131,9 +157,7 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
         scale = torch.maximum(-low, high) / steps_up
     else:
         scale = (high - low) / (quant_max - quant_min)
-    scale = valid_scale(scale)
-    if scheme.pot_scale:
-        scale = valid_scale(torch.exp2(torch.ceil(torch.log2(scale))))
+    scale = valid_scale(scale, scheme.scale_bits, up=scheme.per_channel or scheme.scale_bits == 1)
     if not scheme.symmetric:
         zero_point = torch.clamp(quant_min - torch.round(low / scale), quant_min, quant_max)
     return scale, zero_point

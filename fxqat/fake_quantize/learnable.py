@@ -17,14 +17,14 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     The zero point is learned in units of steps and rounded in the forward pass.
 
     Args:
-        scheme: how the tensor is quantized. Power-of-two scales cannot be learned this way.
+        scheme: how the tensor is quantized.
         observer: supplies the initial range.
         kind: weight or activation.
         axis: channel axis, None for activations.
         grad_factor: extra multiplier of the gradient, 1 as in the paper.
 
     Raises:
-        ConfigError: the scheme asks for power-of-two scales, or ``grad_factor`` is not positive.
+        ConfigError: ``grad_factor`` is not positive.
 
     Source: Esser et al. 2020, LSQ (arXiv:1902.08153), section 2.2; Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576).
     """
@@ -33,8 +33,6 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None, grad_factor: float = 1.0
     ) -> None:
         super().__init__(scheme, observer, kind, axis)
-        if scheme.pot_scale:
-            raise ConfigError(f"Learnable cannot keep a scale at a power of two ({scheme}); use fake_quantize='Fixed'")
         if not grad_factor > 0:
             raise ConfigError(f"Learnable: grad_factor must be positive, got {grad_factor}")
         self.grad_factor = grad_factor

@@ -36,15 +36,17 @@ def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
 
 
-@torch.library.custom_op("fxqat::keep", mutates_args=())
+_LIBRARY = torch.library.Library("fxqat", "FRAGMENT")
+_LIBRARY.define("keep(Tensor x) -> Tensor")
+_LIBRARY.impl("keep", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("fxqat::keep", torch.empty_like, lib=_LIBRARY)
+
+
 def keep(x: Tensor) -> Tensor:
     """A copy that a compiler does not compute again in the backward pass.
 
-    What is derived from BatchNorm's running statistics must not be: by then the forward pass has updated them.
+    What is derived from BatchNorm's running statistics must not be: by then the forward pass has updated them. Defined
+    at a lower level than the others, since a compiled training step calls it once for each layer.
     """
-    return x.clone()
-
-
-@keep.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    result: Tensor = torch.ops.fxqat.keep(x)
+    return result

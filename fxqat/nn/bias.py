@@ -48,7 +48,12 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:
-    """The per-output-channel floor in the shape of the weight scale, whose entries several channels may share."""
+    """The per-output-channel floor in the shape of the weight scale, whose entries several channels may share.
+
+    Rounded up to powers of two, which are scales of any number of significant bits.
+    """
     if weight_scale.dim() == 0:
-        return valid_scale(floor.amax())
-    return valid_scale(floor if groups == 1 else floor.reshape(groups, -1).amax(0))
+        floor = floor.amax()
+    elif groups > 1:
+        floor = floor.reshape(groups, -1).amax(0)
+    return valid_scale(floor, bits=1, up=True)

@@ -4,7 +4,8 @@ A chain is fused if
 
 1. its ops are a row of the table, each the only reader of the one before;
 2. the layer and the BatchNorm are each called once in the whole graph (a shared module keeps its parts apart);
-3. the BatchNorm tracks running statistics and has as many features as the layer has outputs.
+3. the BatchNorm tracks running statistics and has as many features as the layer has outputs;
+4. the layer is called with its input alone, and none of the modules has forward hooks.
 
 The fused module takes the layer's path.
 """
@@ -19,6 +20,7 @@ from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, Fusion
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
+from fxqat.utils.torch_compat import has_hooks
 
 
 def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphModule:
@@ -28,10 +30,11 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
         gm: a standardized graph module.
         fusions: rows of the table; earlier rows win.
     """
+    calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
     for node in list(gm.graph.nodes):
         if type(called_module(node)) in WEIGHTED_TYPES:
             for row in fusions:
-                chain = _match(gm, node, row)
+                chain = _match(node, row, calls)
                 if chain is not None:
                     _fuse_chain(gm, row, chain)
                     break
@@ -41,7 +44,8 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
     return gm
 
 
-def _match(gm: fx.GraphModule, node: fx.Node, row: Fusion) -> list[fx.Node] | None:
+def _match(node: fx.Node, row: Fusion, calls: dict[int, int]) -> list[fx.Node] | None:
+    """The nodes that a row of the table matches from a layer on; ``calls`` counts the calls of each module."""
     chain: list[fx.Node] = []
     current: fx.Node | None = node
     for name in row.pattern:  # case 1
@@ -52,11 +56,10 @@ def _match(gm: fx.GraphModule, node: fx.Node, row: Fusion) -> list[fx.Node] | No
         chain.append(current)
         current = only_user(current)
     layer, bn = called_module(node), called_module(chain[1]) if row.norm else None
-    calls = calls_of(gm)
-    if any(len(calls[id(module)]) != 1 for module in (layer, bn) if module is not None):  # case 2
+    if any(calls[id(module)] != 1 for module in (layer, bn) if module is not None):  # case 2
         return None
-    if len(node.args) != 1 or node.kwargs:
-        return None
+    if len(node.args) != 1 or node.kwargs or any(has_hooks(m) for m in map(called_module, chain) if m is not None):
+        return None  # case 4
     if bn is not None and (bn.running_mean is None or bn.num_features != _outputs(layer)):  # case 3
         return None
     return chain

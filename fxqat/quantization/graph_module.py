@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxqat.quantization.report import QuantReport
+from fxqat.utils.fx_graph import Call, calls_in, graph_of
 from fxqat.utils.torch_compat import keep_local_under_ddp
 
 
@@ -48,17 +49,18 @@ class QuantGraphModule(fx.GraphModule):
         return result  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rebuild, arguments = super().__reduce__()
-        return _restore, (rebuild, arguments)
+        """The graph is pickled as its list of calls; fx would trace its own code again, which not all code survives."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        return _restore, (state, calls_in(self.graph), type(self).__name__)
 
 
-def make_quant_graph_module(gm: fx.GraphModule) -> QuantGraphModule:
-    """A prepared model of a graph module with fake-quant inserted (tensors are shared); it lacks its provenance."""
-    result = QuantGraphModule(gm, gm.graph, type(gm).__name__)
+def make_quant_graph_module(gm: nn.Module, graph: fx.Graph, name: str) -> QuantGraphModule:
+    """A prepared model of a module and a graph that calls what is in it (tensors are shared); without provenance."""
+    result = QuantGraphModule(gm, graph, name)
     result.training = gm.training
     modes = {name: module.training for name, module in gm.named_modules()}
-    for name, module in result.named_modules():
-        module.training = modes.get(name, module.training)
+    for path, module in result.named_modules():
+        module.training = modes.get(path, module.training)
     _keep_ranges_local(result)
     return result
 
@@ -74,10 +76,11 @@ def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any])
         setattr(target, name, copy.deepcopy(source[name], memo))
 
 
-def _restore(rebuild: Any, arguments: tuple[Any, ...]) -> QuantGraphModule:
-    plain = rebuild(*arguments)
-    result = make_quant_graph_module(plain)
-    result.provenance = plain.provenance
-    for name in plain.provenance.preserved:
-        setattr(result, name, getattr(plain, name))
+def _restore(state: dict[str, Any], calls: list[Call], name: str) -> QuantGraphModule:
+    holder = nn.Module()
+    holder.__dict__.update(state)
+    result = make_quant_graph_module(holder, graph_of(calls), name)
+    result.provenance = state["provenance"]
+    for attribute in result.provenance.preserved:
+        setattr(result, attribute, state[attribute])
     return result

@@ -23,7 +23,8 @@ from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.table import OBSERVERS
 from fxqat.quantization.annotation import annotation_of
-from fxqat.quantization.ops import IDENTITY, identify
+from fxqat.quantization.op_table import IDENTITY
+from fxqat.quantization.ops import identify, keeps_output
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
 
@@ -100,6 +101,8 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
             arguments["on_grid"] = True
+        if keeps_output(node):
+            arguments["input_kept"] = True
         users = list(node.users)
         with gm.graph.inserting_after(last_placeholder[0] if node.op == "placeholder" else node):
             quant = gm.graph.call_module(paths[value.group], (node,), arguments)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -64,6 +65,8 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
             state.lower_layer(node, module)
         elif isinstance(module, FusedLayer):
             state.lower_float_layer(node, module)
+    output = next(node for node in work.graph.nodes if node.op == "output")
+    output.args = (_without_dataclasses(output.args[0]),)
     work.graph.eliminate_dead_code()
     work.delete_all_unused_submodules()
     work.graph.lint()
@@ -76,8 +79,20 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
 def default_output_names(gm: fx.GraphModule) -> list[str]:
     """Names for the model's outputs: the keys of a mapping, ``output``, or ``output_0`` and so on."""
     result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
-    names = list(_names_in(result, ""))
+    names = list(_names_in(_without_dataclasses(result), ""))
     return names if names != [""] else ["output"]
+
+
+def _without_dataclasses(value: Any) -> Any:
+    """The model's output with dataclasses as dicts of their fields, which every exporter knows."""
+    if isinstance(value, fx.Node):
+        is_made = value.op == "call_function" and is_dataclass(value.target)
+        return {name: _without_dataclasses(item) for name, item in value.kwargs.items()} if is_made else value
+    if isinstance(value, Mapping):
+        return {key: _without_dataclasses(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_without_dataclasses(item) for item in value)
+    return value
 
 
 def _names_in(value: object, prefix: str) -> Iterator[str]:

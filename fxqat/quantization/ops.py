@@ -1,218 +1,46 @@
-"""Which torch spelling is which op: the vocabulary that fusions and backends are written in.
-
-One row per op: its name, its family, and every way to write it. A row says nothing about quantization; that is the
-backends' business.
-"""
+"""Which op a node is, and what follows from it for its arguments."""
 
 from __future__ import annotations
 
 import builtins
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torchvision.ops import StochasticDepth
 
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.utils.fx_graph import called_module
-
-# Families: what the value of an op is, as far as placement is concerned.
-WEIGHTED = "weighted"  # a layer with a weight of its own
-MATMUL = "matmul"  # a product of two activations
-BINARY = "binary"  # element by element on two operands
-CONCAT = "concat"  # puts tensors together without changing a value
-PASS_THROUGH = "pass_through"  # moves or selects values without changing one
-IDENTITY = "identity"  # is no operation in the deployed graph
-POOL = "pool"  # averages
-ACTIVATION = "activation"
-NORM = "norm"
-MATH = "math"
-RESIZE = "resize"
-LOOKUP = "lookup"
-NOT_FLOAT = "not_float"  # gives sizes, indices, booleans
-RECURRENT = "recurrent"
-OPAQUE = "opaque"  # not in the table
-
-
-@dataclass(frozen=True)
-class Op:
-    """One op and its spellings.
-
-    Args:
-        name: the op's name in fusions, backends and reports.
-        family: one of the families above.
-        modules: ``nn.Module`` types.
-        functions: ``torch``, functional and operator functions.
-        methods: ``Tensor`` method names, in-place ones included.
-        inputs: how many leading arguments can be quantized values (a list of tensors counts as one).
-    """
-
-    name: str
-    family: str
-    modules: tuple[type, ...] = ()
-    functions: tuple[Callable[..., Any], ...] = ()
-    methods: tuple[str, ...] = ()
-    inputs: int = 1
-
-
-def _math(name: str) -> Op:
-    return Op(name, MATH, (), (getattr(torch, name),), (name, f"{name}_"))
-
-
-OPS: tuple[Op, ...] = (
-    Op("conv1d", WEIGHTED, (nn.Conv1d,), (F.conv1d,)),
-    Op("conv2d", WEIGHTED, (nn.Conv2d,), (F.conv2d,)),
-    Op("conv3d", WEIGHTED, (nn.Conv3d,), (F.conv3d,)),
-    Op("conv_transpose1d", WEIGHTED, (nn.ConvTranspose1d,), (F.conv_transpose1d,)),
-    Op("conv_transpose2d", WEIGHTED, (nn.ConvTranspose2d,), (F.conv_transpose2d,)),
-    Op("conv_transpose3d", WEIGHTED, (nn.ConvTranspose3d,), (F.conv_transpose3d,)),
-    Op("linear", WEIGHTED, (nn.Linear,), (F.linear,)),
-    Op(
-        "matmul",
-        MATMUL,
-        (),
-        (torch.matmul, operator.matmul, torch.bmm),
-        ("matmul", "__matmul__", "bmm"),
-        inputs=2,
-    ),
-    Op(
-        "add",
-        BINARY,
-        (),
-        (torch.add, operator.add, operator.iadd),
-        ("add", "add_", "__add__", "__radd__", "__iadd__"),
-        inputs=2,
-    ),
-    Op(
-        "sub",
-        BINARY,
-        (),
-        (torch.sub, torch.subtract, operator.sub, operator.isub, torch.rsub),
-        ("sub", "sub_", "__sub__", "__rsub__"),
-        inputs=2,
-    ),
-    Op(
-        "mul",
-        BINARY,
-        (),
-        (torch.mul, torch.multiply, operator.mul, operator.imul),
-        ("mul", "mul_", "__mul__", "__rmul__", "__imul__"),
-        inputs=2,
-    ),
-    Op("div", BINARY, (), (torch.div, operator.truediv, operator.itruediv), ("div", "div_", "__truediv__"), inputs=2),
-    Op("cat", CONCAT, (), (torch.cat, torch.concat)),
-    Op("stack", CONCAT, (), (torch.stack,)),
-    Op("max_pool1d", PASS_THROUGH, (nn.MaxPool1d,), (F.max_pool1d, torch.max_pool1d)),
-    Op("max_pool2d", PASS_THROUGH, (nn.MaxPool2d,), (F.max_pool2d, torch.max_pool2d)),
-    Op("max_pool3d", PASS_THROUGH, (nn.MaxPool3d,), (F.max_pool3d, torch.max_pool3d)),
-    Op("adaptive_max_pool2d", PASS_THROUGH, (nn.AdaptiveMaxPool2d,), (F.adaptive_max_pool2d,)),
-    Op("flatten", PASS_THROUGH, (nn.Flatten,), (torch.flatten,), ("flatten",)),
-    Op("unflatten", PASS_THROUGH, (nn.Unflatten,), (torch.unflatten,), ("unflatten",)),
-    Op("reshape", PASS_THROUGH, (), (torch.reshape,), ("reshape", "view", "view_as", "reshape_as")),
-    Op(
-        "permute",
-        PASS_THROUGH,
-        (),
-        (torch.permute, torch.transpose, torch.t, torch.swapaxes, torch.movedim),
-        ("permute", "transpose", "t", "swapaxes", "movedim"),
-    ),
-    Op("squeeze", PASS_THROUGH, (), (torch.squeeze,), ("squeeze", "squeeze_")),
-    Op("unsqueeze", PASS_THROUGH, (), (torch.unsqueeze,), ("unsqueeze", "unsqueeze_")),
-    Op("getitem", PASS_THROUGH, (), (operator.getitem,), ("__getitem__",)),
-    Op("select", PASS_THROUGH, (), (torch.select, torch.narrow), ("select", "narrow")),
-    Op(
-        "split",
-        PASS_THROUGH,
-        (),
-        (torch.split, torch.chunk, torch.unbind, torch.tensor_split),
-        ("split", "chunk", "unbind", "tensor_split"),
-    ),
-    Op("expand", PASS_THROUGH, (), (torch.broadcast_to,), ("expand", "expand_as", "broadcast_to")),
-    Op("repeat", PASS_THROUGH, (), (torch.tile, torch.repeat_interleave), ("repeat", "tile", "repeat_interleave")),
-    Op("roll", PASS_THROUGH, (), (torch.roll,), ("roll",)),
-    Op("flip", PASS_THROUGH, (), (torch.flip,), ("flip",)),
-    Op("pixel_shuffle", PASS_THROUGH, (nn.PixelShuffle,), (F.pixel_shuffle,)),
-    Op("pixel_unshuffle", PASS_THROUGH, (nn.PixelUnshuffle,), (F.pixel_unshuffle,)),
-    Op("channel_shuffle", PASS_THROUGH, (nn.ChannelShuffle,), (F.channel_shuffle,)),
-    Op("zero_pad", PASS_THROUGH, (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)),
-    Op("pad", PASS_THROUGH, (), (F.pad,)),
-    Op("contiguous", IDENTITY, (), (), ("contiguous", "clone", "detach")),
-    Op("to", IDENTITY, (), (), ("to", "float", "type_as")),
-    Op("identity", IDENTITY, (nn.Identity,)),
-    Op("dropout", IDENTITY, (nn.Dropout,), (F.dropout,)),
-    Op("dropout1d", IDENTITY, (nn.Dropout1d,), (F.dropout1d,)),
-    Op("dropout2d", IDENTITY, (nn.Dropout2d,), (F.dropout2d,)),
-    Op("dropout3d", IDENTITY, (nn.Dropout3d,), (F.dropout3d,)),
-    Op("alpha_dropout", IDENTITY, (nn.AlphaDropout,), (F.alpha_dropout,)),
-    Op("feature_alpha_dropout", IDENTITY, (nn.FeatureAlphaDropout,), (F.feature_alpha_dropout,)),
-    Op("stochastic_depth", IDENTITY, (StochasticDepth,)),
-    Op("adaptive_avg_pool1d", POOL, (nn.AdaptiveAvgPool1d,), (F.adaptive_avg_pool1d, torch.adaptive_avg_pool1d)),
-    Op("adaptive_avg_pool2d", POOL, (nn.AdaptiveAvgPool2d,), (F.adaptive_avg_pool2d,)),
-    Op("adaptive_avg_pool3d", POOL, (nn.AdaptiveAvgPool3d,), (F.adaptive_avg_pool3d,)),
-    Op("avg_pool1d", POOL, (nn.AvgPool1d,), (F.avg_pool1d, torch.avg_pool1d)),
-    Op("avg_pool2d", POOL, (nn.AvgPool2d,), (F.avg_pool2d,)),
-    Op("avg_pool3d", POOL, (nn.AvgPool3d,), (F.avg_pool3d,)),
-    Op("mean", POOL, (), (torch.mean,), ("mean",)),
-    Op("relu", ACTIVATION, (nn.ReLU,), (F.relu, torch.relu, torch.relu_, F.relu_), ("relu", "relu_")),
-    Op("relu6", ACTIVATION, (nn.ReLU6,), (F.relu6,)),
-    Op("prelu", ACTIVATION, (nn.PReLU,), (F.prelu, torch.prelu), ("prelu",)),
-    Op("leaky_relu", ACTIVATION, (nn.LeakyReLU,), (F.leaky_relu,)),
-    Op("elu", ACTIVATION, (nn.ELU,), (F.elu,)),
-    Op("selu", ACTIVATION, (nn.SELU,), (F.selu, torch.selu)),
-    Op("gelu", ACTIVATION, (nn.GELU,), (F.gelu,)),
-    Op("silu", ACTIVATION, (nn.SiLU,), (F.silu,)),
-    Op("hardswish", ACTIVATION, (nn.Hardswish,), (F.hardswish,)),
-    Op("hardsigmoid", ACTIVATION, (nn.Hardsigmoid,), (F.hardsigmoid,)),
-    Op("hardtanh", ACTIVATION, (nn.Hardtanh,), (F.hardtanh,)),
-    Op("tanh", ACTIVATION, (nn.Tanh,), (torch.tanh, F.tanh), ("tanh", "tanh_")),
-    Op("sigmoid", ACTIVATION, (nn.Sigmoid,), (torch.sigmoid, F.sigmoid), ("sigmoid", "sigmoid_")),
-    Op("softmax", ACTIVATION, (nn.Softmax,), (F.softmax, torch.softmax), ("softmax",)),
-    Op("glu", ACTIVATION, (nn.GLU,), (F.glu,)),
-    Op("clamp", ACTIVATION, (), (torch.clamp, torch.clip), ("clamp", "clamp_", "clip")),
-    Op("batch_norm1d", NORM, (nn.BatchNorm1d,)),
-    Op("batch_norm2d", NORM, (nn.BatchNorm2d,)),
-    Op("batch_norm3d", NORM, (nn.BatchNorm3d,)),
-    Op("layer_norm", NORM, (nn.LayerNorm,), (F.layer_norm,)),
-    Op("local_response_norm", NORM, (nn.LocalResponseNorm,), (F.local_response_norm,)),
-    *(_math(name) for name in ("abs", "sqrt", "exp", "log", "sin", "cos", "neg", "rsqrt")),
-    Op("pow", MATH, (), (torch.pow, operator.pow), ("pow", "pow_", "__pow__")),
-    Op("interpolate", RESIZE, (nn.Upsample,), (F.interpolate,)),
-    Op("embedding", LOOKUP, (nn.Embedding,), (F.embedding,), inputs=0),
-    Op("argmax", NOT_FLOAT, (), (torch.argmax, torch.argmin), ("argmax", "argmin")),
-    Op("size", NOT_FLOAT, (), (builtins.getattr, builtins.len), ("size", "dim", "numel", "__len__")),
-    Op("integer", NOT_FLOAT, (), (operator.floordiv, operator.mod, builtins.int, torch.arange)),
-    Op(
-        "compare",
-        NOT_FLOAT,
-        (),
-        (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
-        ("eq", "ne", "lt", "le", "gt", "ge"),
-    ),
-    Op("recurrent", RECURRENT, (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+from fxqat.quantization.op_table import (
+    ACTIVATION,
+    BINARY,
+    CONCAT,
+    IDENTITY,
+    IN_PLACE_OPERATORS,
+    MATH,
+    OPS,
+    OUT_OF_PLACE,
+    PASS_THROUGH,
+    UNBOUNDED,
+    UNKNOWN,
+    Op,
 )
-
-UNKNOWN = Op("opaque", OPAQUE)
-
-OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    torch.relu_: torch.relu,
-    F.relu_: F.relu,
-}
-"""Functions that overwrite their first operand, and what computes the same without."""
+from fxqat.quantization.values import kind_of
+from fxqat.utils.fx_graph import called_module, node_inputs
 
 SPELLING = "fxqat_spelling"
 """Key in ``node.meta`` of the function or method that a node was before it was standardized."""
 
-OPERAND_NAMES = ("input", "tensors", "tensor", "self", "other", "mat2")
+OPERAND_NAMES = (
+    *("input", "tensors", "tensor", "self", "query", "key", "value", "x1", "x2", "tensor1", "tensor2", "end"),
+    *("weight", "other", "exponent", "mat", "mat1", "mat2", "batch1", "batch2", "vec"),
+)
 TRANSPOSES = ("T", "mT", "H", "mH")
+INFINITE = 1e4
+"""A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""
 
 _BY_NAME = {op.name: op for op in OPS}
 _BY_MODULE = {kind: op for op in OPS for kind in op.modules}
@@ -228,23 +56,29 @@ def op_named(name: str) -> Op | None:
 def identify(node: fx.Node) -> Op:
     """The op of a node; ``UNKNOWN`` if no row has its spelling.
 
-    A fused or QAT layer is the op of its layer; some ops change family with their arguments:
+    A fused or QAT layer is the op of its layer; some ops change with their arguments:
 
-    1. ``F.pad`` with a constant other than 0 creates new values: not a pass-through;
+    1. ``pad`` with a constant other than 0 creates new values: not a pass-through;
     2. ``interpolate`` in mode nearest only repeats values: a pass-through;
     3. ``max_pool`` that also returns indices is opaque;
-    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` permute, any other is a size.
+    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` permute, ``values`` and ``indices`` are items of a tuple, any
+       other is a size;
+    5. ``max`` and ``min`` of two tensors are ``maximum`` and ``minimum``, along a dimension they also give indices;
+    6. item 1 of what gives values and indices holds no values (the bare operator behind ``roi_pool`` gives both);
+    7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number creates new values; ``masked_fill``,
+       ``where``, constructors and products with a number that stands for infinity are unbounded;
+    8. the integer operators ``//`` and ``%`` on float tensors are element by element.
     """
     if node.op == "call_module":
         module = called_module(node)
         return _argument_cases(node, identify_module(module), module)
     if node.op == "call_function":
-        if node.target is builtins.getattr and node.args[1] in TRANSPOSES:
-            return _BY_NAME["permute"]
+        if node.target is builtins.getattr:
+            return _attribute(node)
         found = _BY_FUNCTION.get(node.target) if callable(node.target) else None
         return _argument_cases(node, found or UNKNOWN, None)
     if node.op == "call_method":
-        return _BY_METHOD.get(str(node.target), UNKNOWN)
+        return _argument_cases(node, _BY_METHOD.get(str(node.target), UNKNOWN), None)
     return UNKNOWN
 
 
@@ -258,17 +92,143 @@ def identify_module(module: nn.Module | None) -> Op:
     return _BY_MODULE.get(type(module), UNKNOWN)
 
 
+def keeps_output(node: fx.Node) -> bool:
+    """Whether the value of a node stays in memory until the backward pass, whoever reads it."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    module = called_module(node)
+    if isinstance(module, (FusedLayer, QATLayer)):
+        return identify_module(module.activation).keeps_output
+    return identify(node).keeps_output
+
+
 def _argument_cases(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
-    if op.name == "pad" and _argument(node, 3, "value", 0) not in (0, 0.0, None):
-        return UNKNOWN
-    if op.name == "interpolate":
-        mode = module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest")
-        if str(mode).startswith("nearest"):
-            return Op(op.name, PASS_THROUGH, op.modules, op.functions, op.methods)
-    returns_indices = getattr(module, "return_indices", False) or node.kwargs.get("return_indices")
-    if op.name.startswith("max_pool") and returns_indices:
-        return UNKNOWN
+    case = _CASES.get(op.name)
+    return op if case is None else case(node, op, module)
+
+
+def _attribute(node: fx.Node) -> Op:
+    name = node.args[1]
+    if name in TRANSPOSES:
+        return _BY_NAME["permute"]
+    if name == "values":
+        return _BY_NAME["getitem"]
+    return _BY_NAME["indices" if name == "indices" else "size"]
+
+
+def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = getattr(module, "value", 0) if module is not None else _argument(node, 3, "value", 0)
+    return op if value in (0, 0.0, None) else UNKNOWN
+
+
+def _interpolate(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    mode = module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest")
+    return replace(op, family=PASS_THROUGH) if str(mode).startswith("nearest") else op
+
+
+def _max_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    position = 2 if op.name.startswith("adaptive") else 6
+    return UNKNOWN if getattr(module, "return_indices", False) or _argument(node, position, "return_indices", 0) else op
+
+
+def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    if node.target not in (torch.max, torch.min, "max", "min"):
+        return op  # amax and amin give values only
+    second = _argument(node, 1, "dim", None)
+    is_tensor = isinstance(second, fx.Node) and kind_of(second) != "plain"
+    if is_tensor or "other" in node.kwargs:
+        return _BY_NAME[f"{op.name}imum"]
+    return op if second is None else _BY_NAME[f"{op.name}_dim"]
+
+
+def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    source, index = node.args
+    if index != 1 or not isinstance(source, fx.Node):
+        return op
+    found = identify(source)
+    return _BY_NAME["indices"] if gives_indices(found) else op
+
+
+def _fill(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = _argument(node, 2, "value", None)
+    if value in (0, 0.0) and not isinstance(value, fx.Node):
+        return replace(op, family=PASS_THROUGH)
+    return _bounded(op, value)
+
+
+def _where(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    values = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
+    return _bounded(replace(op, family=MATH) if any(values) else op, *values)
+
+
+def _mul(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    return _bounded(op, *node.args, *node.kwargs.values())
+
+
+def _constructor(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    if node.target in (torch.full, torch.full_like, "new_full"):
+        return _bounded(op, _argument(node, 2 if node.op == "call_method" else 1, "fill_value", None))
     return op
+
+
+def _integer(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    names = {operator.floordiv: "floor_divide", operator.mod: "remainder"}
+    return _BY_NAME[names[node.target]] if node.target in names and kind_of(node) == "float" else op
+
+
+def _roi_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    return replace(op, gives_tuple=node.target is torch.ops.torchvision.roi_pool)
+
+
+_CASES: dict[str, Callable[[fx.Node, Op, nn.Module | None], Op]] = {
+    "pad": _pad,
+    "interpolate": _interpolate,
+    **dict.fromkeys((name for name in _BY_NAME if "max_pool" in name), _max_pool),
+    "max": _extremum,
+    "min": _extremum,
+    "getitem": _item,
+    "roi_pool": _roi_pool,
+    "masked_fill": _fill,
+    "where": _where,
+    "mul": _mul,
+    "constructor": _constructor,
+    "integer": _integer,
+}
+"""The rows whose op depends on the arguments of a call."""
+
+
+def _bounded(op: Op, *values: Any) -> Op:
+    infinite = any(isinstance(value, (int, float)) and not abs(value) < INFINITE for value in values)
+    return replace(op, family=UNBOUNDED) if infinite else op
+
+
+def gives_indices(op: Op) -> bool:
+    """Whether an op gives a tuple of values and their indices."""
+    return op.gives_tuple and op.name != "split"
+
+
+def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
+
+    Such values are put in by an op or are in a tensor of the model, and are carried on by ops that move values and by
+    element-by-element ops (a mask that is added).
+    """
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        op = identify(node)
+        carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY)
+        carried = carries and any(source in found for source in node_inputs(operands(node, op)))
+        if carried or op.family == UNBOUNDED or (node.op == "get_attr" and _holds_infinity(gm, str(node.target))):
+            found.add(node)
+    return found
+
+
+def _holds_infinity(gm: fx.GraphModule, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    tensor = getattr(gm.get_submodule(owner), name)
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
+        return False
+    return bool((~(tensor > -INFINITE)).any() | tensor.isinf().any())
 
 
 def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:
@@ -290,10 +250,23 @@ def works_in_place(node: fx.Node) -> bool:
         return getattr(called_module(node), "inplace", False) is True
     if node.op == "call_method":
         name = str(node.target)
-        return name.endswith("_") and not name.endswith("__") and name in _BY_METHOD
+        return out_of_place_method(name) != name and name in _BY_METHOD
     if node.op != "call_function":
         return False
     flagged = node.kwargs.get("inplace") is True
     if identify(node).family == ACTIVATION and node.target not in (F.softmax, torch.softmax):
         flagged = flagged or any(value is True for value in node.args[1:])
     return flagged or node.target in OUT_OF_PLACE
+
+
+def out_of_place_method(name: str) -> str:
+    """The method that computes the same without overwriting; the name itself if it overwrites nothing.
+
+    Example:
+        >>> out_of_place_method("relu_"), out_of_place_method("__iadd__"), out_of_place_method("__add__")
+        ('relu', '__add__', '__add__')
+    """
+    if name.endswith("__"):
+        base = name.removeprefix("__i").removesuffix("__")
+        return f"__{base}__" if name.startswith("__i") and base in IN_PLACE_OPERATORS else name
+    return name.removesuffix("_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from prettytable import PrettyTable
 from torch import fx
 
 from fxqat.quantization.annotation import FLOAT, annotation_of
+from fxqat.quantization.values import FloatLeaf, ForcedNumber
 from fxqat.utils.fx_graph import source_line
 
 
@@ -48,11 +50,18 @@ class QuantReport:
         rows: one row for each node, in execution order.
         unread: tensors of the model that the graph does not read: the model is traced in eval mode, so a head that is
             used in training only is not part of it.
+        leaves: modules that could not be traced and are called as a whole, in float.
+        forced: sizes that the model's Python code needed as numbers; the graph holds these numbers, so it is right for
+            inputs of such sizes only.
+        eval_only: modules whose forward decides by ``self.training``; the graph has what they do in eval mode.
     """
 
     backend: str
     rows: tuple[ReportRow, ...]
     unread: tuple[str, ...] = ()
+    leaves: tuple[FloatLeaf, ...] = ()
+    forced: tuple[ForcedNumber, ...] = ()
+    eval_only: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -96,16 +105,24 @@ class QuantReport:
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
             head += f"; {len(self.unread)} tensors of the model are not read in eval mode: {names}"
-        return f"{head}\n{table}"
+        lines = [head]
+        lines += [f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves]
+        lines += [f"size fixed at {f.value}: {f.source}" for f in self.forced]
+        lines += [f"as in eval mode, also in training: {path}" for path in self.eval_only]
+        return "\n".join([*lines, str(table)])
 
 
 def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:
-    """Collect the annotations of an annotated graph."""
+    """Collect the annotations of an annotated graph; recurrent layers, which stay float, are logged."""
     rows = []
     for node in gm.graph.nodes:
         found = annotation_of(node)
         if found is None:
             continue
+        if found.op == "recurrent":
+            logging.getLogger("fxqat").info(
+                "%s stays float: %s; its neighbours are quantized", node.target, found.reason
+            )
         rows.append(
             ReportRow(
                 node=node.name,

@@ -2,13 +2,15 @@
 
 Cases:
 
-1. a functional convolution or linear whose weight and bias are parameters becomes the module of the same name, so
-   that a functional weight is a weight. Calls that share parameters and arguments share the module;
+1. a functional convolution or linear whose weight is a parameter becomes the module of the same name, so that a
+   functional weight is a weight. Calls that share parameters and arguments share the module. A bias that is computed is
+   added behind it;
 2. functional dropout becomes the module, so that it follows ``train()`` and ``eval()``;
 3. a module call that passes its input by keyword passes it by position;
 4. what works in place works out of place, and later readers of the overwritten value read the result: a value that is
-   rounded in between must not be overwritten;
-5. arguments that tracing fixed to a value leave the signature.
+   rounded in between must not be overwritten. A buffer that is updated stays so;
+5. arguments that tracing fixed to a value leave the signature;
+6. what gives values and their indices is described as a tuple of values, the indices as no values.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import fx, nn
 
-from fxqat.quantization.ops import IDENTITY, OUT_OF_PLACE, SPELLING, WEIGHTED, identify, works_in_place
-from fxqat.utils.fx_graph import called_module
+from fxqat.quantization import values
+from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
+from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
+from fxqat.utils.fx_graph import called_module, writes_state
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
@@ -40,8 +45,12 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
-        if works_in_place(node):
+        if works_in_place(node) and not writes_state(node):
             _out_of_place(node)  # case 4
+        if gives_indices(op):
+            node.meta[values.KEY] = "tuple"  # case 6
+        elif op.name == "indices":
+            node.meta[values.KEY] = "tensor"  # case 6
     _drop_unread_attributes(gm)
     gm.graph.lint()
     gm.recompile()
@@ -74,14 +83,15 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
         names = ("stride", "padding", "dilation", "groups")
     bound = _bound(node, ("input", "weight", "bias", *names))
     weight, bias = _parameter(gm, bound["weight"]), _parameter(gm, bound.get("bias"))
-    if weight is None or (bias is None and bound.get("bias") is not None):
-        return  # computed weights are activations; the backend's rules say what happens to them
+    if weight is None:
+        return  # a computed weight is an activation; the backend's rules say what happens to it
+    added = bound.get("bias") if bias is None else None
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return
     key = (
         str(bound["weight"].target),
-        str(getattr(bound.get("bias"), "target", "")),
+        "" if bias is None else str(bound["bias"].target),
         kind,
         repr(sorted(options.items())),
     )
@@ -92,6 +102,19 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(made[key], (bound["input"],))
     _replace(node, new)
+    if added is not None:
+        _add_behind(gm, new, added, weight.dim() - 2)
+
+
+def _add_behind(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> None:
+    """Add a computed bias to the result of a layer with ``space`` dimensions behind its channels."""
+    with gm.graph.inserting_after(node):
+        shaped = gm.graph.call_method("reshape", (bias, (-1, *[1] * space))) if space else bias
+        added = gm.graph.call_function(torch.add, (node, shaped))
+        if space:
+            added.prepend(shaped)
+    added.meta = dict(node.meta)
+    node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
 
 
 def _build(
@@ -135,7 +158,7 @@ def _out_of_place(node: fx.Node) -> None:
     elif node.op == "call_function" and node.target in OUT_OF_PLACE:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
-        node.target = str(node.target).removesuffix("_")
+        node.target = out_of_place_method(str(node.target))
     else:
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "inplace"}
         node.args = tuple(False if value is True else value for value in node.args)
@@ -160,21 +183,26 @@ def _parameter(gm: fx.GraphModule, value: Any) -> nn.Parameter | None:
 
 def _drop_unread_attributes(gm: fx.GraphModule) -> None:
     """Erase unread ``get_attr`` nodes, and parameters that only they read, so that no tensor has two names."""
-    for node in list(gm.graph.nodes):
-        if node.op == "get_attr" and not node.users:
-            gm.graph.erase_node(node)
-            owner, _, name = str(node.target).rpartition(".")
-            still_read = any(n.op == "get_attr" and n.target == node.target for n in gm.graph.nodes)
-            module = gm.get_submodule(owner)
-            ours = module is gm or type(module) is nn.Module  # a container that tracing made
-            if not still_read and ours:
-                delattr(module, name)
+    attributes = [node for node in gm.graph.nodes if node.op == "get_attr"]
+    read = {str(node.target) for node in attributes if node.users}
+    for node in attributes:
+        if node.users:
+            continue
+        gm.graph.erase_node(node)
+        owner, _, name = str(node.target).rpartition(".")
+        module = gm.get_submodule(owner)
+        ours = module is gm or type(module) is nn.Module  # a container that tracing made
+        if str(node.target) not in read and ours and hasattr(module, name):
+            delattr(module, name)
 
 
 def _free_path(gm: nn.Module, path: str) -> str:
-    taken = {name for name, _ in gm.named_modules()} | {name for name, _ in gm.named_parameters()}
+    owner = path.rpartition(".")[0]
+    home: nn.Module | None = gm
+    for part in owner.split(".") if owner else ():
+        home = getattr(home, part, None)
     candidate, count = path, 0
-    while candidate in taken or hasattr(gm, candidate):
+    while home is not None and hasattr(home, candidate.rpartition(".")[2]):
         count += 1
         candidate = f"{path}_{count}"
     return candidate

@@ -1,54 +1,48 @@
 """Trace: the user's model becomes a graph.
 
-The model is copied first; shared modules and tied weights stay shared in the copy. What ``torch.fx`` cannot trace
-raises :class:`~fxqat.errors.TraceError` with the module, the source line and the remedy.
+The model is copied first; shared modules and tied weights stay shared in the copy. The ladder:
+
+1. with example inputs, every node is computed as it is traced, so that Python code that looks at sizes, lengths and
+   types just works (``fxqat.quantization.value_proxy``);
+2. without them, or where that fails as a whole, ``torch.fx``'s symbolic trace;
+3. what neither can trace becomes a call of the smallest module around it, which stays float.
+
+What fails at the model itself raises :class:`~fxqat.errors.TraceError` with the source line and the remedy.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import fx, nn
-from torchvision.ops import StochasticDepth
+from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
+from fxqat.quantization.leaf_tracer import LeafTracer, explain, source_of
+from fxqat.quantization.value_tracer import ValueTracer, arguments_of
+from fxqat.quantization.values import FloatLeaf, ForcedNumber
 
-MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
-"""Modules that compute differently in training: kept whole, so that ``train()`` and ``eval()`` go on working."""
 
-
-class LeafTracer(fx.Tracer):
-    """The fx tracer, with more modules kept whole and source lines recorded.
+class Traced(NamedTuple):
+    """What tracing gives.
 
     Args:
-        leaf_modules: module types or dotted paths that are not traced into.
+        root: the copy of the model, whose tensors the graph module shares.
+        gm: the graph module, in the model's own mode.
+        fixed: names of the arguments of forward that are fixed to a value.
+        forced: sizes that the graph holds as numbers.
+        leaves: modules that could not be traced.
+        eval_only: modules that do something else in training, which the graph does not have.
     """
 
-    def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = ()) -> None:
-        super().__init__()
-        self.record_stack_traces = True
-        self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
-        self.leaf_paths = frozenset(leaf for leaf in leaf_modules if isinstance(leaf, str))
-        self.path_of_failure = ""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node."""
-        if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
-            return True
-        return super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace one module call, remembering the innermost one that fails."""
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.path_of_failure = self.path_of_failure or self.path_of_module(m)
-            raise
+    root: nn.Module
+    gm: fx.GraphModule
+    fixed: tuple[str, ...] = ()
+    forced: tuple[ForcedNumber, ...] = ()
+    leaves: tuple[FloatLeaf, ...] = ()
+    eval_only: tuple[str, ...] = ()
 
 
 def trace(
@@ -57,42 +51,81 @@ def trace(
     *,
     leaf_modules: Sequence[type[nn.Module] | str] = (),
     concrete_args: Mapping[str, Any] | None = None,
-) -> tuple[nn.Module, fx.GraphModule]:
+    example_inputs: tuple[Any, ...] | None = None,
+    untraceable: str = "leaf",
+) -> Traced:
     """Copy a model and trace the copy in eval mode.
 
     Args:
         model: the user's model; not changed.
-        custom_tracer: a tracer to use instead of :class:`LeafTracer`.
+        custom_tracer: a tracer to use as it is, instead of those of the ladder.
         leaf_modules: module types or paths to keep whole (not together with ``custom_tracer``).
         concrete_args: arguments of ``forward`` fixed to a value, as in ``torch.fx.symbolic_trace``.
-
-    Returns:
-        ``(copy, gm)``: the copy of the model, whose tensors the graph module shares, and the graph module in the
-        model's own mode.
+        example_inputs: the model's inputs, for step 1 of the ladder. Arguments that they leave out are fixed to their
+            defaults.
+        untraceable: ``"leaf"``, step 3 of the ladder, or ``"error"``.
 
     Raises:
-        ConfigError: a leaf path does not exist in the model, or leaves were given beside a custom tracer.
+        ConfigError: a leaf path or argument does not exist in the model, or leaves were given beside a custom tracer.
         TraceError: the model cannot be traced.
     """
     _check_leaves(model, custom_tracer, leaf_modules)
     _check_arguments(model, concrete_args or {})
     was_training = {name: module.training for name, module in model.named_modules()}
     try:
-        root = copy.deepcopy(model)
+        root = copy.deepcopy(model, _copies_of_results(model))
     except Exception as cause:
         raise TraceError(f"cannot copy {type(model).__name__}: {cause}. Make the model deep-copyable.") from cause
-    tracer = LeafTracer(leaf_modules) if custom_tracer is None else custom_tracer
     root.eval()
-    try:
-        graph = tracer.trace(root, dict(concrete_args) if concrete_args else None)
-    except Exception as cause:
-        raise TraceError(_explain(model, tracer, cause)) from cause
+    fixed = dict(concrete_args or {})
+    tracers: list[fx.Tracer] = [LeafTracer(leaf_modules, untraceable)] if custom_tracer is None else [custom_tracer]
+    if example_inputs is not None and custom_tracer is None:
+        given, defaults = _bind(root, example_inputs, fixed)
+        fixed = defaults | fixed
+        tracers.insert(0, ValueTracer(copy.deepcopy(given), leaf_modules, untraceable))
+    graph, tracer = _first_success(model, root, tracers, fixed)
     for name, module in root.named_modules():
-        module.training = was_training[name]
+        module.training = was_training.get(name, model.training)
     gm = fx.GraphModule(root, graph, type(model).__name__)
     gm.training = model.training
     _restore_containers(root, gm)
-    return root, gm
+    leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
+    if isinstance(tracer, ValueTracer):
+        eval_only = tuple(path or type(model).__name__ for path in tracer.mode_dependent)
+        return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
+    return Traced(root, gm, tuple(fixed), (), leaves)
+
+
+def _copies_of_results(model: nn.Module) -> dict[int, Any]:
+    """Copies of the tensors that a model kept of its last run, which autograd does not let be copied."""
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
+
+
+def _first_success(
+    model: nn.Module, root: nn.Module, tracers: list[fx.Tracer], fixed: dict[str, Any]
+) -> tuple[fx.Graph, fx.Tracer]:
+    """The graph of the first tracer that goes through; the error of the first if none does."""
+    failures: list[tuple[fx.Tracer, Exception]] = []
+    for tracer in tracers:
+        try:
+            return tracer.trace(root, dict(fixed) if fixed else None), tracer
+        except Exception as error:  # noqa: BLE001  a user's forward raises anything
+            failures.append((tracer, error))
+    first, cause = failures[0]
+    raise TraceError(_explain(model, first, cause)) from cause
+
+
+def _bind(
+    root: nn.Module, inputs: tuple[Any, ...], concrete_args: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs by name, and the arguments they leave at their defaults."""
+    try:
+        return arguments_of(root, inputs, concrete_args)
+    except TypeError as cause:
+        raise ConfigError(
+            f"example_inputs do not fit the arguments of forward (less those in concrete_args): {cause}"
+        ) from cause
 
 
 def _restore_containers(root: nn.Module, gm: nn.Module) -> None:
@@ -128,15 +161,9 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
 def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:
     """Say where tracing failed and what to do."""
     path = getattr(tracer, "path_of_failure", "") or "the model itself"
-    inner = ("torch/fx/", "torch/nn/modules/module.py", "fxqat/quantization/trace.py")
-    frames = [f for f in traceback.extract_tb(cause.__traceback__) if not any(part in f.filename for part in inner)]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"
-    if isinstance(cause, torch.fx.proxy.TraceError):
-        what = "its forward depends on the value of a tensor or on a size that is not known while tracing"
-    else:
-        what = f"{type(cause).__name__}: {cause}"
     return (
-        f"cannot trace {type(model).__name__}: {what}\n  in module: {path}\n  at: {where}\n"
-        "Remedy: keep that module whole and float with prepare_custom_config_dict={'leaf_module': [its type or path]}, "
-        "fix the argument with 'concrete_args', or pass a custom_tracer."
+        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {source_of(cause)}\n"
+        "Remedy: give example_inputs, so that sizes are known while tracing; keep that module whole and float with "
+        "prepare_custom_config_dict={'leaf_module': [its type or path]}; fix the argument with 'concrete_args'; or "
+        "pass a custom_tracer."
     )

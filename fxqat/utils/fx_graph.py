@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-NOT_THE_USERS = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/_", "/fxqat/quantization/trace.py", 'File "<')
+
+@dataclass(frozen=True)
+class Reference:
+    """Stands for a node, by name, in the arguments of a :class:`Call`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Stands for a function that pickle does not find by its qualified name (``F.max_pool2d`` is one)."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node as plain values, with :class:`Reference` objects for nodes among its arguments."""
+
+    name: str
+    op: str
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+
+NOT_THE_USERS = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/_", "/fxqat/quantization/", 'File "<')
 """Parts of the paths of frames that are not the user's code."""
 
 
@@ -44,6 +76,16 @@ def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
 def only_user(node: fx.Node) -> fx.Node | None:
     """The single reader of a node, None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def writes_state(node: fx.Node) -> bool:
+    """Whether a call overwrites a buffer of the model, directly or through the result of such a call."""
+    name = str(node.target)
+    by_method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
+    if not node.args or not (by_method or node.target in IN_PLACE_OPERATORS):
+        return False
+    first = node.args[0]
+    return isinstance(first, fx.Node) and (first.op == "get_attr" or writes_state(first))
 
 
 def module_path(node: fx.Node) -> str:
@@ -87,3 +129,35 @@ def source_line(node: fx.Node) -> str:
         return ""
     file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
     return f"{file}:{rest.split(',')[0]}"
+
+
+def calls_in(graph: fx.Graph) -> list[Call]:
+    """A graph as plain values that can be pickled."""
+
+    def plain(argument: Any) -> Any:
+        refer: Any = lambda a: Reference(a.name) if isinstance(a, fx.Node) else a  # noqa: E731  torch's types are narrower
+        return fx.node.map_aggregate(argument, refer)
+
+    def named(target: Any) -> Any:
+        module, name = getattr(target, "__module__", None), getattr(target, "__name__", None)
+        by_name = "<locals>" in getattr(target, "__qualname__", "") and hasattr(sys.modules.get(str(module)), str(name))
+        return Imported(str(module), str(name)) if by_name else target
+
+    return [Call(node.name, node.op, named(node.target), plain(node.args), plain(node.kwargs)) for node in graph.nodes]
+
+
+def graph_of(calls: list[Call]) -> fx.Graph:
+    """The graph of :func:`calls_in`."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+
+    def linked(argument: Any) -> Any:
+        link: Any = lambda a: nodes[a.name] if isinstance(a, Reference) else a  # noqa: E731
+        return fx.node.map_aggregate(argument, link)
+
+    for call in calls:
+        target = call.target
+        if isinstance(target, Imported):
+            target = getattr(sys.modules[target.module], target.name)
+        nodes[call.name] = graph.create_node(call.op, target, linked(call.args), linked(call.kwargs), name=call.name)
+    return graph

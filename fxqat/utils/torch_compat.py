@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The common base of BatchNorm1d, 2d and 3d."""
 
 
+def load_compiler() -> None:
+    """Import torch's compiler, which takes note of Python's builtins, before one of them is replaced for a while."""
+    import torch._dynamo  # noqa: F401
+    import torch._dynamo.polyfills.loader  # noqa: F401
+
+
 def tensor_version(tensor: Tensor) -> tuple[int, int]:
     """Identity and in-place version of a tensor: equal as long as nothing wrote to it."""
     return id(tensor), tensor._version
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module runs more than its forward (forward hooks; torch's old weight_norm is one)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
@@ -27,3 +42,26 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+class ContentWatch(TorchDispatchMode):
+    """Notices operators whose result, or its size, depends on what is in a tensor.
+
+    Attributes:
+        read_content: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.read_content = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operator and run it."""
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags or "::nms" in func.name():
+            self.read_content = True
+        elif torch.Tag.dynamic_output_shape in tags:
+            indices = args[1] if func.name() == "aten::index.Tensor" else None
+            masks = indices is None or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+            self.read_content = self.read_content or masks
+        return func(*args, **(kwargs or {}))

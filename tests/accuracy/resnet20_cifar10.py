@@ -98,9 +98,10 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("W8A8", "TSQAT", 8, 8, 0.005),
-    Setting("W8A8", "ONNXRuntime", 8, 8, 0.005),
-    Setting("W4A8", "TSQAT", 4, 8, 0.01),
+    Setting("W8A8", "TSQAT", 8, 8, 0.002),
+    Setting("W8A8", "ONNXRuntime", 8, 8, 0.002),
+    Setting("W4A8", "TSQAT", 4, 8, 0.005),
+    Setting("W4A8", "ONNXRuntime", 4, 8, 0.005),
     Setting("W4A4", "ONNXRuntime", 4, 4, 0.01),
     Setting("W4A4, ends at 8", "ONNXRuntime", 4, 4, 0.01, EIGHT_AT_THE_ENDS),
     Setting("W4A4", "TensorRT", 4, 4, 0.01),

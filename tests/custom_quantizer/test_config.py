@@ -94,7 +94,7 @@ EFFECTS = {
     "w_qscheme pot_scale": (
         {"w_fakequantize": "Fixed", "w_qscheme": {"pot_scale": True}},
         "weight",
-        lambda q: q.scheme.pot_scale,
+        lambda q: q.scheme.scale_bits == 1,
     ),
 }
 

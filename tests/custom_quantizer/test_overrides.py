@@ -132,7 +132,7 @@ def test_a_rule_stands_above_the_global_configuration():
         ({"observer": EMAMinMaxObserver}, lambda q: type(q.observer), EMAMinMaxObserver),
         ({"observer": "MSE", "observer_args": {"p": 3.5}}, lambda q: getattr(q.observer, "p", None), 3.5),
         ({"fake_quantize": "Fixed"}, type, FixedFakeQuantize),
-        ({"fake_quantize": "FixedFakeQuantize", "pot_scale": True}, lambda q: q.scheme.pot_scale, True),
+        ({"fake_quantize": "FixedFakeQuantize", "pot_scale": True}, lambda q: q.scheme.scale_bits == 1, True),
         ({"fake_quantize_args": {"grad_factor": 0.5}}, lambda q: q.grad_factor, 0.5),
     ],
     ids=str,

@@ -6,11 +6,12 @@ import pytest
 
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.table import BACKENDS, BackendType
-from fxqat.quantization import ops
-from fxqat.quantization.ops import OPS, op_named
+from fxqat.quantization import op_table
+from fxqat.quantization.op_table import OPS
+from fxqat.quantization.ops import op_named
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
-FAMILIES = {value for name, value in vars(ops).items() if name.isupper() and isinstance(value, str)}
+FAMILIES = {value for name, value in vars(op_table).items() if name.isupper() and isinstance(value, str)}
 INT8 = TensorQConfig(QuantizeScheme())
 
 
@@ -27,6 +28,7 @@ def test_a_table_speaks_of_known_ops_and_gives_reasons(backend):
     spec = BACKENDS[backend]
     assert spec.name == backend.value
     assert {key for key in spec.rules if op_named(key) is None} <= FAMILIES
+    assert (spec.weight.scheme.scale_bits, spec.activation.scheme.scale_bits) == (6, 4)
     assert set(spec.fixed_ranges) | spec.fused_activations <= {op.name for op in OPS}
     assert spec.fuses_into <= FAMILIES
     assert all(rule.reason for rule in spec.rules.values())

@@ -39,10 +39,12 @@ def run(
     factor: torch.Tensor | None = None,
     floor: torch.Tensor | None = None,
     grad_scale: float = 1.0,
+    scale_bits: int = 24,
+    input_kept: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Output and gradients of the autograd function, every tensor input a fresh leaf."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, scale, zero_point)]
-    output = FakeQuantizeSTE.apply(*leaves, factor, floor, *limits, axis, grad_scale)
+    output = FakeQuantizeSTE.apply(*leaves, factor, floor, *limits, axis, grad_scale, scale_bits, input_kept)
     output.backward(grad.to(output.dtype))
     return output.detach(), [None if leaf is None else leaf.grad for leaf in leaves]
 
@@ -85,6 +87,38 @@ def test_gradients_are_those_of_the_papers(
     expected = lsq_reference(*numbers, limits, as_float64(grad), axis)
     assert 0 < np.count_nonzero(expected.x) < x.numel()
     assert_gradients(found, expected, weight=0.25)
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(("shape", "axis", "channels"), AXES)
+def test_what_is_saved_instead_of_the_input_gives_its_gradients(
+    shape: tuple[int, ...], axis: int | None, channels: int | None, limits: tuple[int, int]
+) -> None:
+    x, scale, zero_point, grad = problem(shape, axis, channels, limits)
+    numbers = [as_float64(tensor) for tensor in (x, scale, zero_point)]
+    output, found = run(x, scale, zero_point, limits, grad, axis=axis, input_kept=False)
+    expected = lsq_reference(*numbers, limits, as_float64(grad), axis)
+    np.testing.assert_array_equal(as_float64(found[0]), expected.x)
+    assert_gradients([found[0], None, found[2]], expected)
+    error = np.abs(as_float64(found[1]) - expected.scale)
+    other = tuple(dim for dim in range(x.dim()) if channels is None or dim != axis % x.dim())
+    size = np.abs(as_float64(grad)).sum(other) if other else np.abs(as_float64(grad))
+    # each residual, at most half a step, is off by at most 2**-8 of itself, and float32 x_hat - x by 2**-24 of x_hat
+    steps = max(abs(limit) for limit in limits)
+    assert np.all(error <= (2.0**-9 + 2.0**-23 * steps) * size + 2e-4 * np.abs(expected.scale) + 1e-6)
+
+
+def test_an_input_that_nobody_keeps_is_saved_in_half_its_size() -> None:
+    def bytes_saved(input_kept: bool) -> list[int]:
+        saved = []
+        x = torch.randn(1000, requires_grad=True)
+        scale = torch.tensor(0.1, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+            FakeQuantizeSTE.apply(x, scale, None, None, None, -8, 7, None, 1.0, 24, input_kept)
+        return sorted(size for size in saved if size > 4)
+
+    assert bytes_saved(True) == [4000, 4000]  # x, and the output, which its reader saves as well
+    assert bytes_saved(False) == [2000, 4000]
 
 
 @pytest.mark.parametrize("limits", [(-127, 127), (0, 15)], ids=str)

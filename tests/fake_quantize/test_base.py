@@ -115,7 +115,7 @@ def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) 
         quant.scale.copy_(torch.tensor([-0.5, 0.0, float("nan"), float("inf"), 0.25]))
         quant.zero_point.copy_(torch.tensor([-7.0, 7.4, float("nan"), 1e9, 3.0]))
     scale, zero_point = quant.qparams()
-    assert scale.tolist() == [0.5, SCALE_MIN, SCALE_MIN, SCALE_MAX, 0.25]
+    assert scale.tolist() == [0.5, SCALE_MIN, SCALE_MAX, SCALE_MAX, 0.25]
     assert zero_point.tolist() == [0.0, 7.0, 0.0, 255.0, 3.0]
     assert [tensor.requires_grad for tensor in (scale, zero_point)] == [False, False]
 

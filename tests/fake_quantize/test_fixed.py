@@ -26,7 +26,7 @@ def test_gradient_is_one_inside_and_zero_outside(scheme: QuantizeScheme) -> None
 
 
 def test_power_of_two_scales_are_kept() -> None:
-    scheme = QuantizeScheme(per_channel=True, pot_scale=True)
+    scheme = QuantizeScheme(per_channel=True, scale_bits=1)
     quant = make_fake_quant(scheme, axis=0, channels=3, fake_quantize=FixedFakeQuantize)
     calibrate(quant, torch.tensor([[-1.0, 0.9], [0.3, 0.2], [0.0, 0.0]]))
     assert quant.scale.tolist() == [2.0**-6, 2.0**-8, SCALE_MIN]

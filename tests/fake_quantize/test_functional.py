@@ -108,7 +108,7 @@ def test_valid_scale_is_positive_and_finite_for_anything() -> None:
     assert scale.tolist()[:2] == [0.5, 0.5]
     assert scale.tolist()[2:6] == [SCALE_MIN] * 4
     assert scale.tolist()[6:9] == [SCALE_MAX] * 3
-    assert scale[9] == SCALE_MIN
+    assert scale[9] == SCALE_MAX
     assert math.isnan(hostile[9])
 
 
@@ -161,7 +161,7 @@ def test_chosen_parameters_cover_the_range_and_zero(
         (QuantizeScheme(signed=False, symmetric=False), (4.0 / 255, 64.0)),
         (QuantizeScheme(symmetric=False), (4.0 / 255, -64.0)),
         (QuantizeScheme(4, narrow_range=True), (3.0 / 7, 0.0)),
-        (QuantizeScheme(pot_scale=True), (2.0**-5, 0.0)),
+        (QuantizeScheme(scale_bits=1), (2.0**-5, 0.0)),
     ],
     ids=str,
 )
@@ -173,7 +173,7 @@ def test_chosen_parameters_follow_the_formula(scheme: QuantizeScheme, expected: 
 
 def test_power_of_two_scales_are_exact_and_cover() -> None:
     exponents = torch.arange(-38, 39)
-    scheme = QuantizeScheme(pot_scale=True)
+    scheme = QuantizeScheme(scale_bits=1)
     exact = torch.ldexp(torch.ones(77), exponents)
     scale, _ = choose_qparams(-exact * 127, exact * 127, scheme)
     assert torch.equal(scale, exact)
@@ -182,6 +182,45 @@ def test_power_of_two_scales_are_exact_and_cover() -> None:
     assert torch.all(torch.frexp(scale).mantissa == 0.5)
     assert torch.all(scale.double() * 127 >= ranges.double() * (1 - 1e-6))
     assert torch.all(scale.double() * 127 < ranges.double() * (2 + 1e-6))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 5, 12, 23, 24])
+def test_scales_are_rounded_to_their_significant_bits(bits: int) -> None:
+    scale = torch.exp2(80 * torch.rand(20_000, generator=torch.Generator().manual_seed(0)) - 40)
+    mantissa, exponent = np.frexp(scale.double().numpy())
+    for up, function in ((False, lambda v: np.floor(v + 0.5)), (True, np.ceil)):
+        expected = np.ldexp(function(mantissa * 2.0**bits) / 2.0**bits, exponent)
+        found = valid_scale(scale, bits, up)
+        np.testing.assert_array_equal(found.double().numpy(), expected)
+        assert torch.equal(valid_scale(found, bits, up), found)
+        assert torch.equal(valid_scale(-scale, bits, up), found)
+
+
+@pytest.mark.parametrize("cover", [True, False])
+def test_a_range_is_covered_or_nearly(cover: bool) -> None:
+    scheme = QuantizeScheme(scale_bits=4, per_channel=cover)
+    high = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 10 + 1e-3
+    scale, _ = choose_qparams(-high, high, scheme)
+    ratio = scale.double() * 127 / high.double()
+    assert ratio.min() >= (1 - 1e-6 if cover else 1 - 1 / 16)
+    assert ratio.max() <= (1 + 1 / 8 if cover else 1 + 1 / 16)
+
+
+def test_sums_of_products_are_exact_when_scales_have_few_bits() -> None:
+    """What short scales are for: the same sum whatever the order, and the same as in float64."""
+    random = torch.Generator().manual_seed(0)
+    weights = (35 * torch.randn(64, 1152, generator=random)).round().clamp(-127, 127)
+    values = (25 * torch.randn(1152, 400, generator=random)).round().clamp(0, 255)
+    scales = torch.rand(64, 1, generator=random) * 1e-2, torch.tensor(0.0237)
+    order = torch.randperm(1152, generator=random)
+    exact = {}
+    for bits in (4, 24):
+        a, b = weights * valid_scale(scales[0], bits + 2 if bits < 24 else bits), values * valid_scale(scales[1], bits)
+        reference = a.double() @ b.double()
+        sums = (a @ b, a[:, order] @ b[order])
+        exact[bits] = [float((total.double() == reference).float().mean()) for total in sums]
+    assert min(exact[4]) > 0.999
+    assert max(exact[24]) < 0.1
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -65,9 +65,24 @@ def test_an_empty_batch_passes() -> None:
     assert quant.scale.grad == 0.0
 
 
-def test_power_of_two_and_bad_factors_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Fixed"):
-        make_fake_quant(QuantizeScheme(pot_scale=True))
+@pytest.mark.parametrize("bits", [1, 3])
+def test_a_learned_scale_keeps_few_significant_bits(bits: int) -> None:
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    x[0] = 12.0
+    quant = calibrate(make_fake_quant(QuantizeScheme(4, scale_bits=bits), WEIGHT), x)
+    optimizer = torch.optim.SGD(quant.parameters(), lr=50.0)
+    used = set()
+    for _ in range(100):
+        loss = (quant.quantize(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        used.add(quant.qparams()[0].item())
+    assert len(used) > 1  # it moves
+    assert all(math.frexp(scale)[0] * 2**bits % 1 == 0 for scale in used)
+
+
+def test_bad_factors_are_refused() -> None:
     for factor in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="grad_factor"):
             LearnableFakeQuantize(INT8, MinMaxObserver(INT8), WEIGHT, grad_factor=factor)

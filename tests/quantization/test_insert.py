@@ -195,7 +195,6 @@ def test_build_fake_quant_passes_arguments_on():
         (TensorQConfig(QuantizeScheme(), fake_quantize="Learned"), "unknown fake-quant 'Learned'.*Learnable"),
         (TensorQConfig(QuantizeScheme(), observer_args={"ratio": 1}), "observer_args.*ratio"),
         (TensorQConfig(QuantizeScheme(), "MSE", "Fixed", fake_quantize_args={"grad_factor": 1.0}), "grad_factor"),
-        (TensorQConfig(QuantizeScheme(pot_scale=True)), "power of two"),
         (TensorQConfig(QuantizeScheme(), observer=3), "3"),
         (TensorQConfig(QuantizeScheme(), observer="EMAMinMax", observer_args={"ema_ratio": 2}), "ema_ratio"),
     ],

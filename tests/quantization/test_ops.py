@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxqat.nn.fused import FusedLayer
-from fxqat.quantization import ops
-from fxqat.quantization.ops import OPS, identify, identify_module, op_named
+from fxqat.quantization import op_table
+from fxqat.quantization.op_table import OPS
+from fxqat.quantization.ops import identify, identify_module, op_named
 
 
 class Apply(nn.Module):
@@ -100,14 +101,14 @@ SPELLINGS = [
 def test_functions_and_methods_are_known(name, function):
     found = last_op(function)
     assert found.name == name
-    assert found.family != ops.OPAQUE
+    assert found.family != op_table.OPAQUE
 
 
 @pytest.mark.parametrize("spelling", ["T", "mT"])
 def test_transposing_attributes_are_pass_through(spelling):
     found = last_op(lambda x, y: getattr(x, spelling))
     assert found.name == "permute"
-    assert found.family == ops.PASS_THROUGH
+    assert found.family == op_table.PASS_THROUGH
 
 
 def test_each_spelling_has_one_row():
@@ -122,7 +123,7 @@ def test_modules_are_known_by_their_exact_type(op):
     for kind in op.modules:
         instance = kind.__new__(kind)
         assert identify_module(instance) is op
-        assert identify_module(type("Own", (kind,), {}).__new__(type("Own", (kind,), {}))).family == ops.OPAQUE
+        assert identify_module(type("Own", (kind,), {}).__new__(type("Own", (kind,), {}))).family == op_table.OPAQUE
     assert op_named(op.name) is op
 
 
@@ -136,34 +137,34 @@ def test_a_fused_layer_is_the_op_of_its_layer():
 @pytest.mark.parametrize(
     ("function", "family"),
     [
-        (lambda x, y: F.pad(x, (1, 1)), ops.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), "constant", 0.0), ops.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), mode="reflect"), ops.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), "constant", 1.5), ops.OPAQUE),
-        (lambda x, y: F.pad(x, (1, 1), value=-1), ops.OPAQUE),
-        (lambda x, y: F.interpolate(x, scale_factor=2), ops.PASS_THROUGH),
-        (lambda x, y: F.interpolate(x, None, 2, "nearest-exact"), ops.PASS_THROUGH),
-        (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), ops.RESIZE),
-        (lambda x, y: F.interpolate(x, None, 2, "bicubic"), ops.RESIZE),
-        (lambda x, y: F.max_pool2d(x, 2, return_indices=True), ops.OPAQUE),
+        (lambda x, y: F.pad(x, (1, 1)), op_table.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), "constant", 0.0), op_table.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), mode="reflect"), op_table.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), "constant", 1.5), op_table.OPAQUE),
+        (lambda x, y: F.pad(x, (1, 1), value=-1), op_table.OPAQUE),
+        (lambda x, y: F.interpolate(x, scale_factor=2), op_table.PASS_THROUGH),
+        (lambda x, y: F.interpolate(x, None, 2, "nearest-exact"), op_table.PASS_THROUGH),
+        (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), op_table.RESIZE),
+        (lambda x, y: F.interpolate(x, None, 2, "bicubic"), op_table.RESIZE),
+        (lambda x, y: F.max_pool2d(x, 2, return_indices=True), op_table.OPAQUE),
     ],
 )
 def test_the_family_follows_the_arguments(function, family):
     found = last_op(function)
     assert found.family == family
-    assert (found is ops.UNKNOWN) == (family == ops.OPAQUE)
+    assert (found is op_table.UNKNOWN) == (family == op_table.OPAQUE)
 
 
 @pytest.mark.parametrize(
     ("module", "family"),
     [
-        (nn.Upsample(scale_factor=2), ops.PASS_THROUGH),
-        (nn.Upsample(scale_factor=2, mode="bilinear"), ops.RESIZE),
-        (nn.MaxPool2d(2), ops.PASS_THROUGH),
-        (nn.MaxPool2d(2, return_indices=True), ops.OPAQUE),
-        (nn.Softmax(-1), ops.ACTIVATION),
-        (nn.LSTM(2, 2), ops.RECURRENT),
-        (nn.Bilinear(2, 2, 2), ops.OPAQUE),
+        (nn.Upsample(scale_factor=2), op_table.PASS_THROUGH),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), op_table.RESIZE),
+        (nn.MaxPool2d(2), op_table.PASS_THROUGH),
+        (nn.MaxPool2d(2, return_indices=True), op_table.OPAQUE),
+        (nn.Softmax(-1), op_table.ACTIVATION),
+        (nn.LSTM(2, 2), op_table.RECURRENT),
+        (nn.Bilinear(2, 2, 2), op_table.OPAQUE),
     ],
     ids=repr,
 )
@@ -171,4 +172,4 @@ def test_the_family_follows_the_settings_of_a_module(module, family):
     graph = fx.symbolic_trace(nn.Sequential(module)).graph
     node = next(node for node in graph.nodes if node.op == "call_module")
     assert identify(node).family == family
-    assert identify(next(iter(graph.nodes))) is ops.UNKNOWN
+    assert identify(next(iter(graph.nodes))) is op_table.UNKNOWN

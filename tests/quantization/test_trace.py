@@ -9,7 +9,8 @@ from torch import fx, nn
 from torchvision.ops import StochasticDepth
 
 from fxqat.errors import ConfigError, TraceError
-from fxqat.quantization.trace import LeafTracer, trace
+from fxqat.quantization.leaf_tracer import LeafTracer
+from fxqat.quantization.trace import trace
 from fxqat.utils.fx_graph import source_line
 from tests.models import TOYS, build, inputs
 
@@ -52,7 +53,7 @@ def targets(gm, op="call_module"):
 @pytest.mark.parametrize("name", TOYS)
 def test_the_graph_computes_what_the_model_computes(name):
     model = build(name)
-    root, gm = trace(model)
+    root, gm, *_ = trace(model)
     example = inputs(name)
     expected, actual = model(*example), gm(*example)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
@@ -64,7 +65,7 @@ def test_every_module_keeps_its_mode():
     model = build("residual").train()
     model.layer1[0].bn1.eval()
     modes = {name: module.training for name, module in model.named_modules()}
-    root, gm = trace(model)
+    root, gm, *_ = trace(model)
     assert {name: module.training for name, module in root.named_modules()} == modes
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert {n: m.training for n, m in gm.named_modules()}.items() <= modes.items()
@@ -72,9 +73,9 @@ def test_every_module_keeps_its_mode():
 
 
 def test_shared_modules_and_tied_weights_stay_shared():
-    _, shared = trace(build("shared_module"))
+    _, shared, *_ = trace(build("shared_module"))
     assert targets(shared).count("head") == 3
-    _, tied = trace(build("tied_weights"))
+    _, tied, *_ = trace(build("tied_weights"))
     assert tied.encoder.weight is tied.decoder.weight
     assert len(list(tied.parameters())) == 2
 
@@ -82,7 +83,7 @@ def test_shared_modules_and_tied_weights_stay_shared():
 @pytest.mark.parametrize("leaf", [Gate, "body.1"])
 def test_a_leaf_is_kept_whole(leaf):
     model = Gated()
-    _, gm = trace(model, leaf_modules=[leaf])
+    _, gm, *_ = trace(model, leaf_modules=[leaf])
     assert targets(gm) == ["conv", "body.0", "body.1"]
     x = torch.randn(2, 3, 4, 4)
     torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
@@ -90,13 +91,13 @@ def test_a_leaf_is_kept_whole(leaf):
 
 
 def test_a_leaf_container_hides_what_is_in_it():
-    _, gm = trace(build("residual"), leaf_modules=["layer1"])
+    _, gm, *_ = trace(build("residual"), leaf_modules=["layer1"])
     assert targets(gm) == ["stem", "layer1", "fc"]
     torch.testing.assert_close(gm(*inputs("residual")), build("residual")(*inputs("residual")), rtol=0, atol=0)
 
 
 def test_stochastic_depth_goes_on_switching_with_the_mode():
-    _, gm = trace(nn.Sequential(nn.Conv2d(1, 1, 1), StochasticDepth(0.5, "row")))
+    _, gm, *_ = trace(nn.Sequential(nn.Conv2d(1, 1, 1), StochasticDepth(0.5, "row")))
     x = torch.ones(64, 1, 2, 2)
     dropped = (gm.train()(x) == 0).flatten(1).all(1).sum().item()
     assert targets(gm) == ["0", "1"]
@@ -111,7 +112,7 @@ def test_a_custom_tracer_is_used():
 
     model = Gated()
     tracer = Tracer()
-    _, gm = trace(model, tracer)
+    _, gm, *_ = trace(model, tracer)
     assert targets(gm) == ["conv", "body.0", "body.1"]
     assert tracer.root is not model
     x = torch.randn(2, 3, 4, 4)
@@ -121,7 +122,7 @@ def test_a_custom_tracer_is_used():
 @pytest.mark.parametrize(("first", "taken"), [(True, "a"), (False, "b")])
 def test_concrete_args_choose_the_way(first, taken):
     model = Flagged()
-    _, gm = trace(model, concrete_args={"first": first})
+    _, gm, *_ = trace(model, concrete_args={"first": first})
     assert targets(gm) == [taken]
     x = torch.randn(2, 4)
     torch.testing.assert_close(gm(x, first, 2.0), model(x, first, 2.0), rtol=0, atol=0)
@@ -129,7 +130,7 @@ def test_concrete_args_choose_the_way(first, taken):
 
 def test_the_message_names_module_line_and_remedy():
     with pytest.raises(TraceError) as caught:
-        trace(Gated())
+        trace(Gated(), untraceable="error")
     message = str(caught.value)
     lines, start = inspect.getsourcelines(Gate)
     number = start + next(i for i, line in enumerate(lines) if "x.sum()" in line)
@@ -178,7 +179,7 @@ def test_leaves_and_a_custom_tracer_exclude_each_other():
     with pytest.raises(ConfigError, match="exclude each other"):
         trace(Gated(), LeafTracer(), leaf_modules=[Gate])
     with pytest.raises(TraceError):  # the tracer alone is taken as it is, without leaves of ours
-        trace(Gated(), LeafTracer())
+        trace(Gated(), LeafTracer(untraceable="error"))
 
 
 def test_an_argument_the_model_does_not_have_is_an_error():
@@ -189,7 +190,7 @@ def test_an_argument_the_model_does_not_have_is_an_error():
 
 
 def test_nodes_know_their_source_line():
-    _, gm = trace(Flagged(), concrete_args={"first": True})
+    _, gm, *_ = trace(Flagged(), concrete_args={"first": True})
     lines, start = inspect.getsourcelines(Flagged)
     number = start + next(i for i, line in enumerate(lines) if "return (self.a" in line)
     found = {node.name: source_line(node) for node in gm.graph.nodes}

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxqat.custom_quantizer.backends.tsqat import INT8_WEIGHT, TSQAT
-from fxqat.scheme import QuantizeScheme, TensorQConfig
-
-UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False)
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION
+from fxqat.custom_quantizer.backends.tsqat import TSQAT
+from fxqat.scheme import TensorQConfig
 
 EXPERIMENTAL = replace(
     TSQAT,

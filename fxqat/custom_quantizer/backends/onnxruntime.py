@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.scheme import QuantizeScheme, TensorQConfig
-
-INT8_WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
-UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False)
+from fxqat.scheme import TensorQConfig
 
 CONV = Rule(reason="QLinearConv: integers in and out")
 GEMM = Rule(output=False, reason="QGemm / MatMulIntegerToFloat: integers in, the output needs no rounding")
@@ -32,6 +30,7 @@ ONNXRUNTIME = BackendSpec(
             "adaptive_avg_pool2d": AVERAGE,
             "avg_pool2d": AVERAGE,
             "concat": CONCAT,
+            "where": Rule(share="all", reason="QLinearWhere: integers in and out"),
             "pass_through": MOVES,
             "identity": MOVES,
         }

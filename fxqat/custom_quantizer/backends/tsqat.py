@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.scheme import QuantizeScheme, TensorQConfig
-
-INT8_WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
-INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True)
+from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="in the op table: inputs and output are integers")
 MOVES = Rule(share="all", reason="moves values without changing them: output has the scale of its input")

@@ -1,0 +1,64 @@
+"""A function of the user's that is called as a whole, because it cannot be traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, TracebackType
+from typing import Any
+
+from torch import nn
+
+NOT_CANDIDATES = ("torch", "numpy", "fxqat", *sys.stdlib_module_names)
+"""Packages whose functions are never leaves: what fails in them is the call, not they."""
+
+
+class FunctionLeaf(nn.Module):
+    """Calls a function; what cannot stand in a graph (configuration objects) is kept here.
+
+    Args:
+        function: a function of some module, so that it can be pickled.
+        constants: arguments that are the same in each call, by position or name.
+    """
+
+    def __init__(self, function: Callable[..., Any], constants: dict[int | str, Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.constants = constants
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        positional = [self.constants.get(i, argument) for i, argument in enumerate(args)]
+        named = {name: value for name, value in self.constants.items() if isinstance(name, str)}
+        return self.function(*positional, **(kwargs | named))
+
+
+def candidates(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list[Any]]]:
+    """Functions in which an exception came up, innermost first, and where they are called through.
+
+    A function of a module is called through the namespaces of its module and of its caller (dicts); a method, of an
+    object that is no ``nn.Module``, through its class.
+    """
+    frames: list[FrameType] = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for position in range(len(frames) - 1, 0, -1):
+        frame, caller = frames[position], frames[position - 1]
+        code = frame.f_code
+        spaces: list[Any] = [frame.f_globals, caller.f_globals]
+        function: Any = frame.f_globals.get(code.co_name)
+        if code.co_varnames[:1] == ("self",) and not isinstance(frame.f_locals["self"], nn.Module):
+            owner = type(frame.f_locals["self"])
+            function, spaces = vars(owner).get(code.co_name), [owner]
+        if not isinstance(function, FunctionType) or function.__code__ is not code:
+            continue
+        if function.__module__.partition(".")[0] not in NOT_CANDIDATES and _is_importable(function):
+            yield function, spaces
+
+
+def _is_importable(function: FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function

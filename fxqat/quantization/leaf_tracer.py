@@ -1,0 +1,141 @@
+"""The fx tracer with float leaves where it cannot go on."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torchvision.ops import StochasticDepth
+
+from fxqat.quantization.values import FloatLeaf
+
+MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
+"""Modules that compute differently in training: kept whole, so that ``train()`` and ``eval()`` go on working."""
+
+NOT_THE_USERS = ("/torch/", "/fxqat/quantization/", "<eval_with_key>", "<frozen")
+"""Parts of the paths of frames that are not the user's code."""
+
+
+class LeafTracer(fx.Tracer):
+    """The fx tracer; what it cannot trace becomes a call of the smallest module around it.
+
+    Args:
+        leaf_modules: module types or dotted paths that are not traced into.
+        untraceable: ``"leaf"`` as above, or ``"error"``.
+
+    Attributes:
+        leaves: what became a leaf, and why.
+        path_of_failure: the innermost module that failed, when the trace as a whole did.
+        attribute_names: of each parameter and buffer, by ``id``.
+        attribute_proxies: those of them that the graph reads, by name.
+    """
+
+    def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
+        super().__init__(autowrap_functions=())
+        self.record_stack_traces = True
+        self.proxy_buffer_attributes = True
+        self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
+        self.leaf_paths = {leaf for leaf in leaf_modules if isinstance(leaf, str)}
+        self.untraceable = untraceable
+        self.leaves: dict[str, FloatLeaf] = {}
+        self.path_of_failure = ""
+        self.attribute_names: dict[int, str] = {}
+        self.attribute_proxies: dict[str, fx.Proxy] = {}
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a module."""
+        named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+        self.attribute_names = {id(tensor): name for name, tensor in reversed(named)}
+        self.attribute_proxies = {}
+        return super().trace(root, concrete_args)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module becomes one node."""
+        if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """A parameter or buffer that forward reads becomes a node."""
+        name = self.attribute_names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None:
+            return attr_val
+        if name not in self.attribute_proxies:
+            self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
+        return self.attribute_proxies[name]
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace one module call; if that fails, take back what it traced and call less of it, or it, as a whole."""
+        path, mark = self.path_of_module(m), self.mark_place()
+        while True:
+            try:
+                return super().call_module(m, forward, args, kwargs)
+            except Exception as error:
+                self.path_of_failure = self.path_of_failure or path
+                if self.untraceable == "error" or self.is_leaf_module(m, path):
+                    raise
+                cause = error
+            self.rewind(mark)
+            if not self.leaf_function(cause):
+                break
+        self.leaf_paths.add(path)
+        try:
+            result = super().call_module(m, forward, args, kwargs)
+        except Exception:  # its arguments cannot be those of a node: the module around it may do
+            self.leaf_paths.discard(path)
+            self.rewind(mark)
+            raise cause from None
+        self.leaves[path] = FloatLeaf(path, explain(cause), source_of(cause))
+        self.path_of_failure = ""
+        return result
+
+    def leaf_function(self, cause: Exception) -> bool:
+        """Make a leaf of a function in which an exception came up, and say whether there was one."""
+        return False
+
+    def last_node(self) -> fx.Node | None:
+        """The newest node."""
+        return next(iter(reversed(self.graph.nodes)), None)
+
+    def take_back(self, last: fx.Node | None) -> None:
+        """Erase every node behind one."""
+        doomed = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
+        for node in doomed:
+            self.graph.erase_node(node)
+            if node.op == "get_attr":
+                self.attribute_proxies.pop(str(node.target), None)
+            elif node.op == "call_module":
+                self.leaves.pop(str(node.target), None)
+
+    def mark_place(self) -> tuple[Any, ...]:
+        """Where tracing stands, to come back to."""
+        return self.last_node(), dict(self.module_stack), dict(self.num_calls)
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Come back to where tracing stood."""
+        self.take_back(mark[0])
+        for counter, saved in ((self.module_stack, mark[1]), (self.num_calls, mark[2])):
+            counter.clear()
+            counter.update(saved)
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not any(part in filename for part in NOT_THE_USERS)
+
+
+def source_of(cause: BaseException) -> str:
+    """Where in the user's code an exception came up."""
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"
+
+
+def explain(cause: BaseException) -> str:
+    """What went wrong, in a line."""
+    if type(cause) is fx.proxy.TraceError:
+        return "its forward depends on the value of a tensor or on a size that is not known while tracing"
+    text = str(cause).splitlines()[0] if str(cause) else ""
+    return text if isinstance(cause, fx.proxy.TraceError) else f"{type(cause).__name__}: {text}"

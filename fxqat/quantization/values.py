@@ -1,0 +1,87 @@
+"""What tracing knows of the value behind a graph node, and where a node's description of it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+KEY = "fxqat_value"
+"""Key in ``node.meta`` of a :class:`ValueKind`."""
+
+
+QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that ONNX QuantizeLinear takes."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that was computed while tracing, and what it depends on.
+
+    Args:
+        data: the value itself.
+        from_input: it depends on the inputs of the model.
+        sized: it depends on their sizes.
+        from_content: it, or its size, depends on what is in a tensor: it may be another one for other data.
+    """
+
+    data: Any
+    from_input: bool = False
+    sized: bool = False
+    from_content: bool = False
+
+
+@dataclass(frozen=True)
+class ForcedNumber:
+    """A size that Python needed as a number, and which the graph therefore holds as a constant.
+
+    Args:
+        expression: the node that gave it.
+        value: the number.
+        source: ``"file.py:12"``.
+    """
+
+    expression: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class FloatLeaf:
+    """A module that could not be traced and is called as a whole, in float.
+
+    Args:
+        path: its path in the model.
+        reason: what went wrong inside.
+        source: ``"file.py:12"``.
+    """
+
+    path: str
+    reason: str
+    source: str
+
+
+def describe(value: Any) -> str:
+    """The kind of a value.
+
+    ``"float"``: a tensor of reals that can be quantized; ``"tensor"``: of another type, float64 included; ``"tuple"``:
+    of float tensors; ``"plain"``: numbers and the like, no tensor inside; ``"object"``: anything else.
+    """
+    if isinstance(value, Tensor):
+        return "float" if value.dtype in QUANTIZABLE else "tensor"
+    if isinstance(value, (tuple, list)):
+        kinds = {describe(item) for item in value}
+        if kinds == {"float"}:
+            return "tuple"
+        return "plain" if kinds <= {"plain"} else "object"
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, slice)):
+        return "plain"
+    return "object"
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """What :func:`describe` said of a node's value while tracing; None if it was not known."""
+    found = node.meta.get(KEY)
+    return found if isinstance(found, str) else None
