@@ -52,6 +52,12 @@ LRU_CACHE = type(functools.lru_cache(len))
 """The type of a function with a cache."""
 
 
+def holds_proxies(cached: Any) -> bool:
+    """Whether a function with a cache was called with proxies, and so remembers what belongs to one trace."""
+    caches = [held for held in gc.get_referents(cached) if type(held) is dict]
+    return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
+
+
 class NodeMaker(Protocol):
     """What the patches need of a tracer."""
 
@@ -105,7 +111,7 @@ class Patches:
         while self._restore:
             self._restore.pop()()
         if self.tracer.hashed:
-            for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE]:
+            for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
                 cached.cache_clear()
 
     def undo_assignments(self, first: int) -> None:

@@ -206,6 +206,12 @@ def ramp(count):
     return torch.arange(count).float()
 
 
+@functools.lru_cache
+def untouched(count):
+    """A function with a cache that no trace calls."""
+    return torch.zeros(count)
+
+
 class Cached(Base):
     def forward(self, x):
         return self.conv(x) + ramp(x.shape[-1])
@@ -220,3 +226,10 @@ def test_caches_of_functions_keep_no_proxies():
         assert torch.equal(traced.gm(x), expected)
         assert type(ramp(8)) is torch.Tensor
         assert torch.equal(model(x), expected)
+
+
+def test_caches_that_saw_no_proxy_keep_what_they_hold():
+    untouched.cache_clear()
+    held = untouched(8)
+    trace(Cached(), example_inputs=(image(),))
+    assert untouched(8) is held
