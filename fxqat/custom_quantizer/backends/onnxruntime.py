@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
+
+INT8_WEIGHT_CLOSE_RANGE = replace(INT8_WEIGHT, scale_bits=6)
+"""A range at most 1/32 wider than the weights: on uint8 activations it kept MobileNetV2's accuracy, 1/16 did not."""
 
 CONV = Rule(reason="QLinearConv: integers in and out")
 GEMM = Rule(output=False, reason="QGemm / MatMulIntegerToFloat: integers in, the output needs no rounding")
@@ -17,7 +21,7 @@ MOVES = Rule(inputs="none", share="all", reason="runs on the integers of its inp
 
 ONNXRUNTIME = BackendSpec(
     name="ONNXRuntime",
-    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT_CLOSE_RANGE, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(UINT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         {

@@ -1,10 +1,10 @@
 """The integer schemes that several backends have in common.
 
-Scales have few significant bits: 6 for weights, 4 for activations. A product of two integers and their scales then
+Scales have few significant bits: 5 for weights, 4 for activations. A product of two integers and their scales then
 needs so few bits that a float32 sum of a thousand of them is as good as always exact, and so the same in every runtime,
 whatever the order it adds in. With float32 scales the last bit of a sum depends on that order; about one value in a
 million falls on the other side of a rounding boundary, and a deep network spreads that over its output. A weight scale
-is up to 1/32 larger than the range needs, an activation scale up to 1/16 off in either direction.
+is up to 1/16 larger than the range needs, an activation scale up to 1/16 off in either direction.
 ``scale_bits: 24`` gives float32 scales.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from fxqat.scheme import QuantizeScheme
 
 INT8_WEIGHT = QuantizeScheme(
-    bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True, scale_bits=6
+    bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True, scale_bits=5
 )
 INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=4)
 UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False, scale_bits=4)
