@@ -1,4 +1,4 @@
-"""The translation of the ``fxqat::`` operators: what ONNX Runtime computes of them is what they compute in torch."""
+"""The translations of an export: what ONNX Runtime computes of an operator is what it computes in torch."""
 
 from pathlib import Path
 
@@ -140,11 +140,42 @@ def test_the_pair_reaches_newer_opsets(opset: int, tmp_path: Path) -> None:
 def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
     first, second = translation_table(), translation_table()
     assert first is not second
-    assert set(first) == {torch.ops.fxqat.quantize_dequantize.default, torch.ops.fxqat.dequantize.default}
+    assert set(first) == {
+        torch.ops.fxqat.quantize_dequantize.default,
+        torch.ops.fxqat.dequantize.default,
+        torch.ops.torchvision.roi_pool.default,
+    }
     first.clear()
-    assert len(translation_table()) == 2
+    assert len(translation_table()) == 3
     module, x = Pairs([pair(0.1, 3, torch.int8)]), ties(0.1)
     exported(module, x, tmp_path / "with.onnx")
     with pytest.raises(torch.onnx.errors.OnnxExporterError, match="fxqat"):  # an export without the table knows nothing
         torch.onnx.export(module, (x,), tmp_path / "without.onnx", dynamo=True, verbose=False)
     assert not (tmp_path / "without.onnx").exists()
+
+
+class Regions(nn.Module):
+    """Pooled regions, and where their maxima were if asked."""
+
+    def __init__(self, with_places: bool) -> None:
+        super().__init__()
+        self.register_buffer("boxes", torch.tensor([[0.0, 0.0, 0.0, 9.0, 9.0], [1.0, 3.0, 1.0, 12.4, 7.6]]))
+        self.with_places = with_places
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled, places = torch.ops.torchvision.roi_pool(x, self.boxes, 0.5, 3, 2)
+        return pooled + places if self.with_places else pooled
+
+
+def test_roi_pool_is_max_roi_pool(tmp_path: Path) -> None:
+    module, x = Regions(with_places=False), torch.randn(2, 4, 8, 8)
+    model = exported(module, x, tmp_path / "regions.onnx")
+    assert "MaxRoiPool" in node_types(model)
+    assert np.array_equal(run_file(tmp_path / "regions.onnx", [x])[0], module(x).numpy())
+
+
+def test_the_places_of_roi_pool_have_no_value(tmp_path: Path) -> None:
+    x = torch.randn(2, 4, 8, 8)
+    exported(Regions(with_places=True), x, tmp_path / "places.onnx")
+    with pytest.raises(Exception, match="SequenceAt"):
+        run_file(tmp_path / "places.onnx", [x])

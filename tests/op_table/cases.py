@@ -673,9 +673,7 @@ TABLE: tuple[Case, ...] = (
     both(54, "roi_pool", """
         ops.RoIPool((2, 2), 1.0)
         ops.roi_pool(x, boxes, (2, 2))
-    """, call="m(x, boxes)",
-       fails="torch's exporter calls its own translation of roi_pool with an argument too many",
-       failure="torchvision_roi_pool() takes from 3 to 4 positional arguments"),
+    """, call="m(x, boxes)"),
     case(55, "matmul", """
         torch.matmul(x, y.mT)
         torch.matmul(input=x, other=y.mT)
