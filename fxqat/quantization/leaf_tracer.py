@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +11,10 @@ from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
 from fxqat.quantization.values import FloatLeaf
+from fxqat.utils.source import innermost_line, line_of_failure
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training: kept whole, so that ``train()`` and ``eval()`` go on working."""
-
-NOT_THE_USERS = ("/torch/", "/fxqat/quantization/", "<eval_with_key>", "<frozen")
-"""Parts of the paths of frames that are not the user's code."""
 
 
 class LeafTracer(fx.Tracer):
@@ -35,7 +33,6 @@ class LeafTracer(fx.Tracer):
 
     def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
         super().__init__(autowrap_functions=())
-        self.record_stack_traces = True
         self.proxy_buffer_attributes = True
         self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
         self.leaf_paths = {leaf for leaf in leaf_modules if isinstance(leaf, str)}
@@ -51,6 +48,17 @@ class LeafTracer(fx.Tracer):
         self.attribute_names = {id(tensor): name for name, tensor in reversed(named)}
         self.attribute_proxies = {}
         return super().trace(root, concrete_args)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Make a node that knows the line it comes from (fx's own stack traces take longer than all else)."""
+        node = super().create_node(*args, **kwargs)
+        file, _, line = self.users_line().rpartition(":")
+        node.stack_trace = f'File "{file}", line {line}' if file else None
+        return node
+
+    def users_line(self) -> str:
+        """The line of the user's code that is being traced."""
+        return innermost_line(inspect.currentframe(), LeafTracer.trace.__code__)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node."""
@@ -88,7 +96,7 @@ class LeafTracer(fx.Tracer):
             self.leaf_paths.discard(path)
             self.rewind(mark)
             raise cause from None
-        self.leaves[path] = FloatLeaf(path, explain(cause), source_of(cause))
+        self.leaves[path] = FloatLeaf(path, explain(cause), line_of_failure(cause))
         self.path_of_failure = ""
         return result
 
@@ -120,17 +128,6 @@ class LeafTracer(fx.Tracer):
         for counter, saved in ((self.module_stack, mark[1]), (self.num_calls, mark[2])):
             counter.clear()
             counter.update(saved)
-
-
-def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours."""
-    return not any(part in filename for part in NOT_THE_USERS)
-
-
-def source_of(cause: BaseException) -> str:
-    """Where in the user's code an exception came up."""
-    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_users(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"
 
 
 def explain(cause: BaseException) -> str:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxqat.quantization.annotation import FLOAT, annotation_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
-from fxqat.utils.fx_graph import source_line
+from fxqat.utils.source import line_of_node
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:
                 weight=str(found.weight.scheme) if found.weight else "",
                 group=found.value.group if found.value else None,
                 reason=found.reason,
-                source=source_line(node),
+                source=line_of_node(node),
             )
         )
     return QuantReport(backend, tuple(rows))

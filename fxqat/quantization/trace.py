@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
-from fxqat.quantization.leaf_tracer import LeafTracer, explain, source_of
+from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.value_tracer import ValueTracer, arguments_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
+from fxqat.utils.source import line_of_failure
 
 
 class Traced(NamedTuple):
@@ -162,7 +163,7 @@ def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:
     """Say where tracing failed and what to do."""
     path = getattr(tracer, "path_of_failure", "") or "the model itself"
     return (
-        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {source_of(cause)}\n"
+        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {line_of_failure(cause)}\n"
         "Remedy: give example_inputs, so that sizes are known while tracing; keep that module whole and float with "
         "prepare_custom_config_dict={'leaf_module': [its type or path]}; fix the argument with 'concrete_args'; or "
         "pass a custom_tracer."

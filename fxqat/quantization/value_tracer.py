@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import fx, nn
 
 from fxqat.quantization.function_leaf import FunctionLeaf, candidates
-from fxqat.quantization.leaf_tracer import LeafTracer, explain, is_users, source_of
+from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.trace_patches import Patches
 from fxqat.quantization.value_proxy import ValueProxy, proxies_in, value_of
 from fxqat.quantization.values import KEY, FloatLeaf, ForcedNumber, Known, describe
 from fxqat.utils.fx_graph import unique_name
+from fxqat.utils.source import line_of_failure
 from fxqat.utils.torch_compat import ContentWatch
 
 
@@ -123,7 +123,7 @@ class ValueTracer(LeafTracer):
             name = f"{function.__module__}.{function.__qualname__}"
             if name not in self.leaves:
                 self.patches.function(function, owners)
-                self.leaves[name] = FloatLeaf(name, explain(cause), source_of(cause))
+                self.leaves[name] = FloatLeaf(name, explain(cause), line_of_failure(cause))
                 self.path_of_failure = ""
                 return True
         return False
@@ -211,8 +211,7 @@ class ValueTracer(LeafTracer):
 
     def force(self, node: fx.Node, value: Any) -> None:
         """Record that Python needed the number behind a node."""
-        frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
-        source = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        source = self.users_line()
         self.forced.setdefault(source, ForcedNumber(str(node), value, source))
 
     def _compute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:

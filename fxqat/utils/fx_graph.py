@@ -39,9 +39,6 @@ class Call:
 
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
-NOT_THE_USERS = ("/torch/fx/", "/torch/nn/modules/module.py", "/torch/_", "/fxqat/quantization/", 'File "<')
-"""Parts of the paths of frames that are not the user's code."""
-
 
 def get_module(gm: nn.Module, path: str) -> nn.Module:
     """The submodule at a dotted path."""
@@ -118,17 +115,6 @@ def node_inputs(argument: Any) -> Iterator[fx.Node]:
 
     fx.node.map_arg(argument, keep)
     yield from found
-
-
-def source_line(node: fx.Node) -> str:
-    """Where in the user's code a node comes from, ``"file.py:12"``, or an empty string."""
-    trace = node.meta.get("stack_trace") or node.stack_trace or ""
-    lines = [line.strip() for line in str(trace).splitlines() if line.strip().startswith("File ")]
-    lines = [line for line in lines if not any(part in line for part in NOT_THE_USERS)]
-    if not lines:
-        return ""
-    file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
-    return f"{file}:{rest.split(',')[0]}"
 
 
 def calls_in(graph: fx.Graph) -> list[Call]:

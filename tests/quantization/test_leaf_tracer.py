@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import ConfigError, TraceError
-from fxqat.quantization.leaf_tracer import LeafTracer, explain, is_users, source_of
+from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.trace import trace
 
 
@@ -181,25 +181,7 @@ def test_a_tracer_as_it_is_has_no_leaves_with_error():
     assert tracer.path_of_failure == "body.1"
 
 
-def test_the_source_is_the_users_last_line():
-    def fail():
-        raise ValueError("no")  # the line to name
-
-    with pytest.raises(ValueError, match="no") as caught:
-        fail()
-    assert source_of(caught.value) == f'{__file__}:{line_of(fail)}: raise ValueError("no")  # the line to name'
-    assert source_of(ValueError("never raised")) == "unknown source line"
-
-
 def test_reasons_are_one_line():
     assert explain(ValueError("first\nsecond")) == "ValueError: first"
     assert explain(ValueError()) == "ValueError: "
     assert "not known while tracing" in explain(fx.proxy.TraceError("long text of torch"))
-
-
-@pytest.mark.parametrize(
-    ("path", "expected"), [("/home/me/net.py", True), ("/lib/torch/fx/proxy.py", False), ("<eval_with_key>.3", False)]
-)
-def test_whose_file_it_is(path, expected):
-    assert is_users(path) is expected
-    assert not is_users("/src/fxqat/quantization/trace.py")

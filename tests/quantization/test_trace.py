@@ -11,7 +11,7 @@ from torchvision.ops import StochasticDepth
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer
 from fxqat.quantization.trace import trace
-from fxqat.utils.fx_graph import source_line
+from fxqat.utils.source import line_of_node
 from tests.models import TOYS, build, inputs
 
 
@@ -193,6 +193,6 @@ def test_nodes_know_their_source_line():
     _, gm, *_ = trace(Flagged(), concrete_args={"first": True})
     lines, start = inspect.getsourcelines(Flagged)
     number = start + next(i for i, line in enumerate(lines) if "return (self.a" in line)
-    found = {node.name: source_line(node) for node in gm.graph.nodes}
+    found = {node.name: line_of_node(node) for node in gm.graph.nodes}
     assert found["a"] == f"{__file__}:{number}"
     assert found["mul"] == f"{__file__}:{number}"

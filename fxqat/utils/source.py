@@ -1,0 +1,44 @@
+"""Where in the user's code something comes from."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch import fx
+
+NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1] / 'quantization'}/", "<")
+"""How the names of files begin that are not the user's: torch's, the tracers', generated code."""
+
+FRAME = re.compile(r'File "(.+)", line (\d+)')
+"""A line of a stack trace."""
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours."""
+    return not filename.startswith(NOT_THE_USERS)
+
+
+def innermost_line(frame: FrameType | None, until: CodeType) -> str:
+    """The user's line that runs in or called a frame, ``"file.py:12"``; not looked for beyond a function that runs."""
+    while frame is not None and frame.f_code is not until:
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Where a node comes from, ``"file.py:12"``, or an empty string."""
+    trace = node.meta.get("stack_trace") or node.stack_trace or ""
+    frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_users(file)]
+    return ":".join(frames[-1]) if frames else ""
+
+
+def line_of_failure(cause: BaseException) -> str:
+    """Where an exception came up, with the line's text."""
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"
