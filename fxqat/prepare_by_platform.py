@@ -25,12 +25,14 @@ from fxqat.quantization.insert import insert
 from fxqat.quantization.report import build_report
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.trace import trace
+from fxqat.utils.collector import collector_paused
 from fxqat.utils.modes import eval_mode
 from fxqat.utils.tensors import flatten_tensors
 
 __all__ = ["BackendType", "prepare_by_platform"]
 
 
+@collector_paused()
 def prepare_by_platform(
     model: nn.Module,
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,

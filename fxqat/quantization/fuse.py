@@ -24,7 +24,7 @@ from fxqat.utils.torch_compat import has_hooks
 
 
 def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphModule:
-    """Fuse every chain of the table, in place, and return the graph module.
+    """Fuse every chain of the table, in place, and return the graph module (its code is not generated anew).
 
     Args:
         gm: a standardized graph module.
@@ -40,7 +40,6 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
                     break
     gm.delete_all_unused_submodules()
     gm.graph.lint()
-    gm.recompile()
     return gm
 
 

@@ -30,7 +30,7 @@ from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_
 
 
 def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
-    """Insert fake-quant as annotated, in place, and return the graph module.
+    """Insert fake-quant as annotated, in place, and return the graph module (its code is not generated anew).
 
     Args:
         gm: an annotated graph module.
@@ -43,7 +43,6 @@ def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
     _insert_activations(gm, nodes)
     _insert_weights(gm, nodes, bn_mode)
     gm.graph.lint()
-    gm.recompile()
     return gm
 
 

@@ -29,7 +29,7 @@ from fxqat.utils.fx_graph import called_module, writes_state
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
-    """Rewrite the graph in place and return it.
+    """Rewrite the graph in place and return it (its code is not generated anew).
 
     Args:
         gm: a traced graph module.
@@ -53,7 +53,6 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             node.meta[values.KEY] = "tensor"  # case 6
     _drop_unread_attributes(gm)
     gm.graph.lint()
-    gm.recompile()
     return gm
 
 

@@ -23,7 +23,9 @@ class Functional(nn.Module):
 
 
 def standardized(model):
-    return standardize(trace(model)[1])
+    gm = standardize(trace(model)[1])
+    gm.recompile()
+    return gm
 
 
 def modules_called(gm):
