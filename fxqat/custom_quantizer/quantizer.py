@@ -52,6 +52,7 @@ from fxqat.quantization.op_table import (
 from fxqat.quantization.ops import identify, operands, unbounded_values
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
+from fxqat.utils.mode_branches import by_mode, nodes_of_mode_only
 
 ADDITIONAL = Rule(reason="asked for by extra_quantizer_dict")
 FAMILY_REASONS = {
@@ -85,7 +86,8 @@ class BackendQuantizer:
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
         self._unbounded = unbounded_values(gm)
-        kinds |= dict.fromkeys(self._unbounded, Kind.OTHER)
+        self._not_deployed = nodes_of_mode_only(gm.graph, training=True)
+        kinds |= dict.fromkeys(self._unbounded | self._not_deployed, Kind.OTHER)
         self._acting: set[int] = set()
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
@@ -94,7 +96,7 @@ class BackendQuantizer:
         values = self._values(wishes, kinds)
         groups = self._join(wishes, values)
         for node in [n for n in values if n.users and all(kinds[user] is Kind.OTHER for user in n.users)]:
-            if not any(user.op == "output" for user in node.users):
+            if not any(user.op == "output" or user.target is by_mode for user in node.users):
                 del values[node]  # only its size is read
         self._write(wishes, values, groups)
         return gm
@@ -105,6 +107,8 @@ class BackendQuantizer:
         op = identify(node)
         if op.family == WEIGHTED and node.op == "call_function":  # its weight is computed: a product of two values
             op = replace(op, family=MATMUL, inputs=2)
+        if node in self._not_deployed:
+            return Wish(op, None, "runs in training only: it is not deployed")
         if node in self._unbounded:
             return Wish(op, None, FAMILY_REASONS[UNBOUNDED])
         rule = self.spec.rule(op.name, op.family)

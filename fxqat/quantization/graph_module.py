@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.quantization.report import QuantReport
 from fxqat.utils.fx_graph import Call, calls_in, graph_of
+from fxqat.utils.mode_branches import ModalGraphModule
 from fxqat.utils.torch_compat import keep_local_under_ddp
 
 
@@ -32,8 +33,8 @@ class Provenance:
     preserved: tuple[str, ...] = field(default=())
 
 
-class QuantGraphModule(fx.GraphModule):
-    """An fx GraphModule with fake-quant in it, as ``prepare_by_platform`` returns it."""
+class QuantGraphModule(ModalGraphModule):
+    """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
 
     provenance: Provenance
 

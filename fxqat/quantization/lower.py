@@ -1,8 +1,9 @@
 """Lower: the prepared model becomes the graph that is exported.
 
-1. BatchNorm is folded; weights become stored integers, biases int32 at the scale of their products;
-2. each call of a fake-quant becomes a Q/DQ pair of its own, so that every quantized value keeps its name;
-3. fused layers that stayed float are folded too.
+1. what runs in training only is dropped;
+2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of their products;
+3. each call of a fake-quant becomes a Q/DQ pair of its own, so that every quantized value keeps its name;
+4. fused layers that stayed float are folded too.
 
 The prepared model is copied; the copy is on the CPU, in eval mode, and without autograd.
 """
@@ -27,6 +28,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module
+from fxqat.utils.mode_branches import graph_of_mode, select_mode
 
 EXPORTED_WIDTH = 8
 
@@ -56,6 +58,7 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
         ExportError: a tensor has a width that cannot be exported.
     """
     work = copy.deepcopy(gm).cpu().eval().requires_grad_(False)
+    select_mode(work.graph, training=False)
     state = _Lowering(work, weights)
     for node in list(work.graph.nodes):
         module = called_module(node)
@@ -78,7 +81,7 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
 
 def default_output_names(gm: fx.GraphModule) -> list[str]:
     """Names for the model's outputs: the keys of a mapping, ``output``, or ``output_0`` and so on."""
-    result = next(node for node in gm.graph.nodes if node.op == "output").args[0]
+    result = next(node for node in graph_of_mode(gm.graph, training=False).nodes if node.op == "output").args[0]
     names = list(_names_in(_without_dataclasses(result), ""))
     return names if names != [""] else ["output"]
 

@@ -20,6 +20,7 @@ from fxqat.quantization.op_families import (
     methods,
     named,
 )
+from fxqat.utils.mode_branches import by_mode
 
 JOINING: tuple[Op, ...] = (
     Op("cat", CONCAT, (), named(torch, "cat concat concatenate hstack vstack dstack row_stack column_stack")),
@@ -105,6 +106,7 @@ NOTHING: tuple[Op, ...] = (
     ),
     Op("to", IDENTITY, (), (), methods("to float type_as")),
     Op("identity", IDENTITY, (nn.Identity,)),
+    Op("by_mode", IDENTITY, (), (by_mode,)),
     Op("dropout", IDENTITY, (nn.Dropout,), (F.dropout,)),
     Op("dropout1d", IDENTITY, (nn.Dropout1d,), (F.dropout1d,)),
     Op("dropout2d", IDENTITY, (nn.Dropout2d,), (F.dropout2d,)),

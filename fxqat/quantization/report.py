@@ -48,12 +48,11 @@ class QuantReport:
     Args:
         backend: the backend's name.
         rows: one row for each node, in execution order.
-        unread: tensors of the model that the graph does not read: the model is traced in eval mode, so a head that is
-            used in training only is not part of it.
+        unread: tensors of the model that the graph does not read, as a head that is not called.
         leaves: modules that could not be traced and are called as a whole, in float.
         forced: sizes that the model's Python code needed as numbers; the graph holds these numbers, so it is right for
             inputs of such sizes only.
-        eval_only: modules whose forward decides by ``self.training``; the graph has what they do in eval mode.
+        eval_only: modules that go another way in training, which the graph does not have: it has eval mode only.
     """
 
     backend: str
@@ -104,7 +103,7 @@ class QuantReport:
         head = f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized"
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
-            head += f"; {len(self.unread)} tensors of the model are not read in eval mode: {names}"
+            head += f"; {len(self.unread)} tensors of the model are not read: {names}"
         lines = [head]
         lines += [f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves]
         lines += [f"size fixed at {f.value}: {f.source}" for f in self.forced]

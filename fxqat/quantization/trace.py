@@ -21,8 +21,10 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
-from fxqat.quantization.value_tracer import ValueTracer, arguments_of
+from fxqat.quantization.mode_tracer import ModeTracer
+from fxqat.quantization.value_tracer import arguments_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
+from fxqat.utils.mode_branches import ModalGraphModule
 from fxqat.utils.source import line_of_failure
 
 
@@ -83,16 +85,16 @@ def trace(
     if example_inputs is not None and custom_tracer is None:
         given, defaults = _bind(root, example_inputs, fixed)
         fixed = defaults | fixed
-        tracers.insert(0, ValueTracer(copy.deepcopy(given), leaf_modules, untraceable))
+        tracers.insert(0, ModeTracer(copy.deepcopy(given), leaf_modules, untraceable))
     graph, tracer = _first_success(model, root, tracers, fixed)
     for name, module in root.named_modules():
         module.training = was_training.get(name, model.training)
-    gm = fx.GraphModule(root, graph, type(model).__name__)
+    gm = ModalGraphModule(root, graph, type(model).__name__)
     gm.training = model.training
     _restore_containers(root, gm)
     leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
-    if isinstance(tracer, ValueTracer):
-        eval_only = tuple(path or type(model).__name__ for path in tracer.mode_dependent)
+    if isinstance(tracer, ModeTracer):
+        eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
         return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
     return Traced(root, gm, tuple(fixed), (), leaves)
 

@@ -69,8 +69,8 @@ class NodeMaker(Protocol):
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
         """Make the node that calls a function as a whole."""
 
-    def decides_by_mode(self, module: nn.Module) -> None:
-        """Remember a module whose forward decides by ``self.training``."""
+    def decides_by_mode(self, module: nn.Module) -> bool:
+        """What the forward of a module that decides by ``self.training`` sees of it."""
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
         """Make the node that writes a buffer."""

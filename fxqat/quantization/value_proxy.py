@@ -173,18 +173,17 @@ for _name in ("add", "sub", "mul", "truediv"):
 
 
 class ModeFlag:
-    """``self.training`` while tracing: False, but whoever decides by it is noticed.
+    """``self.training`` while tracing: False where it is passed on; whoever decides by it is noticed and told.
 
     Args:
-        noticed: called when Python code decides by it.
+        decide: called when Python code decides by it; gives what that code sees.
     """
 
-    def __init__(self, noticed: Callable[[], None]) -> None:
-        self.noticed = noticed
+    def __init__(self, decide: Callable[[], bool]) -> None:
+        self.decide = decide
 
     def __bool__(self) -> bool:
-        self.noticed()
-        return False
+        return self.decide()
 
     def __fx_create_arg__(self, tracer: fx.Tracer) -> bool:
         return False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -31,7 +32,6 @@ class ValueTracer(LeafTracer):
     Attributes:
         forced: the sizes that Python needed as numbers.
         hashed: whether a size was a key: functions with a cache may have kept what belongs to this trace.
-        mode_dependent: modules whose forward decides by ``self.training``; the graph has what they do in eval mode.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class ValueTracer(LeafTracer):
         super().__init__(leaf_modules, untraceable)
         self.inputs = inputs
         self.forced: dict[str, ForcedNumber] = {}
-        self.mode_dependent: dict[str, nn.Module] = {}
         self.hashed = False
         self.patches = Patches(self)
 
@@ -52,7 +51,6 @@ class ValueTracer(LeafTracer):
         self.patches.watch(root)
         with torch.no_grad(), torch.random.fork_rng(devices=()), self.patches:
             while True:
-                self.mode_dependent = {}
                 try:
                     graph = super().trace(root, concrete_args)
                 except Exception as cause:
@@ -60,24 +58,23 @@ class ValueTracer(LeafTracer):
                     if self.untraceable == "error" or not self.leaf_function(cause):
                         raise
                     continue
-                if not self._leaves_by_mode():
+                if not self.is_incomplete():
                     break
                 self.patches.undo_assignments(0)
         _drop_unread_numbers(graph)
         return graph
 
-    def decides_by_mode(self, module: nn.Module) -> None:
-        """Remember a module whose forward decides by ``self.training``."""
-        path = next((path for path, other in self.root.named_modules() if other is module), "")
-        self.mode_dependent[path] = module
+    def decides_by_mode(self, module: nn.Module) -> bool:
+        """What a forward that decides by ``self.training`` sees of it."""
+        return False
 
-    def _leaves_by_mode(self) -> bool:
-        """Keep modules whole that compute differently in training and hold nothing to quantize (drop path)."""
-        new = {
-            path for path, module in self.mode_dependent.items() if path and next(module.parameters(), None) is None
-        } - self.leaf_paths
-        self.leaf_paths |= new
-        return bool(new)
+    def is_incomplete(self) -> bool:
+        """Whether a trace that went through has to be made again, by what it found."""
+        return False
+
+    def run(self, path: str, forward: Callable[[], Any]) -> Any:
+        """Trace the forward of a module that is not kept whole."""
+        return forward()
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
@@ -108,7 +105,7 @@ class ValueTracer(LeafTracer):
                     positional += values
                 elif values:
                     named[name] = values[0]
-            return root_fn(self.root, *positional, **named)
+            return self.run("", functools.partial(root_fn, self.root, *positional, **named))
 
         return call, placeholders
 
@@ -152,7 +149,8 @@ class ValueTracer(LeafTracer):
         """A module that is called while a value is computed is just called."""
         if self.patches.suspended:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        path = self.path_of_module(m)
+        return super().call_module(m, lambda *a, **k: self.run(path, functools.partial(forward, *a, **k)), args, kwargs)
 
     def mark_place(self) -> tuple[Any, ...]:
         """Where tracing stands."""

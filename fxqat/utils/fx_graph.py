@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxqat.utils.mode_branches import MODE
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -28,13 +30,17 @@ class Imported:
 
 @dataclass(frozen=True)
 class Call:
-    """A node as plain values, with :class:`Reference` objects for nodes among its arguments."""
+    """A node as plain values, with :class:`Reference` objects for nodes among its arguments.
+
+    ``mode`` is the one it runs in, if only in one (``fxqat.utils.mode_branches``).
+    """
 
     name: str
     op: str
     target: Any
     args: Any
     kwargs: Any
+    mode: bool | None = None
 
 
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -129,7 +135,7 @@ def calls_in(graph: fx.Graph) -> list[Call]:
         by_name = "<locals>" in getattr(target, "__qualname__", "") and hasattr(sys.modules.get(str(module)), str(name))
         return Imported(str(module), str(name)) if by_name else target
 
-    return [Call(node.name, node.op, named(node.target), plain(node.args), plain(node.kwargs)) for node in graph.nodes]
+    return [Call(n.name, n.op, named(n.target), plain(n.args), plain(n.kwargs), n.meta.get(MODE)) for n in graph.nodes]
 
 
 def graph_of(calls: list[Call]) -> fx.Graph:
@@ -145,5 +151,8 @@ def graph_of(calls: list[Call]) -> fx.Graph:
         target = call.target
         if isinstance(target, Imported):
             target = getattr(sys.modules[target.module], target.name)
-        nodes[call.name] = graph.create_node(call.op, target, linked(call.args), linked(call.kwargs), name=call.name)
+        node = graph.create_node(call.op, target, linked(call.args), linked(call.kwargs), name=call.name)
+        if call.mode is not None:
+            node.meta[MODE] = call.mode
+        nodes[call.name] = node
     return graph

@@ -119,6 +119,7 @@ class Maker:
 
     def decides_by_mode(self, module):
         self.modules.append(module)
+        return isinstance(module, nn.Hardtanh)
 
     def write_buffer(self, module, name, value):
         raise AssertionError("not asked for")
@@ -150,6 +151,8 @@ def test_training_tells_who_decides_by_it():
         assert maker.modules == []
         assert not module.training
         assert not other.training
+        assert nn.Hardtanh().eval().training
+        del maker.modules[-1]
         with patches.suspend():
             assert module.training is True
             assert other.training is False
