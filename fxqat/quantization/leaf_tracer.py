@@ -125,6 +125,10 @@ class LeafTracer(fx.Tracer):
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Come back to where tracing stood."""
         self.take_back(mark[0])
+        self.restore_calls(mark)
+
+    def restore_calls(self, mark: tuple[Any, ...]) -> None:
+        """Forget which modules were called since tracing stood there."""
         for counter, saved in ((self.module_stack, mark[1]), (self.num_calls, mark[2])):
             counter.clear()
             counter.update(saved)

@@ -66,7 +66,7 @@ class ModeTracer(ValueTracer):
             self.attribute_proxies = dict(read)
             fork = ModeFork(self.graph, start)
             in_training = self._in_training(fork, forward)
-            self.rewind(place)
+            self.restore_calls(place)
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = read
         finally:

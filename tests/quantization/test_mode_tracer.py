@@ -48,6 +48,13 @@ class Body(nn.Module):
         return logits if auxiliary is None else (logits, auxiliary)
 
 
+class AuxiliaryLast(Body):
+    def forward(self, x):
+        x = self.first(x)
+        logits = self.fc(self.second(x).mean((2, 3)))
+        return (logits, self.auxiliary(x)) if self.training else logits
+
+
 class NamedTuple(Body):
     def result(self, logits, auxiliary):
         return logits if auxiliary is None else Scores(logits, auxiliary)
@@ -132,7 +139,7 @@ class Counting(Body):
         return self.fc(self.second(self.first(x)).mean((2, 3))) * (1 + self.steps)
 
 
-MODELS = [Body, NamedTuple, Dict, Dataclass, AuxiliaryFirst, Inside, Parted, Counting]
+MODELS = [Body, AuxiliaryLast, NamedTuple, Dict, Dataclass, AuxiliaryFirst, Inside, Parted, Counting]
 
 
 def image(batch=4):
