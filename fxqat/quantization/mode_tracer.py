@@ -12,6 +12,7 @@ from fxqat.quantization.value_proxy import ValueProxy
 from fxqat.quantization.value_tracer import ValueTracer
 from fxqat.quantization.values import describe
 from fxqat.utils.mode_branches import by_mode
+from fxqat.utils.torch_compat import BatchNorm
 
 
 class ModeTracer(ValueTracer):
@@ -36,7 +37,7 @@ class ModeTracer(ValueTracer):
 
     def decides_by_mode(self, module: nn.Module) -> bool:
         """Remember a module whose forward decides by ``self.training``, and say which way it goes in this run."""
-        if not self._is_parted:
+        if not self._is_parted and not isinstance(module, BatchNorm):  # see fxqat.quantization.norm_calls
             path = next((path for path, other in self.root.named_modules() if other is module), "")
             self._found[path] = module
         return self._fork is not None

@@ -10,7 +10,8 @@ Cases:
 4. what works in place works out of place, and later readers of the overwritten value read the result: a value that is
    rounded in between must not be overwritten. A buffer that is updated stays so;
 5. arguments that tracing fixed to a value leave the signature;
-6. what gives values and their indices is described as a tuple of values, the indices as no values.
+6. what gives values and their indices is described as a tuple of values, the indices as no values;
+7. ``nn.Identity``, which libraries put wherever something can be switched on, leaves the graph.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fxqat.quantization import values
 from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
 from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
 from fxqat.utils.fx_graph import called_module, writes_state
+from fxqat.utils.torch_compat import has_hooks
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
@@ -39,6 +41,9 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     made: dict[tuple[Any, ...], str] = {}
     for node in list(gm.graph.nodes):
         op = identify(node)
+        if type(called_module(node)) is nn.Identity and len(node.all_input_nodes) == 1:
+            _drop(gm, node)  # case 7
+            continue
         if node.op == "call_function" and op.family == WEIGHTED:
             _weighted_to_module(gm, node, op.modules[0], made)  # case 1
         elif node.op == "call_function" and op.family == IDENTITY and op.modules:
@@ -164,6 +169,12 @@ def _out_of_place(node: fx.Node) -> None:
     overwritten = node.args[0]
     if isinstance(overwritten, fx.Node):
         overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
+
+
+def _drop(gm: fx.GraphModule, node: fx.Node) -> None:
+    if not has_hooks(gm.get_submodule(str(node.target))):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        gm.graph.erase_node(node)
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.mode_tracer import ModeTracer
+from fxqat.quantization.norm_calls import batch_norms_to_modules
 from fxqat.quantization.value_tracer import arguments_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
 from fxqat.utils.mode_branches import ModalGraphModule
@@ -91,6 +92,8 @@ def trace(
         module.training = was_training.get(name, model.training)
     gm = ModalGraphModule(root, graph, type(model).__name__)
     gm.training = model.training
+    batch_norms_to_modules(root, gm)
+    gm.recompile()
     _restore_containers(root, gm)
     leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
     if isinstance(tracer, ModeTracer):
