@@ -253,7 +253,17 @@ MUTATIONS = ("erase_node", "inserting_before", "inserting_after", "replace_all_u
 def test_only_these_passes_change_a_graph(name: str) -> None:
     allowed = {
         f"fxqat.quantization.{part}"
-        for part in ("leaf_tracer", "value_tracer", "standardize", "fuse", "insert", "lower")
+        for part in (
+            "leaf_tracer",
+            "value_tracer",
+            "mode_fork",
+            "mode_branches",
+            "norm_calls",
+            "standardize",
+            "fuse",
+            "insert",
+            "lower",
+        )
     }
     calls = [node.func for node in ast.walk(tree_of(MODULES[name])) if isinstance(node, ast.Call)]
     called = {call.attr for call in calls if isinstance(call, ast.Attribute)} & set(MUTATIONS)

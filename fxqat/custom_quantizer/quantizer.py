@@ -36,6 +36,7 @@ from fxqat.custom_quantizer.wishes import (
 from fxqat.errors import ConfigError
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
+from fxqat.quantization.mode_branches import by_mode, nodes_of_mode_only
 from fxqat.quantization.op_table import (
     CONCAT,
     CONSTRUCTOR,
@@ -52,7 +53,6 @@ from fxqat.quantization.op_table import (
 from fxqat.quantization.ops import identify, operands, unbounded_values
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
-from fxqat.utils.mode_branches import by_mode, nodes_of_mode_only
 
 ADDITIONAL = Rule(reason="asked for by extra_quantizer_dict")
 FAMILY_REASONS = {
@@ -85,9 +85,10 @@ class BackendQuantizer:
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
-        self._unbounded = unbounded_values(gm)
-        self._not_deployed = nodes_of_mode_only(gm.graph, training=True)
-        kinds |= dict.fromkeys(self._unbounded | self._not_deployed, Kind.OTHER)
+        self._outside = dict.fromkeys(unbounded_values(gm), FAMILY_REASONS[UNBOUNDED])
+        in_training = nodes_of_mode_only(gm.graph, training=True)
+        self._outside |= dict.fromkeys(in_training, "runs in training only: it is not deployed")
+        kinds |= dict.fromkeys(self._outside, Kind.OTHER)
         self._acting: set[int] = set()
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
@@ -107,10 +108,8 @@ class BackendQuantizer:
         op = identify(node)
         if op.family == WEIGHTED and node.op == "call_function":  # its weight is computed: a product of two values
             op = replace(op, family=MATMUL, inputs=2)
-        if node in self._not_deployed:
-            return Wish(op, None, "runs in training only: it is not deployed")
-        if node in self._unbounded:
-            return Wish(op, None, FAMILY_REASONS[UNBOUNDED])
+        if node in self._outside:
+            return Wish(op, None, self._outside[node])
         rule = self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL

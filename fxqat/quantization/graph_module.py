@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxqat.quantization.mode_branches import ModalGraphModule
 from fxqat.quantization.report import QuantReport
 from fxqat.utils.fx_graph import Call, calls_in, graph_of
-from fxqat.utils.mode_branches import ModalGraphModule
 from fxqat.utils.torch_compat import keep_local_under_ddp
 
 

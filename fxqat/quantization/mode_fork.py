@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.utils.mode_branches import MODE
+from fxqat.utils.fx_graph import MODE
 
 
 class ModeFork:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxqat.quantization.mode_branches import by_mode
 from fxqat.quantization.mode_fork import ModeFork
 from fxqat.quantization.value_proxy import ValueProxy
 from fxqat.quantization.value_tracer import ValueTracer
 from fxqat.quantization.values import describe
-from fxqat.utils.mode_branches import by_mode
 from fxqat.utils.torch_compat import BatchNorm
 
 
@@ -20,7 +20,7 @@ class ModeTracer(ValueTracer):
 
     1. Modules without parameters (drop path, noise) are kept whole, and go on switching.
     2. The forward of any other is traced in eval mode and in training. The graph has both
-       (``fxqat.utils.mode_branches``) if what training adds is beside what is deployed: an auxiliary head.
+       (``fxqat.quantization.mode_branches``) if what training adds is beside what is deployed: an auxiliary head.
        Where it goes another way through the same layers, or needs more inputs, the graph has what it does in eval mode.
 
     Attributes:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.ops import RoIPool, StochasticDepth, roi_pool
 
+from fxqat.quantization.mode_branches import by_mode
 from fxqat.quantization.op_families import (
     CONCAT,
     CONSTRUCTOR,
@@ -20,7 +21,6 @@ from fxqat.quantization.op_families import (
     methods,
     named,
 )
-from fxqat.utils.mode_branches import by_mode
 
 JOINING: tuple[Op, ...] = (
     Op("cat", CONCAT, (), named(torch, "cat concat concatenate hstack vstack dstack row_stack column_stack")),

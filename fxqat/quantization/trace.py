@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
+from fxqat.quantization.mode_branches import ModalGraphModule
 from fxqat.quantization.mode_tracer import ModeTracer
 from fxqat.quantization.norm_calls import batch_norms_to_modules
 from fxqat.quantization.value_tracer import arguments_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
-from fxqat.utils.mode_branches import ModalGraphModule
 from fxqat.utils.source import line_of_failure
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.utils.mode_branches import MODE
-
 
 @dataclass(frozen=True)
 class Reference:
@@ -32,7 +30,7 @@ class Imported:
 class Call:
     """A node as plain values, with :class:`Reference` objects for nodes among its arguments.
 
-    ``mode`` is the one it runs in, if only in one (``fxqat.utils.mode_branches``).
+    ``mode`` is the one it runs in, if only in one (``fxqat.quantization.mode_branches``).
     """
 
     name: str
@@ -42,6 +40,9 @@ class Call:
     kwargs: Any
     mode: bool | None = None
 
+
+MODE = "fxqat_mode"
+"""Key of a node's meta: True if it runs in training only, False if in eval mode only; absent if in both."""
 
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import fxqat
 from fxqat import prepare_by_platform
+from fxqat.quantization.mode_branches import has_modes
 from fxqat.quantization.trace import trace
-from fxqat.utils.mode_branches import MODE, has_modes
+from fxqat.utils.fx_graph import MODE
 from fxqat.utils.tensors import flatten_tensors
 
 Scores = namedtuple("Scores", ["logits", "auxiliary"])

@@ -1,7 +1,7 @@
 """Graphs that compute differently in training: one graph for both modes, and the code of each.
 
-A node that runs in one mode only says so (:data:`MODE`). Where both modes meet, :func:`by_mode` stands for the value of
-the one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
+A node that runs in one mode only says so in its meta. Where both modes meet, :func:`by_mode` stands for the value of the
+one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import fx
 
-MODE = "fxqat_mode"
-"""Key of a node's meta: True if it runs in training only, False if in eval mode only; absent if in both."""
+from fxqat.utils.fx_graph import MODE
 
 
 def by_mode(in_eval: Any, in_training: Any) -> Any:
