@@ -18,7 +18,7 @@ from fxqat.custom_quantizer.config import PrepareConfig
 from fxqat.custom_quantizer.overrides import check_all_match
 from fxqat.custom_quantizer.sharing import Groups
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.values import Kind, value_kinds
+from fxqat.custom_quantizer.values import NO_RANGE, Kind, always_float, value_kinds
 from fxqat.custom_quantizer.wishes import (
     Wish,
     can_change,
@@ -36,7 +36,7 @@ from fxqat.custom_quantizer.wishes import (
 from fxqat.errors import ConfigError
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
-from fxqat.quantization.mode_branches import by_mode, nodes_of_mode_only
+from fxqat.quantization.mode_branches import by_mode
 from fxqat.quantization.op_table import (
     CONCAT,
     CONSTRUCTOR,
@@ -50,7 +50,7 @@ from fxqat.quantization.op_table import (
     WEIGHTED,
     Op,
 )
-from fxqat.quantization.ops import identify, operands, unbounded_values
+from fxqat.quantization.ops import identify, operands
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
 
@@ -60,7 +60,7 @@ FAMILY_REASONS = {
     RECURRENT: "recurrent layers stay float",
     OPAQUE: "not an op of the table",
     CONSTRUCTOR: "a tensor constructor: quantized only where a quantized op reads it",
-    UNBOUNDED: "holds values that stand for infinity, as masks do: no range fits them and the others",
+    UNBOUNDED: NO_RANGE,
 }
 
 
@@ -85,9 +85,7 @@ class BackendQuantizer:
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
         kinds = value_kinds(gm)
-        self._outside = dict.fromkeys(unbounded_values(gm), FAMILY_REASONS[UNBOUNDED])
-        in_training = nodes_of_mode_only(gm.graph, training=True)
-        self._outside |= dict.fromkeys(in_training, "runs in training only: it is not deployed")
+        self._outside = always_float(gm)
         kinds |= dict.fromkeys(self._outside, Kind.OTHER)
         self._acting: set[int] = set()
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}

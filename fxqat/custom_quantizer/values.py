@@ -7,8 +7,9 @@ from enum import Enum
 import torch
 from torch import fx
 
+from fxqat.quantization.mode_branches import nodes_of_mode_only
 from fxqat.quantization.op_table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
-from fxqat.quantization.ops import identify
+from fxqat.quantization.ops import identify, unbounded_values
 from fxqat.quantization.values import kind_of
 from fxqat.utils.fx_graph import node_inputs, writes_state
 
@@ -30,6 +31,15 @@ SEEN = {
     "object": Kind.OTHER,
 }
 """The kind of a value that tracing saw (see ``fxqat.quantization.values.describe``)."""
+
+
+NO_RANGE = "holds values that stand for infinity, as masks do: no range fits them and the others"
+
+
+def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The nodes whose values stay float whatever the backend, and why."""
+    found = dict.fromkeys(unbounded_values(gm), NO_RANGE)
+    return found | dict.fromkeys(nodes_of_mode_only(gm.graph, training=True), "runs in training only: not deployed")
 
 
 def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:

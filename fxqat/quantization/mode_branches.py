@@ -1,7 +1,7 @@
 """Graphs that compute differently in training: one graph for both modes, and the code of each.
 
-A node that runs in one mode only says so in its meta. Where both modes meet, :func:`by_mode` stands for the value of the
-one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
+A node that runs in one mode only says so in its meta. Where both modes meet, :func:`by_mode` stands for the value of
+the one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
 """
 
 from __future__ import annotations

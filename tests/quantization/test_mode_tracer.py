@@ -171,7 +171,7 @@ def test_only_what_is_deployed_is_quantized_and_layers_still_fuse(kind):
     for path in ("auxiliary.0", "auxiliary", "heads.in_training"):
         if path in rows:
             assert rows[path].status == "float"
-            assert rows[path].reason == "runs in training only: it is not deployed"
+            assert rows[path].reason == "runs in training only: not deployed"
     for path in ("first.0", "second.0", "fc", "conv", "heads.in_eval", "last"):
         if path in rows:
             assert rows[path].weight
