@@ -505,3 +505,24 @@ def test_an_argument_fixed_to_another_value_than_its_default():
     torch.testing.assert_close(gm(x), model(x, False))
     with pytest.raises(ConfigError, match="example_inputs"):  # a fixed argument is no input any more
         prepare_by_platform(model, "TSQAT", {"concrete_args": {"first": False}}, example_inputs=(x, False))
+
+
+class Magnifying(nn.Module):
+    """Float32 rounding of the first layer, magnified a hundred million times."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
+        nn.init.uniform_(self.bn.running_var, 0.5, 1.5)
+
+    def forward(self, x):
+        return torch.sin(1e8 * self.bn(self.conv(x)))
+
+
+def test_a_model_that_magnifies_roundings_is_judged_in_float64():
+    model, x = Magnifying().eval(), torch.randn(2, 3, 8, 8)
+    folded = fxqat.prepare_by_platform(model)
+    assert not torch.allclose(folded(x), model(x), atol=0.1)
+    assert fxqat.prepare_by_platform(model, example_inputs=(x,)).quant_report.num_quantized
+    assert next(model.parameters()).dtype == torch.float32
