@@ -198,10 +198,16 @@ def test_proxies_in_structures(recorder, image):
     assert list(proxies_in((1, "a", torch.ones(1)))) == []
 
 
-def test_a_mode_flag_is_false_and_says_who_asked():
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_mode_flag_is_passed_on_as_false_and_seen_as_decided(seen):
     asked = []
-    flag = ModeFlag(lambda: asked.append(1))
+
+    def decide():
+        asked.append(1)
+        return seen
+
+    flag = ModeFlag(decide)
     assert flag.__fx_create_arg__(fx.Tracer()) is False
     assert asked == []
-    assert not flag
+    assert bool(flag) is seen
     assert asked == [1]
