@@ -13,6 +13,7 @@ run can be stopped, resumed and split into shards. Not part of pytest: it takes 
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import json
 import multiprocessing
@@ -90,17 +91,20 @@ def default_inputs(suite: str, name: str, model: nn.Module) -> tuple[Any, ...]:
     if ".detection" in where:
         return ([torch.rand(3, 160, 160), torch.rand(3, 160, 192)],)
     if ".video" in where:
-        return (torch.randn(1, 3, 16, 224, 224) if kind == "mvit" else torch.randn(1, 3, 16, 64, 64),)
+        return (torch.randn(1, 3, 16, 224, 224) if kind in ("mvit", "s3d") else torch.randn(1, 3, 16, 64, 64),)
     if ".optical_flow" in where:
         return (torch.randn(1, 3, 128, 128), torch.randn(1, 3, 128, 128))
-    return (torch.randn(1, 3, 224, 224),)
+    size = 299 if kind == "inception" else 224
+    return (torch.randn(1, 3, size, size),)
 
 
 def runs(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Whether the float model takes these inputs."""
+    """Whether the float model takes these inputs, in training too (auxiliary heads may need larger ones)."""
+    work = copy.deepcopy(model)
     try:
         with torch.no_grad():
-            model(*inputs)
+            work.eval()(*inputs)
+            work.train()(*inputs)
     except Exception:  # noqa: BLE001  models complain in many ways
         return False
     return True
