@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
@@ -61,13 +61,13 @@ class ModeFork:
         for node in reversed(self.made):
             self.graph.erase_node(node)
 
-    def shares_parameters(self, modules: Mapping[str, nn.Module]) -> bool:
+    def shares_parameters(self, root: nn.Module) -> bool:
         """Whether nodes of the one mode and of the other compute with the same parameters.
 
         Then the modes do not part for a side branch, but each goes its own way through the same layers.
         """
         eval_only = [node for node in self.in_eval if node not in self._shared]
-        return bool(_parameters(eval_only, modules) & _parameters(self.made, modules))
+        return bool(_parameters(eval_only, root) & _parameters(self.made, root))
 
     def mark(self) -> None:
         """Tell the nodes of one mode only."""
@@ -82,13 +82,13 @@ def _key(op: str, target: Any, args: Any, kwargs: Any) -> str:
     return repr((op, target, args, kwargs))
 
 
-def _parameters(nodes: list[fx.Node], modules: Mapping[str, nn.Module]) -> set[str]:
+def _parameters(nodes: list[fx.Node], root: nn.Module) -> set[str]:
     """The parameters that nodes compute with: of the modules they call, or as arguments."""
     found: set[str] = set()
     for node in nodes:
         if node.op == "call_module":
             path = str(node.target)
-            found |= {f"{path}.{name}" for name, _ in modules[path].named_parameters()}
+            found |= {f"{path}.{name}" for name, _ in root.get_submodule(path).named_parameters()}
         elif node.op != "get_attr":
             found |= {str(source.target) for source in node.all_input_nodes if source.op == "get_attr"}
     return found

@@ -38,8 +38,7 @@ class ModeTracer(ValueTracer):
     def decides_by_mode(self, module: nn.Module) -> bool:
         """Remember a module whose forward decides by ``self.training``, and say which way it goes in this run."""
         if not self._is_parted and not isinstance(module, BatchNorm):  # see fxqat.quantization.norm_calls
-            path = next((path for path, other in self.root.named_modules() if other is module), "")
-            self._found[path] = module
+            self._found[self.path_of_module(module)] = module
         return self._fork is not None
 
     def is_incomplete(self) -> bool:
@@ -92,7 +91,7 @@ class ModeTracer(ValueTracer):
             result = NOTHING
         finally:
             self._fork, self.untraceable, self.path_of_failure = None, untraceable, ""
-        if result is NOTHING or fork.shares_parameters(dict(self.root.named_modules())):
+        if result is NOTHING or fork.shares_parameters(self.root):
             fork.undo()
             return NOTHING
         return result
@@ -102,9 +101,11 @@ class ModeTracer(ValueTracer):
         if in_training is NOTHING:
             self.eval_only.append(path)
             return in_eval
+        last = self.last_node()
         try:
             result = self._join(in_eval, in_training)
         except TypeError:
+            self.take_back(last)  # what was joined before the difference was met
             if path:  # the module around it gets another structure in training: it computes differently, too
                 fork.undo()
                 owner = path.rpartition(".")[0]

@@ -25,8 +25,9 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
 
     Args:
         root: the traced model, whose modules still have their types.
-        gm: its graph module; code is generated anew by whoever changes it last.
+        gm: its graph module.
     """
+    replaced = False
     for node in list(gm.graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
@@ -45,6 +46,9 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+        replaced = True
+    if replaced:
+        gm.recompile()
 
 
 def _owner(root: nn.Module, bound: dict[str, Any]) -> tuple[str, BatchNorm] | None:

@@ -93,7 +93,6 @@ def trace(
     gm = ModalGraphModule(root, graph, type(model).__name__)
     gm.training = model.training
     batch_norms_to_modules(root, gm)
-    gm.recompile()
     _restore_containers(root, gm)
     leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
     if isinstance(tracer, ModeTracer):

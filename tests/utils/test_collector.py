@@ -35,3 +35,21 @@ def test_an_error_does_not_leave_it_off():
     with pytest.raises(fxqat.errors.ConfigError):
         fxqat.prepare_by_platform(nn.ReLU(), "no such backend")
     assert gc.isenabled()
+
+
+def test_it_is_paused_while_a_model_is_prepared():
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            seen.append(gc.isenabled())
+            return self.fc(x)
+
+    gc.enable()
+    fxqat.prepare_by_platform(Looks())
+    assert seen == [False]
+    assert gc.isenabled()
