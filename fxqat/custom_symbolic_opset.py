@@ -5,9 +5,10 @@ Nothing is registered with torch's exporter; the table is built for each export 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxscript
 import torch
@@ -23,12 +24,20 @@ NATIVE_OPSET = 18
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1.
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax and ReduceMin, opset 18;
+    ScatterElements, opset 18.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
+        # torch's own take no empty list of dimensions, which means all of them
+        torch.ops.aten.amax.default: _amax,
+        torch.ops.aten.amin.default: _amin,
+        torch.ops.aten.aminmax.default: _aminmax,
+        # nor an index that is smaller than the source
+        torch.ops.aten.scatter.src: _scatter,
+        torch.ops.aten.hypot.default: _hypot,
     }
 
 
@@ -60,3 +69,30 @@ def _roi_pool(
     nothing: Any = op.SequenceEmpty(dtype=onnx.TensorProto.INT32)
     first: Any = op.Constant(value_int=0)
     return pooled, op.SequenceAt(nothing, first)
+
+
+def _amax(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    return op.ReduceMax(x, *_axes(dim), keepdims=keepdim)
+
+
+def _amin(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
+    return op.ReduceMin(x, *_axes(dim), keepdims=keepdim)
+
+
+def _aminmax(x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:
+    dims = () if dim is None else (dim,)
+    return _amin(x, dims, keepdim), _amax(x, dims, keepdim)
+
+
+def _axes(dims: Sequence[int]) -> tuple[Any, ...]:
+    return (op.Constant(value_ints=list(dims)),) if dims else ()
+
+
+def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
+    shape: Any = op.Shape(index)
+    origin = op.ConstantOfShape(op.Shape(shape), value=onnx.numpy_helper.from_array(np.zeros(1, np.int64)))
+    return op.ScatterElements(x, index, op.Slice(src, origin, shape), axis=dim)
+
+
+def _hypot(x: Any, y: Any) -> Any:
+    return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
