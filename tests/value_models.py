@@ -276,6 +276,13 @@ class SplitBySizes(Base):
         return torch.cat([second, first], 1)
 
 
+class SlicesOfLists(Base):
+    def forward(self, x):
+        y = self.conv(x)
+        parts = y.chunk(y.size(1), 1)
+        return torch.cat(parts[::-1][1:] + parts[:-2], 1)
+
+
 class Interpolated(Base):
     def forward(self, x):
         y = self.conv(x)
@@ -372,6 +379,7 @@ CASES: dict[str, Case] = {
     "dataclass_out": Case(DataclassOut),
     "dataclass_inside": Case(DataclassInside),
     "split_by_sizes": Case(SplitBySizes),
+    "slices_of_lists": Case(SlicesOfLists),
     "interpolated": Case(Interpolated),
     "windows": Case(Windows, forced=(False,)),
     "grid": Case(Grid),

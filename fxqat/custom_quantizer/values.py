@@ -79,7 +79,7 @@ def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind
         return Kind.OTHER
     if op.family in (OPAQUE, RECURRENT):
         return Kind.UNKNOWN
-    if op.name == "split":
+    if op.name == "split" or (op.name == "getitem" and op.gives_tuple):
         return Kind.CONTAINER
     first = next(node_inputs(node.args), None)
     source = kinds.get(first, Kind.OTHER) if first is not None else Kind.OTHER

@@ -143,10 +143,11 @@ def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     source, index = node.args
-    if index != 1 or not isinstance(source, fx.Node):
+    if not isinstance(source, fx.Node):
         return op
-    found = identify(source)
-    return _BY_NAME["indices"] if gives_indices(found) else op
+    if isinstance(index, slice):  # of a tuple, a part of it
+        return replace(op, gives_tuple=identify(source).gives_tuple)
+    return _BY_NAME["indices"] if index == 1 and gives_indices(identify(source)) else op
 
 
 def _fill(node: fx.Node, op: Op, module: nn.Module | None) -> Op:

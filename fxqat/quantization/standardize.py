@@ -11,7 +11,8 @@ Cases:
    rounded in between must not be overwritten. A buffer that is updated stays so;
 5. arguments that tracing fixed to a value leave the signature;
 6. what gives values and their indices is described as a tuple of values, the indices as no values;
-7. ``nn.Identity``, which libraries put wherever something can be switched on, leaves the graph.
+7. ``nn.Identity``, which libraries put wherever something can be switched on, leaves the graph;
+8. an item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import fx, nn
 from fxqat.quantization import values
 from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
 from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
-from fxqat.utils.fx_graph import called_module, writes_state
+from fxqat.utils.fx_graph import MODE, called_module, writes_state
 from fxqat.utils.torch_compat import has_hooks
 
 
@@ -38,6 +39,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         fixed_arguments: names of the arguments of forward that tracing fixed to a value.
     """
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
+    _read_items_once(gm.graph)  # case 8
     made: dict[tuple[Any, ...], str] = {}
     for node in list(gm.graph.nodes):
         op = identify(node)
@@ -70,6 +72,17 @@ def _drop_fixed_arguments(graph: fx.Graph, names: Collection[str]) -> None:
                 doomed += [user for user in reader.users if user not in doomed]
             for reader in reversed(doomed):
                 graph.erase_node(reader)
+
+
+def _read_items_once(graph: fx.Graph) -> None:
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        op = identify(node)
+        if op.name == "getitem" and isinstance(node.args[1], int) and identify(node.all_input_nodes[0]).gives_tuple:
+            read = first.setdefault((*node.args, node.meta.get(MODE)), node)
+            if read is not node:
+                node.replace_all_uses_with(read)
+                graph.erase_node(node)
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:

@@ -83,6 +83,16 @@ class ValueProxy(fx.Proxy):
         count = len(self) if isinstance(value, Tensor) else len(list(value))
         return iter([self._item(i) for i in range(count)])
 
+    def __getitem__(self, key: Any) -> Any:
+        known = self.fxqat_known
+        if known is not None and type(known.data) in (list, tuple):
+            places = range(len(known.data))
+            if isinstance(key, slice):  # a part of a list of tensors is a list of tensors
+                return type(known.data)(self._item(i) for i in places[key])
+            if type(key) is int and -len(places) <= key < 0:
+                key = places[key]  # one spelling of each item
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
+
     def _item(self, key: Any) -> Any:
         known = self.fxqat_known
         if known is not None and not isinstance(known.data, Tensor) and known.data[key] is None:

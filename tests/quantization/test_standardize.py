@@ -187,3 +187,18 @@ def test_a_parameter_that_something_else_reads_stays_readable():
     assert layer.weight is gm.weight
     assert len(list(gm.parameters())) == 2
     torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_an_item_is_read_once_and_an_item_overwritten_in_place_is_read_after_it():
+    class Items(nn.Module):
+        def forward(self, x):
+            parts = x.chunk(2, 1)
+            first = parts[0] * 2
+            parts[0].add_(1)
+            return first, parts[0], parts[1], parts[1]
+
+    gm = standardized(Items().eval())
+    assert sorted(node.args[1] for node in gm.graph.nodes if node.name.startswith("getitem")) == [0, 1]
+    x = torch.randn(2, 4)
+    for found, expected in zip(gm(x.clone()), Items()(x.clone()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -109,6 +109,15 @@ def test_iterating_over_a_tensor_gives_its_rows(recorder, image):
     assert set(recorder.forced) == {2}
 
 
+def test_a_part_of_a_list_is_a_list_of_its_items_and_a_part_of_a_tensor_is_a_node(recorder, image):
+    for kind in (list, tuple):
+        parts = recorder.input(kind(torch.full((2,), float(i)) for i in range(4)))[:0:-2]
+        assert type(parts) is kind
+        assert [part.fxqat_known.data[0].item() for part in parts] == [3, 1]
+        assert recorder.input(kind([torch.ones(1)] * 3))[-1].node.args[1] == 2
+    assert torch.equal(image[1:].fxqat_known.data, image.fxqat_known.data[1:])
+
+
 def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
     table = recorder.input({"a": torch.ones(2), "b": None})
     assert list(table) == ["a", "b"]
