@@ -55,7 +55,15 @@ setup(
     extras_require={
         "example": EXAMPLE,
         # The tests run the examples; ruff and mypy are bounded because their verdicts change between versions.
-        "test": [*EXAMPLE, "pytest>=8.2", "hypothesis", "jsonschema", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "test": [
+            *EXAMPLE,
+            "pytest>=8.2",
+            "hypothesis",
+            "jsonschema",
+            "transformers",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<3",
+        ],
         "docs": ["sphinx>=8"],
     },
 )

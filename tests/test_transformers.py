@@ -5,12 +5,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from fxqat import convert_export, prepare_by_platform
 from fxqat.utils.tensors import flatten_tensors
 from tests.export_models import calibrate, run_file
-
-transformers = pytest.importorskip("transformers")
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
