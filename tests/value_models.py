@@ -283,6 +283,27 @@ class SlicesOfLists(Base):
         return torch.cat(parts[::-1][1:] + parts[:-2], 1)
 
 
+class AssignedItems(Base):
+    def forward(self, x):
+        y = self.conv(x)
+        y[:, :1] = y[:, 1:2] * 0.5
+        z = y.relu()
+        z[:, :, 0] = 0
+        return y + z
+
+
+class PaddedForMaximum(Base):
+    def forward(self, x):
+        y = F.pad(self.conv(x), (1, 1, 1, 1), value=float("-inf"))
+        return F.max_pool2d(y, 2).relu()
+
+
+class AttentionOfRank5(Base):
+    def forward(self, x):
+        y = self.conv(x).flatten(2).transpose(1, 2).unflatten(1, (2, -1)).unsqueeze(1)
+        return F.scaled_dot_product_attention(y, y, y, None, 0.0)
+
+
 class Interpolated(Base):
     def forward(self, x):
         y = self.conv(x)
@@ -380,6 +401,9 @@ CASES: dict[str, Case] = {
     "dataclass_inside": Case(DataclassInside),
     "split_by_sizes": Case(SplitBySizes),
     "slices_of_lists": Case(SlicesOfLists),
+    "assigned_items": Case(AssignedItems),
+    "padded_for_maximum": Case(PaddedForMaximum),
+    "attention_of_rank_5": Case(AttentionOfRank5),
     "interpolated": Case(Interpolated),
     "windows": Case(Windows, forced=(False,)),
     "grid": Case(Grid),

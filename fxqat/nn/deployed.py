@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fxqat.fake_quantize import ops
 from fxqat.fake_quantize.functional import per_axis, quantize
@@ -87,6 +90,29 @@ class RoundedTensor(nn.Module):
         """The rounded values."""
         rounded: Tensor = self.pair(self.values)
         return rounded
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` by the four-dimensional one, the only one that torch's exporter translates.
+
+    Args:
+        query: ``(..., targets, features)``.
+        key: ``(..., sources, features)``, of query's rank.
+        value: ``(..., sources, features)``, of query's rank.
+        attn_mask: broadcastable to ``(..., targets, sources)``.
+        rest: further arguments by position.
+        options: further arguments by name.
+    """
+    if query.dim() == 4:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+    lead = query.shape[:-2]
+    if attn_mask is not None and attn_mask.dim() > 2:
+        attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-2:]).reshape(1, -1, *attn_mask.shape[-2:])
+    query, key, value = (tensor.reshape(1, -1, *tensor.shape[-2:]) for tensor in (query, key, value))
+    result = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
+    return result.reshape(*lead, *result.shape[-2:])
 
 
 def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int) -> StoredTensor:

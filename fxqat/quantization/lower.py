@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
-from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, stored_bias, stored_weight
+from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -68,6 +68,8 @@ def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
             state.lower_layer(node, module)
         elif isinstance(module, FusedLayer):
             state.lower_float_layer(node, module)
+        elif node.target is F.scaled_dot_product_attention:
+            node.target = attention
     output = next(node for node in work.graph.nodes if node.op == "output")
     output.args = (_without_dataclasses(output.args[0]),)
     work.graph.eliminate_dead_code()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.ops import RoIPool, StochasticDepth, roi_pool
 
+from fxqat.quantization.assignment import assign_item
 from fxqat.quantization.mode_branches import by_mode
 from fxqat.quantization.op_families import (
     CONCAT,
@@ -26,6 +27,7 @@ JOINING: tuple[Op, ...] = (
     Op("cat", CONCAT, (), named(torch, "cat concat concatenate hstack vstack dstack row_stack column_stack")),
     Op("stack", CONCAT, (), (torch.stack,)),
     Op("where", CONCAT, (), (torch.where,), ("where",), inputs=3),
+    Op("assign_item", CONCAT, (), (assign_item,), inputs=3),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from fxqat.quantization.assignment import assign_item
 from fxqat.quantization.op_families import (
     ACTIVATION,
     BINARY,
@@ -77,7 +78,7 @@ def _out_of_place() -> dict[Any, Callable[..., Any]]:
             function = getattr(namespace, name.removesuffix("_"), None)
             if name.endswith("_") and not name.startswith("_") and function in known:
                 found[getattr(namespace, name)] = function
-    return found
+    return found | {operator.setitem: assign_item}
 
 
 OUT_OF_PLACE = _out_of_place()

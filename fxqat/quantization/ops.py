@@ -118,7 +118,7 @@ def _attribute(node: fx.Node) -> Op:
 
 def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     value = getattr(module, "value", 0) if module is not None else _argument(node, 3, "value", 0)
-    return op if value in (0, 0.0, None) else UNKNOWN
+    return op if value in (0, 0.0, None) else _bounded(UNKNOWN, value)
 
 
 def _interpolate(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
@@ -162,6 +162,13 @@ def _where(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     return _bounded(replace(op, family=MATH) if any(values) else op, *values)
 
 
+def _assign_item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = node.args[2]
+    if isinstance(value, fx.Node) or value == 0:
+        return op
+    return _bounded(replace(op, family=MATH), value)
+
+
 def _mul(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     return _bounded(op, *node.args, *node.kwargs.values())
 
@@ -188,6 +195,7 @@ _CASES: dict[str, Callable[[fx.Node, Op, nn.Module | None], Op]] = {
     "max": _extremum,
     "min": _extremum,
     "getitem": _item,
+    "assign_item": _assign_item,
     "roi_pool": _roi_pool,
     "masked_fill": _fill,
     "where": _where,

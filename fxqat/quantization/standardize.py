@@ -181,6 +181,8 @@ def _out_of_place(node: fx.Node) -> None:
         node.args = tuple(False if value is True else value for value in node.args)
     overwritten = node.args[0]
     if isinstance(overwritten, fx.Node):
+        if values.KEY in overwritten.meta:  # an assignment gave nothing
+            node.meta[values.KEY] = overwritten.meta[values.KEY]
         overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
 
 

@@ -44,7 +44,7 @@ class Call:
 MODE = "fxqat_mode"
 """Key of a node's meta: True if it runs in training only, False if in eval mode only; absent if in both."""
 
-IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 
 
 def get_module(gm: nn.Module, path: str) -> nn.Module:

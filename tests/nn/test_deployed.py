@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fxqat.fake_quantize import ops
 from fxqat.fake_quantize.functional import dequantize, fake_quantize, quantize
-from fxqat.nn.deployed import STORAGE, QuantizeDequantize, RoundedTensor, stored_bias, stored_weight
+from fxqat.nn.deployed import STORAGE, QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
 from fxqat.scheme import QuantizeScheme
 
 SCHEMES = [
@@ -92,3 +93,15 @@ def test_a_stored_bias_is_int32() -> None:
     assert stored.integers.dtype == stored.zero_point.dtype == torch.int32
     assert stored().tolist() == [-(2.0**29), 14.0]
     assert torch.equal(stored(), dequantize(integers, scale, None, 0))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4, 5, 6])
+def test_attention_of_any_rank_is_that_of_torch(rank: int) -> None:
+    lead = (2, 3, 2, 2)[: rank - 2]
+    query, key, value = torch.randn(*lead, 5, 4), torch.randn(*lead, 7, 4), torch.randn(*lead, 7, 4)
+    ones = [1] * (rank - 2)
+    for mask in (None, torch.rand(5, 7) > 0.3, torch.randn(*lead, 1, 7), torch.randn(*ones, 5, 7)):
+        expected = F.scaled_dot_product_attention(query, key, value, mask)
+        torch.testing.assert_close(attention(query, key, value, mask), expected)
+    causal = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    torch.testing.assert_close(attention(query, key, value, None, 0.0, True, scale=0.3), causal)
