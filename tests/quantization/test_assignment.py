@@ -20,6 +20,29 @@ def test_the_copy_has_what_is_assigned(key, value):
     assert torch.equal(x, before)
 
 
+def test_a_list_or_dict_that_a_leaf_returns_can_be_assigned_to():
+    class Leaf(nn.Module):
+        def forward(self, x):
+            return [x, x + 1], {"a": x}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.leaf = Leaf()
+
+        def forward(self, x):
+            both, named = self.leaf(self.conv(x))
+            both[1] = both[0].relu()
+            named["b"] = both[1] * 2
+            return both[0] + both[1] + named["a"] + named["b"]
+
+    torch.manual_seed(0)
+    model, x = Model().eval(), torch.randn(2, 3, 8, 8)
+    gm = prepare_by_platform(model, prepare_custom_config_dict={"leaf_module": ["leaf"]}, example_inputs=(x,))
+    torch.testing.assert_close(gm(x), model(x))
+
+
 def test_a_rounded_value_that_is_assigned_to_can_be_trained_and_counts_as_joined():
     class Model(nn.Module):
         def __init__(self):
