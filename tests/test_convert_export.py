@@ -177,15 +177,16 @@ def check_optimized(folder: Path, inputs: Inputs, expected: list[np.ndarray], op
     """ONNX Runtime optimizes the file, saves the result, and loads that again.
 
     From opset 21 on, ONNX Runtime 1.2x's rewrite of int8 activations to uint8 makes an invalid node behind a
-    MatMul + Add; there it is told that int8 activations are wanted.
+    MatMul + Add; there it is told that int8 activations are wanted. Processors without VNNI saturate sums of two
+    products in 16 bits there, hence the wide limit.
     """
     saved = folder / "optimized.onnx"
     first = session(folder / "model.onnx", optimized_to=saved, keep_int8=opset >= 21)
     again = session(saved)
     produced, reloaded = run_session(first, inputs), run_session(again, inputs)
     for a, b, wanted in zip(produced, reloaded, expected, strict=True):
-        assert cosine(a, wanted) > 0.99
-        assert cosine(b, wanted) > 0.99
+        assert cosine(a, wanted) > 0.95
+        assert cosine(b, wanted) > 0.95
 
 
 # Opset

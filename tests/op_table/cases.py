@@ -917,8 +917,7 @@ BEYOND: tuple[Case, ...] = (
         F.scaled_dot_product_attention(query=x, key=y, value=y, is_causal=True)
         F.scaled_dot_product_attention(x, x, y, scale=0.5)
     """),
-    case("beyond", "scaled_dot_product_attention", "F.scaled_dot_product_attention(x, y, y)", kind="tokens",
-         fails="torch's exporter takes four dimensions only (unsqueeze first)", failure="only 4D query"),
+    case("beyond", "scaled_dot_product_attention", "F.scaled_dot_product_attention(x, y, y)", kind="tokens"),
     case("beyond", "addmm", """
         torch.addmm(x, x, y.T @ y)
         x.addmm(x, y.T @ y, alpha=0.5)

@@ -6,7 +6,6 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 import torchvision
@@ -18,6 +17,7 @@ from fxqat.quantization.mode_branches import has_modes
 from fxqat.quantization.trace import trace
 from fxqat.utils.fx_graph import MODE
 from fxqat.utils.tensors import flatten_tensors
+from tests.export_models import run_file
 
 Scores = namedtuple("Scores", ["logits", "auxiliary"])
 
@@ -213,9 +213,7 @@ def test_calibrated_in_eval_mode_trained_and_exported(kind, tmp_path):
     gm.eval()
     report = fxqat.convert_export(gm, (image(),), tmp_path / "model.onnx")
     assert report.certificate.passed
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = {initializer.name for initializer in session.get_inputs()}
-    found = session.run(None, dict.fromkeys(names, image().numpy()))
+    found = run_file(tmp_path / "model.onnx", [image()])  # optimized, some processors saturate sums of products
     expected = flatten_tensors(gm(image()))
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
