@@ -215,6 +215,14 @@ def session(
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
+@cache
+def saturates() -> bool:
+    """Whether this is an x86 processor without VNNI, where optimized uint8 x int8 kernels saturate sums of products."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "avx2" in flags and "vnni" not in flags
+
+
 def run_session(running: ort.InferenceSession, inputs: Sequence[Tensor]) -> list[np.ndarray]:
     """All outputs, with inputs given in the file's order."""
     names = [value.name for value in running.get_inputs()]
