@@ -144,8 +144,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_training(spec: BackendSpec) -> BackendSpec:
-    parts: dict[str, Any] = {"fake_quantize": "Fixed", "fake_quantize_args": {}}
-    return replace(spec, weight=replace(spec.weight, **parts), activation=replace(spec.activation, **parts))
+    return replace(spec, weight=spec.weight.not_learned(), activation=spec.activation.not_learned())
 
 
 def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> None:

@@ -82,7 +82,7 @@ def test_a_training_step_keeps_the_ranks_together(run: tuple[str, Path, list[Any
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
     moved = [key for key, value in first.items() if not torch.equal(value, before[key])]
-    assert {"conv.weight", "head.bias", "conv.weight_fake_quant.scale", "x_act_fake_quant.scale"} <= set(moved)
+    assert {"conv.weight", "head.bias", "conv.weight_fake_quant.scale", "conv_act_fake_quant.scale"} <= set(moved)
     assert run[2][0]["loss"] != run[2][1]["loss"]
 
 

@@ -16,9 +16,9 @@ from torch import fx
 
 from fxqat.custom_quantizer.config import PrepareConfig
 from fxqat.custom_quantizer.overrides import check_all_match
-from fxqat.custom_quantizer.sharing import Groups
+from fxqat.custom_quantizer.sharing import Groups, group_config
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.values import NO_RANGE, Kind, always_float, value_kinds
+from fxqat.custom_quantizer.values import NO_RANGE, Kind, always_float, untrained, value_kinds
 from fxqat.custom_quantizer.wishes import (
     Wish,
     can_change,
@@ -27,9 +27,10 @@ from fxqat.custom_quantizer.wishes import (
     ends_in_activation,
     is_written_for,
     may_follow,
+    only_reason,
     readers_of,
     reads_quantized,
-    refusing,
+    refusals,
     unsupported,
     wanted_behind,
 )
@@ -87,11 +88,15 @@ class BackendQuantizer:
         kinds = value_kinds(gm)
         self._outside = always_float(gm)
         kinds |= dict.fromkeys(self._outside, Kind.OTHER)
+        self._untrained = untrained(gm)
         self._acting: set[int] = set()
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
         self._check_rules_act()
         self._pass_on_outputs(wishes)
+        self._refused = refusals(wishes)
+        for node, wish in wishes.items():
+            wish.operands = [operand for operand in wish.operands if (operand, node) not in self._refused]
         values = self._values(wishes, kinds)
         groups = self._join(wishes, values)
         for node in [n for n in values if n.users and all(kinds[user] is Kind.OTHER for user in n.users)]:
@@ -209,7 +214,6 @@ class BackendQuantizer:
             for operand in wish.operands:
                 readers.setdefault(operand, []).append(node)
         values = {}
-        float_readers = refusing(wishes)
         for node, wish in wishes.items():
             wanted = [(wishes[r].activation, wishes[r].activation_rank) for r in readers.get(node, [])]
             wanted.append((wish.output, wish.output_rank))
@@ -218,7 +222,7 @@ class BackendQuantizer:
             vetoed = wish.output is None and wish.output_rank > strongest
             if not asked or vetoed or kinds[node] is Kind.OTHER:
                 continue
-            names = readers_of(node, wishes, readers.get(node, []), float_readers)
+            names = readers_of(node, wishes, readers.get(node, []), self._refused)
             if names is not None and not names:
                 continue
             self._claims[node.name] = max(asked, key=claim_order)
@@ -264,7 +268,8 @@ class BackendQuantizer:
         for node in values:
             members.setdefault(groups.find(node.name), []).append(node)
         for number, nodes in enumerate(members.values()):
-            shared = self._group_config([values[n] for n in nodes], [n.name for n in nodes])
+            claims = [self._claims[node.name] for node in nodes if node.name in self._claims]
+            shared = group_config({node: values[node] for node in nodes}, claims, self._untrained)
             for node in nodes:
                 values[node] = replace(values[node], config=shared, group=number)
         sizes = {values[nodes[0]].group: len(nodes) for nodes in members.values()}
@@ -276,13 +281,6 @@ class BackendQuantizer:
             name = wish.op.name if wish.op.family != OPAQUE else node.op
             node.meta[annotation.KEY] = Annotation(name, status, reason, value, wish.weight)
 
-    def _group_config(self, values: list[ValueQuant], names: list[str]) -> TensorQConfig:
-        """One configuration for values of one scale: the strongest claim; a fixed range only for a value alone."""
-        config = max((self._claims[name] for name in names if name in self._claims), key=claim_order)[0]
-        sources = [value for value in values if not value.on_grid]
-        alone = sources[0].config.scheme.fixed_range if len(sources) == 1 else None
-        return config.with_scheme(fixed_range=alone)
-
     def _explain(self, node: fx.Node, wish: Wish, value: ValueQuant | None, sizes: dict[int, int]) -> tuple[str, str]:
         if value is None:
             if wish.rule is None:
@@ -291,7 +289,8 @@ class BackendQuantizer:
             reason = f"{wish.reason}; rounded after {reader.name}" if reader is not None else wish.reason
             if wish.weight is not None:
                 return annotation.QUANTIZED, reason
-            return annotation.FLOAT, reason if reader is not None else f"no quantized reader; {reason}"
+            why_float = only_reason(node, self._refused) or "no quantized reader"
+            return annotation.FLOAT, reason if reader is not None else f"{why_float}; {reason}"
         reason = wish.reason
         if value.readers is not None:
             reason = f"{reason}; read quantized by {', '.join(sorted(value.readers))}"

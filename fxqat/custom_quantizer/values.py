@@ -5,13 +5,13 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxqat.quantization.mode_branches import nodes_of_mode_only
 from fxqat.quantization.op_table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.quantization.ops import identify, unbounded_values
 from fxqat.quantization.values import kind_of
-from fxqat.utils.fx_graph import node_inputs, writes_state
+from fxqat.utils.fx_graph import called_module, node_inputs, writes_state
 
 
 class Kind(Enum):
@@ -52,6 +52,20 @@ def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
     return kinds
 
 
+def untrained(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values depend on the model's inputs and constants alone: training does not change their range."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            trains = isinstance(_attribute(gm, node), nn.Parameter)
+        else:
+            module = called_module(node)
+            trains = module is not None and next(module.parameters(), None) is not None
+        if not trains and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _state(gm: fx.GraphModule) -> set[fx.Node]:
     """Buffers that the graph writes, the writes, and what is computed for them alone: none of it is a value."""
     writes = {node for node in gm.graph.nodes if writes_state(node)}
@@ -60,6 +74,11 @@ def _state(gm: fx.GraphModule) -> set[fx.Node]:
         if node.users and node.op != "placeholder" and all(user in found for user in node.users):
             found.add(node)
     return found
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> object:
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
 
 
 def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
@@ -71,8 +90,7 @@ def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind
     if node.op == "placeholder":
         return Kind.OTHER if node.args else Kind.FLOAT  # with a default it is an option, not a tensor
     if node.op == "get_attr":
-        owner, _, name = str(node.target).rpartition(".")
-        tensor = getattr(gm.get_submodule(owner), name)
+        tensor = _attribute(gm, node)
         return Kind.FLOAT if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else Kind.OTHER
     op = identify(node)
     if op.family == NOT_FLOAT:

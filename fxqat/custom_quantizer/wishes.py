@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -11,11 +12,14 @@ from fxqat.custom_quantizer.spec import Rule
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization.annotation import ValueQuant
-from fxqat.quantization.op_table import IDENTITY, PASS_THROUGH, WEIGHTED, Op
-from fxqat.quantization.ops import identify
+from fxqat.quantization.op_table import BINARY, IDENTITY, PASS_THROUGH, WEIGHTED, Op
+from fxqat.quantization.ops import identify, poles
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
 from fxqat.utils.torch_compat import has_hooks
+
+TOLD = "told to be read float"
+NEAR_ZERO = "read by an op with a pole at zero, to which rounding would send what is near it"
 
 
 @dataclass
@@ -46,27 +50,55 @@ def claim_order(claim: tuple[TensorQConfig, int]) -> tuple[int, int]:
     return claim[1], claim[0].scheme.bit_width
 
 
-def refusing(wishes: dict[fx.Node, Wish]) -> set[fx.Node]:
-    """Nodes that were told to read float, and those that only move values for such nodes."""
-    found: set[fx.Node] = set()
+def refusals(wishes: dict[fx.Node, Wish]) -> dict[tuple[fx.Node, fx.Node], str]:
+    """The operands that are read float whoever else reads them quantized: ``(operand, reader)``, and why.
+
+    Such readers were told so by the user, or have a pole at zero, to which rounding would send what is near it. Ops
+    before them that only move the values refuse, too; before a pole also those that add or multiply a number.
+    """
+    found: dict[tuple[fx.Node, fx.Node], str] = {}
     for node in reversed(wishes):
         wish = wishes[node]
-        moves = wish.op.family in (PASS_THROUGH, IDENTITY)
-        told = wish.activation is None and wish.activation_rank > 0
-        if told or (moves and node.users and all(user in found for user in node.users)):
-            found.add(node)
+        refused, reason = node.all_input_nodes, only_reason(node, found)
+        if wish.activation is None and wish.activation_rank > 0:
+            reason = TOLD
+        elif reason is None or not _passes_on(node, wish.op, reason):
+            refused, reason = _poles(node, wishes), NEAR_ZERO
+        found |= dict.fromkeys(((operand, node) for operand in refused), reason)
     return found
 
 
+def only_reason(node: fx.Node, refused: dict[tuple[fx.Node, fx.Node], str]) -> str | None:
+    """Why all readers of a node read it float; None if one does not."""
+    reasons = {refused.get((node, user)) for user in node.users}
+    if not reasons or None in reasons:
+        return None
+    return TOLD if TOLD in reasons else NEAR_ZERO
+
+
+def _passes_on(node: fx.Node, op: Op, reason: str) -> bool:
+    """Whether what is refused behind an op is refused before it, too."""
+    with_number = op.family == BINARY and len(node.all_input_nodes) == 1
+    return op.family in (PASS_THROUGH, IDENTITY) or (with_number and reason == NEAR_ZERO)
+
+
+def _poles(node: fx.Node, wishes: dict[fx.Node, Wish]) -> list[fx.Node]:
+    """The operands at whose zero the op has a pole, but for what the user asked to have quantized."""
+    if wishes[node].activation_rank > 0:
+        return []
+    found = [operand for operand in poles(node, wishes[node].op) if isinstance(operand, fx.Node)]
+    return [operand for operand in found if wishes[operand].output is None or wishes[operand].output_rank == 0]
+
+
 def readers_of(
-    node: fx.Node, wishes: dict[fx.Node, Wish], asking: list[fx.Node], refusing: set[fx.Node]
+    node: fx.Node, wishes: dict[fx.Node, Wish], asking: list[fx.Node], refused: Container[tuple[fx.Node, fx.Node]]
 ) -> frozenset[str] | None:
-    """Who reads the quantized value: all if the producer gives it so, but for those told to read float."""
+    """Who reads the quantized value: all if the producer gives it so, but for those that read it float."""
     if wishes[node].output is None:
         return frozenset(reader.name for reader in asking)
-    if not any(reader in refusing for reader in node.users):
+    if not any((node, reader) in refused for reader in node.users):
         return None
-    return frozenset(reader.name for reader in node.users if reader not in refusing)
+    return frozenset(reader.name for reader in node.users if (node, reader) not in refused)
 
 
 def can_change(wish: Wish, part: str, node: fx.Node) -> bool:

@@ -38,6 +38,7 @@ class Op:
         methods: ``Tensor`` method names, in-place ones included.
         inputs: how many leading arguments can be quantized values (a list of tensors counts as one).
         keeps_output: its backward pass reads its output, which therefore stays in memory.
+        poles: positions, among these arguments, of those at whose zero the op or its derivative is infinite.
         gives_tuple: it gives several tensors; of values and their indices the first one.
     """
 
@@ -49,6 +50,7 @@ class Op:
     inputs: int = 1
     keeps_output: bool = False
     gives_tuple: bool = False
+    poles: tuple[int, ...] = ()
 
 
 def named(namespace: Any, names: str) -> tuple[Callable[..., Any], ...]:

@@ -54,7 +54,7 @@ PRODUCTS: tuple[Op, ...] = (
     Op("addmm", MATH, (), named(torch, "addmm addmv"), methods("addmm addmm_ addmv addmv_"), inputs=3),
     Op("baddbmm", MATH, (), named(torch, "baddbmm addbmm"), methods("baddbmm baddbmm_ addbmm addbmm_"), inputs=3),
     Op("addcmul", MATH, (), (torch.addcmul,), methods("addcmul addcmul_"), inputs=3),
-    Op("addcdiv", MATH, (), (torch.addcdiv,), methods("addcdiv addcdiv_"), inputs=3),
+    Op("addcdiv", MATH, (), (torch.addcdiv,), methods("addcdiv addcdiv_"), inputs=3, poles=(2,)),
     Op("lerp", MATH, (), (torch.lerp,), methods("lerp lerp_"), inputs=3),
 )
 
@@ -90,6 +90,7 @@ BINARIES: tuple[Op, ...] = (
         (*named(torch, "div divide true_divide"), operator.truediv, operator.itruediv),
         methods("div div_ divide divide_ true_divide true_divide_ __truediv__ __rtruediv__ __itruediv__"),
         inputs=2,
+        poles=(1,),
     ),
     Op(
         "floor_divide",
@@ -98,6 +99,7 @@ BINARIES: tuple[Op, ...] = (
         (torch.floor_divide, operator.ifloordiv),
         methods("floor_divide floor_divide_ __floordiv__ __rfloordiv__ __ifloordiv__"),
         inputs=2,
+        poles=(1,),
     ),
     Op(
         "remainder",
@@ -106,6 +108,7 @@ BINARIES: tuple[Op, ...] = (
         (*named(torch, "remainder fmod"), operator.imod),
         methods("remainder remainder_ fmod fmod_ __mod__ __rmod__ __imod__"),
         inputs=2,
+        poles=(1,),
     ),
     Op("maximum", BINARY, (), named(torch, "maximum fmax"), methods("maximum fmax"), inputs=2),
     Op("minimum", BINARY, (), named(torch, "minimum fmin"), methods("minimum fmin"), inputs=2),
@@ -230,6 +233,7 @@ ELEMENTWISE = (
     "abs sqrt exp log sin cos neg rsqrt square reciprocal sign floor ceil round trunc frac erf erfc exp2 expm1 log2 "
     "log10 log1p tan asin acos atan sinh cosh asinh acosh atanh logit nan_to_num"
 )
+POLE_AT_ZERO = ("sqrt", "rsqrt", "reciprocal", "log", "log2", "log10", "logit")
 
 
 def _math(name: str) -> Op:
@@ -240,7 +244,8 @@ def _math(name: str) -> Op:
     operators, magic = OPERATORS.get(name, ((), ""))
     if name == "abs":
         operators = (*operators, builtins.abs)
-    return Op(name, MATH, (), (*dict.fromkeys(functions), *operators), (*dict.fromkeys(found), *magic.split()))
+    functions, found = [*dict.fromkeys(functions), *operators], [*dict.fromkeys(found), *magic.split()]
+    return Op(name, MATH, (), tuple(functions), tuple(found), poles=(0,) if name in POLE_AT_ZERO else ())
 
 
 MATHS: tuple[Op, ...] = (

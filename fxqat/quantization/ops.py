@@ -253,6 +253,14 @@ def operands(node: fx.Node, op: Op) -> list[Any]:
     return found + by_keyword[: op.inputs - len(found)]
 
 
+def poles(node: fx.Node, op: Op) -> list[Any]:
+    """The operands at whose zero the op or its derivative is infinite: divisors, what a logarithm or root is of."""
+    found = operands(node, op)
+    if op.name == "pow" and len(found) > 1 and isinstance(found[1], (int, float)) and found[1] < 1:
+        return found[:1]
+    return [found[position] for position in op.poles if position < len(found)]
+
+
 def works_in_place(node: fx.Node) -> bool:
     """Whether a call overwrites its first operand."""
     if node.op == "call_module":

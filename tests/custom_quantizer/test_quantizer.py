@@ -16,10 +16,11 @@ from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.table import BACKENDS
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
+from fxqat.fake_quantize.learnable import LearnableFakeQuantize
 from fxqat.nn.qat import QATLayer
 from fxqat.utils.fx_graph import called_module
 from tests.models import BACKENDS as NAMES
-from tests.models import TOYS, calibrate, calibrated, inputs, prepared
+from tests.models import TOYS, build, calibrate, calibrated, inputs, prepared
 
 
 def quantizer_after(gm, name):
@@ -339,6 +340,88 @@ def test_a_value_is_quantized_once_at_its_producer():
     sources = [node.args[0].name for node in calls]
     assert len(sources) == len(set(sources))
     assert {user.name for user in quantizer_after(gm, "x").users} == {"point", "wide_0", "pool"}
+
+
+# what training does not move
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_the_scale_of_the_input_is_that_of_the_data(backend):
+    gm = calibrated("residual", backend)
+    (source,) = inputs("residual")
+    quants = [module for module in gm.modules() if isinstance(module, FakeQuantizeBase)]
+    assert {type(quant) for quant in quants} == {FixedFakeQuantize, LearnableFakeQuantize}
+    assert isinstance(gm.x_act_fake_quant, FixedFakeQuantize)
+    gm.train()
+    gm(source.requires_grad_()).square().mean().backward()
+    assert source.grad.abs().sum() > 0  # a model before this one can still be trained
+
+
+def test_an_input_that_shares_its_scale_with_a_trained_value_is_learned():
+    model = model_of(
+        lambda self, x: self.last(torch.cat([self.conv(x), x], 1)), conv=nn.Conv2d(3, 3, 1), last=nn.Conv2d(6, 3, 1)
+    )
+    assert isinstance(prepare_by_platform(model).x_act_fake_quant, LearnableFakeQuantize)
+
+
+def test_an_override_has_the_scale_of_the_input_learned():
+    rule = {"match": {"node": "x"}, "output": {"fake_quantize": "Learnable"}}
+    gm = prepare_by_platform(build("residual"), "TSQAT", {"overrides": [rule]})
+    assert isinstance(gm.x_act_fake_quant, LearnableFakeQuantize)
+
+
+# poles
+
+
+def attention_without_softmax(self, x):
+    """Numerators and denominators come out of one product, as in linear attention (EfficientViT)."""
+    y = self.conv(x).relu()
+    joined = torch.cat([y, torch.ones_like(y[:, :1])], 1) @ y
+    return self.last(joined[:, :-1] / (joined[:, -1:] + 1e-15))
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (lambda self, x: self.last(self.conv(x) / self.other(x)), {"truediv": [True, False]}),
+        (lambda self, x: self.last(1 / (self.conv(x) + 2)), {"add": [False], "truediv": [False]}),
+        (lambda self, x: self.last(torch.div(other=self.conv(x), input=x)), {"div": [False, True]}),
+        (lambda self, x: self.last(torch.sqrt(self.conv(x))), {"sqrt": [False]}),
+        (lambda self, x: self.last(self.conv(x).reciprocal()), {"reciprocal": [False]}),
+        (lambda self, x: self.last(torch.log(self.conv(x).reshape(2, 3, 4, 4))), {"reshape": [False], "log": [False]}),
+        (lambda self, x: self.last(self.conv(x) ** -0.5), {"pow_1": [False]}),
+        (lambda self, x: self.last(self.conv(x) ** 2), {"pow_1": [True]}),
+        (lambda self, x: self.last((y := self.conv(x)) * y.log()), {"log": [False], "mul": [True, True]}),
+        (attention_without_softmax, {"getitem_1": [True], "getitem_2": [False], "truediv": [True, False]}),
+    ],
+)
+def test_what_is_near_a_pole_is_read_float(function, reads):
+    modules = {name: nn.Conv2d(3, 3, 1) for name in ("conv", "other", "last")}
+    gm = prepare_by_platform(model_of(function, **modules))
+    assert {name: read_quantized(gm, name) for name in reads} == reads
+    assert read_quantized(gm, "last") == [True]
+
+
+def test_a_small_divisor_is_not_rounded_to_zero():
+    """Half a step of the quantizer is 0.004 of the largest divisor: the others would be divided by zero."""
+    model = model_of(lambda self, x: self.last(x / (x.abs() + 1e-6)), last=nn.Conv2d(3, 3, 1))
+    x = torch.cat([torch.full((2, 3, 4, 1), 1e-3), 10 * torch.rand(2, 3, 4, 3)], 3)
+    gm = calibrate(prepare_by_platform(model), (x,)).train()
+    output = gm(x)
+    output.square().mean().backward()
+    assert output.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in gm.parameters())
+    row = gm.quant_report.row("add")
+    assert (row.status, "pole at zero" in row.reason) == ("float", True)
+
+
+def test_an_override_has_a_divisor_rounded():
+    model = model_of(lambda self, x: self.last(x / self.conv(x)), conv=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1))
+    by_reader = {"match": {"node": "truediv"}, "activation": {"bit": 16}}
+    by_producer = {"match": {"node": "conv"}, "output": {"bit": 16}}
+    for rule in (by_reader, by_producer):
+        gm = prepare_by_platform(model, "TSQAT", {"overrides": [rule]})
+        assert read_quantized(gm, "truediv") == [True, True]
 
 
 # independence

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxqat.custom_quantizer.values import Kind, value_kinds
+from fxqat.custom_quantizer.values import Kind, untrained, value_kinds
 from tests.models import TOYS, build, inputs
 
 
@@ -79,3 +79,21 @@ def test_kinds_agree_with_what_is_computed(name):
     with torch.no_grad():
         Look(gm).run(*inputs(name))
     assert len(kinds) == len(gm.graph.nodes)
+
+
+class Stages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        centered = x - self.mean
+        scaled = centered * self.gain
+        return F.relu(centered) + self.conv(centered) + scaled
+
+
+def test_what_depends_on_no_parameter_is_not_trained():
+    names = {node.name for node in untrained(fx.symbolic_trace(Stages()))}
+    assert names == {"x", "mean", "sub", "relu"}
