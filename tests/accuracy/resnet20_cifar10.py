@@ -101,11 +101,11 @@ class Setting:
 
 SETTINGS = (
     Setting("W8A8", "TSQAT", 8, 8, 0.002),
-    Setting("W8A8", "ONNXRuntime", 8, 8, 0.002),
+    Setting("W8A8", "ONNXRuntime", 8, 8, 0.0005),
     Setting("W4A8", "TSQAT", 4, 8, 0.002),
     Setting("W4A8", "ONNXRuntime", 4, 8, 0.002),
     Setting("W4A4", "ONNXRuntime", 4, 4, 0.01, 126),
-    Setting("W4A4, ends at 8", "ONNXRuntime", 4, 4, 0.01, 126, EIGHT_AT_THE_ENDS),
+    Setting("W4A4, ends at 8", "ONNXRuntime", 4, 4, 0.01, overrides=EIGHT_AT_THE_ENDS),
     Setting("W4A4", "TensorRT", 4, 4, 0.01),
     Setting("W4A4, ends at 8", "TensorRT", 4, 4, 0.01, overrides=EIGHT_AT_THE_ENDS),
 )

@@ -25,6 +25,7 @@ NAMES: dict[str, Any] = {
     "operator": operator,
     "ops": torchvision.ops,
     "isinstance": isinstance,
+    "slice": slice,
 }
 ARGUMENTS = ("x", "y", "w", "b", "boxes")
 
@@ -1030,6 +1031,11 @@ BEYOND: tuple[Case, ...] = (
         torch.where(x > -9.0, x, float("-inf"))
         torch.where(x > -9.0, x, -1e9)
     """, kind="tokens", status="float", last="r.softmax(-1)"),
+    both("beyond", "assign_item", """
+        operator.setitem(x, 0, y[1])
+        operator.setitem(x, (slice(None), 0), y[:, 1])
+        x.__setitem__((..., 0), y[..., 1])
+    """, last="x"),
     both("beyond", "masked_fill", """
         x.masked_fill(x > 0.5, 0)
         x.masked_fill(mask=x > 0.5, value=0.0)
