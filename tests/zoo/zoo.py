@@ -2,12 +2,14 @@
 
 Each model runs in a process of its own, with random weights, at the smallest input it allows; models of more than 60M
 parameters on the meta device, prepared only. Results are lines of JSON; models that have one are skipped, so that the
-run can be stopped, resumed and split into shards. Not part of pytest: it takes hours.
+run can be stopped, resumed and split into shards; they are kept in ``tests/zoo/results``. Not part of pytest: it takes
+hours.
 
-    python tests/zoo/zoo.py run --suite timm --results timm.jsonl
-    python tests/zoo/zoo.py run --suite timm --export --families-of timm.jsonl --results exported.jsonl
-    python tests/zoo/zoo.py run --suite torchvision --export --results torchvision.jsonl
-    python tests/zoo/zoo.py report --results timm.jsonl exported.jsonl torchvision.jsonl --output docs/zoo.rst
+    cd tests/zoo/results
+    python ../zoo.py run --suite timm --results timm.jsonl
+    python ../zoo.py run --suite timm --export --families-of timm.jsonl --results exported.jsonl
+    python ../zoo.py run --suite torchvision --export --results torchvision.jsonl
+    python ../zoo.py report --results *.jsonl --output ../../../docs/zoo.rst
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ def export(model: nn.Module, gm: nn.Module, inputs: tuple[Any, ...], result: Res
     gm.train()
     optimizer = torch.optim.SGD(gm.parameters(), lr=1e-4, momentum=0.9)
     loss_of(gm(*inputs)).backward()
-    nn.utils.clip_grad_norm_(gm.parameters(), 1.0)
+    nn.utils.clip_grad_norm_(gm.parameters(), 1.0, error_if_nonfinite=True)
     optimizer.step()
     gm.eval()
     result["trained"] = True
@@ -303,7 +305,7 @@ def run(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write the page."""
     results = [json.loads(line) for path in arguments.results for line in path.read_text().splitlines()]
-    text = page(results)
+    text = page(results, {suite: len(names(suite)) for suite in ("timm", "torchvision")})
     print(text)
     if arguments.output:
         arguments.output.write_text(text, encoding="utf-8")

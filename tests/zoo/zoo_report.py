@@ -13,8 +13,8 @@ Result = dict[str, Any]
 ALLOWED_OFF = 0.005
 
 
-def page(results: list[Result]) -> str:
-    """The documentation page."""
+def page(results: list[Result], known: dict[str, int]) -> str:
+    """The documentation page of these results; ``known``: how many models each suite has."""
     exported = [r for r in results if "off_by_2" in r or "export_error" in r]
     prepared = {(r["suite"], r["name"]): r for r in sorted(results, key=lambda r: "export_seconds" in r, reverse=True)}
     parts = [
@@ -29,7 +29,7 @@ inputs; models of more than 60M parameters on the meta device. *Leaves*: modules
 and stay float. *Quantized share*: of the multiply-accumulates of convolutions and linear layers, those whose weight is
 quantized.
 """,
-        _totals(list(prepared.values())),
+        _totals(list(prepared.values()), known),
         _section("Not prepared", _failures(prepared.values())),
         _section("With float leaves", _leaves(prepared.values())),
         _section("Quantized share below 99 %", _shares(prepared.values())),
@@ -63,7 +63,7 @@ def _section(title: str, body: str) -> str:
     return f"{title}\n{'-' * len(title)}\n\n{body or 'None.'}\n"
 
 
-def _totals(results: list[Result]) -> str:
+def _totals(results: list[Result], known: dict[str, int]) -> str:
     rows = []
     for suite in sorted({r["suite"] for r in results}):
         of = [r for r in results if r["suite"] == suite]
@@ -72,8 +72,9 @@ def _totals(results: list[Result]) -> str:
         full = sum(_share(r) >= 0.99 for r in done)
         seconds = sorted(r["prepare_seconds"] for r in done)
         median = f"{seconds[len(seconds) // 2]:.1f}" if seconds else "-"
-        rows.append([suite, len(of), len(done), clean, f"{full} ({full / max(1, len(done)):.1%})", median])
-    header = ["suite", "models", "prepared", "without a leaf", "quantized share >= 99 %", "prepare, median s"]
+        share = f"{full} ({full / max(1, len(done)):.1%})"
+        rows.append([suite, known[suite], len(of), len(done), clean, share, median])
+    header = ["suite", "models", "run", "prepared", "without a leaf", "quantized share >= 99 %", "prepare, median s"]
     return _table(header, rows) + "\n"
 
 
