@@ -109,10 +109,15 @@ class FakeQuantizeBase(nn.Module):
         """
         with torch.no_grad():
             zero_point = valid_zero_point(self.zero_point, self.scheme.quant_min, self.scheme.quant_max)
-            return valid_scale(self.scale, self.scheme.scale_bits), zero_point
+            return self.used_scale(), zero_point
+
+    @torch.no_grad()
+    def used_scale(self) -> Tensor:
+        """The first of :meth:`qparams` alone."""
+        return valid_scale(self.scale, self.scheme.scale_bits)
 
     def quantize(
-        self, x: Tensor, factor: Tensor | None = None, scale_floor: Tensor | None = None, input_kept: bool = True
+        self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
     ) -> Tensor:
         """Round ``x`` to the grid, with gradients.
 
@@ -120,7 +125,8 @@ class FakeQuantizeBase(nn.Module):
             x: any shape.
             factor: ``(channels,)`` along ``axis``; quantize ``x * factor`` and divide the factor out again. The grid
                 is scaled instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
-            scale_floor: a lower bound on the scale, ``(channels,)`` or ``()`` (the bias overflow repair).
+            used_scale: a scale to use instead, ``(channels,)`` or ``()``, with the scale's gradient (where the bias
+                needs a larger one).
             input_kept: as in :meth:`forward`; a parameter is.
         """
         scheme = self.scheme
@@ -130,7 +136,7 @@ class FakeQuantizeBase(nn.Module):
             self.scale,
             zero_point,
             factor,
-            scale_floor,
+            used_scale,
             scheme.quant_min,
             scheme.quant_max,
             self.axis,

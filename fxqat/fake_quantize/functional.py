@@ -30,6 +30,20 @@ SCALE_PATTERNS = (_bit_pattern(SCALE_MIN), _bit_pattern(SCALE_MAX))
 """The limits as the integers that have their bits."""
 
 
+def _rounding(bits: int, up: bool) -> tuple[int, int]:
+    """What to add to the bit pattern of a float32, and which bits to keep, to round it to its significant bits."""
+    unit = 1 << (FLOAT32_BITS - bits)
+    return unit - 1 if up else unit >> 1, 0x7FFFFFFF & -unit
+
+
+ROUNDING_TENSORS = {
+    (bits, up): tuple(torch.tensor(number, dtype=torch.int32) for number in _rounding(bits, up))
+    for bits in range(1, FLOAT32_BITS + 1)
+    for up in (False, True)
+}
+"""The same as tensors: out of a Python number, torch would make one at every call."""
+
+
 def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Tensor:
     """The scale as it is used: float32, positive, finite and of few significant bits, whatever was trained.
 
@@ -50,9 +64,8 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
     """
     # without its sign bit, the bit pattern of a float32 is an integer that is ordered as the absolute values are; in
     # it, a carry out of the mantissa goes into the exponent
-    unit = 1 << (FLOAT32_BITS - bits)
-    pattern = torch.add(scale.float().view(torch.int32), unit - 1 if up else unit >> 1)
-    pattern.bitwise_and_(0x7FFFFFFF & -unit).clamp_(*SCALE_PATTERNS)
+    half, mask = _rounding(bits, up) if torch.compiler.is_compiling() else ROUNDING_TENSORS[bits, up]
+    pattern = torch.add(scale.float().view(torch.int32), half).bitwise_and_(mask).clamp_(*SCALE_PATTERNS)
     return pattern.view(torch.float32)
 
 

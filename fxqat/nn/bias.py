@@ -28,23 +28,20 @@ def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
     Returns:
         ``(out_channels,)``.
     """
-    return bias.detach().abs() * (1.0 / BIAS_LIMIT) / input_scale
-
-
-def bias_scale(input_scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """``input_scale * weight_scale``, shape of the weight scale."""
-    return input_scale * weight_scale
+    with torch.no_grad():
+        return bias.abs().mul_(1.0 / BIAS_LIMIT).div_(input_scale)
 
 
 def quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
     """Bias integers in float32: ``clamp(round_half_even(bias / scale), -INT32_LIMIT, INT32_LIMIT)``."""
-    return torch.div(bias, scale).round().clamp(-INT32_LIMIT, INT32_LIMIT)
+    return torch.div(bias, scale).round_().clamp_(-INT32_LIMIT, INT32_LIMIT)
 
 
 def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
     """The bias as the exported file has it; the gradient passes straight through."""
-    rounded = quantize_bias(bias.detach(), scale) * scale
-    return bias + (rounded - bias).detach()
+    with torch.no_grad():
+        error = quantize_bias(bias, scale).mul_(scale).sub_(bias)
+    return bias + error
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.ops import keep
-from fxqat.nn.bias import bias_scale, fake_quantize_bias, floor_for, weight_scale_floor
+from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
 from fxqat.nn.weighted import WeightedLayer, weighted_op
 from fxqat.utils.torch_compat import BatchNorm, tensor_version
@@ -95,26 +95,27 @@ class QATLayer(nn.Module):
 
     def deployed_scales(
         self, bias: Tensor | None, input_fake_quant: FakeQuantizeBase | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The lower bound on the weight scale and the scale of the bias.
+    ) -> tuple[Tensor, Tensor | None]:
+        """The scales in use for weight and bias: the weight's is raised where the bias would not fit into int32.
 
         Args:
             bias: the folded bias.
             input_fake_quant: the quantizer of the layer's input.
 
         Returns:
-            ``(floor, scale)``: ``floor`` of the weight scale's shape, ``scale`` ``(out_channels,)``; both None where
-            the bias stays float.
+            ``(weight_scale, bias_scale)``: as many as the weight quantizer has, and ``(out_channels,)``, None where the
+            bias stays float.
         """
+        weight_scale = self.weight_fake_quant.used_scale()
         if bias is None or input_fake_quant is None:
-            return None, None
-        input_scale, _ = input_fake_quant.qparams()
-        weight_scale, _ = self.weight_fake_quant.qparams()
+            return weight_scale, None
+        input_scale = input_fake_quant.used_scale()
         floor = floor_for(weight_scale, weight_scale_floor(bias, input_scale), self.op.groups)
-        scale = bias_scale(input_scale, torch.maximum(weight_scale, floor))
+        weight_scale = torch.maximum(weight_scale, floor)
+        scale = input_scale * weight_scale
         if scale.dim() == 0:
-            return floor, scale.expand(bias.shape[0])
-        return floor, scale.repeat(self.op.groups)
+            return weight_scale, scale.expand(bias.shape[0])
+        return weight_scale, scale if self.op.groups == 1 else scale.repeat(self.op.groups)
 
     def _deployed_tensors(self, input_fake_quant: FakeQuantizeBase | None) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.folded()
@@ -124,11 +125,11 @@ class QATLayer(nn.Module):
             return weight, bias
         if input_fake_quant is None or not input_fake_quant.fake_quant_enabled:
             return quant.quantize(weight), bias
-        floor, scale = self.deployed_scales(bias, input_fake_quant)
-        weight = quant.quantize(weight, scale_floor=floor)
-        if bias is None or scale is None:
+        weight_scale, bias_scale = self.deployed_scales(bias, input_fake_quant)
+        weight = quant.quantize(weight, used_scale=weight_scale)
+        if bias is None or bias_scale is None:
             return weight, bias
-        return weight, fake_quantize_bias(bias, scale)
+        return weight, fake_quantize_bias(bias, bias_scale)
 
     def _unfolded_weight(self, bn: BatchNorm) -> Tensor:
         quant = self.weight_fake_quant
@@ -136,7 +137,7 @@ class QATLayer(nn.Module):
             return self.weight
         with torch.no_grad():
             factor = bn_factor(bn)
-            factor = torch.where(factor == 0, 1.0, factor)
+            factor.masked_fill_(factor.logical_not(), 1.0)
             if torch.compiler.is_compiling():
                 factor = keep(factor)
         if self.op.groups > 1:  # channels of several groups share a scale: no per-scale factor

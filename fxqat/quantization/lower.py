@@ -137,14 +137,14 @@ class _Lowering:
         quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
         assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
         weight, bias = layer.folded()
-        floor, bias_scale = layer.deployed_scales(bias, quantizer)
+        weight_scale, bias_scale = layer.deployed_scales(bias, quantizer)
         graph, path = self.gm.graph, str(node.target)
         with graph.inserting_before(node):
             arguments: list[fx.Node | None] = [node.args[0]]  # type: ignore[list-item]
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            arguments.append(graph.call_module(self._weight(path, layer, weight, floor)))
+            arguments.append(graph.call_module(self._weight(path, layer, weight, weight_scale)))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
             result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
             if layer.activation is not None:
@@ -161,13 +161,11 @@ class _Lowering:
                 result = self.gm.graph.call_module(self._add(folded.activation), (result,))
         self._replace(node, result)
 
-    def _weight(self, path: str, layer: QATLayer, weight: Tensor, floor: Tensor | None) -> str:
+    def _weight(self, path: str, layer: QATLayer, weight: Tensor, scale: Tensor) -> str:
         """The path of a layer's weight; calls of a shared layer share it unless their scales differ."""
         quant = layer.weight_fake_quant
         _check_width(quant.scheme, f"{path}.weight")
-        scale, zero_point = quant.qparams()
-        if floor is not None:
-            scale = torch.maximum(scale, floor)
+        _, zero_point = quant.qparams()
         known = self._weight_paths.setdefault(id(layer), [])
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from fxqat.fake_quantize import autograd
 from fxqat.fake_quantize.autograd import FakeQuantizeSTE
 from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, fake_quantize
 from tests.reference import (
@@ -37,14 +38,14 @@ def run(
     *,
     axis: int | None = None,
     factor: torch.Tensor | None = None,
-    floor: torch.Tensor | None = None,
+    used_scale: torch.Tensor | None = None,
     grad_scale: float = 1.0,
     scale_bits: int = 24,
     input_kept: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Output and gradients of the autograd function, every tensor input a fresh leaf."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, scale, zero_point)]
-    output = FakeQuantizeSTE.apply(*leaves, factor, floor, *limits, axis, grad_scale, scale_bits, input_kept)
+    output = FakeQuantizeSTE.apply(*leaves, factor, used_scale, *limits, axis, grad_scale, scale_bits, input_kept)
     output.backward(grad.to(output.dtype))
     return output.detach(), [None if leaf is None else leaf.grad for leaf in leaves]
 
@@ -92,8 +93,13 @@ def test_gradients_are_those_of_the_papers(
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize(("shape", "axis", "channels"), AXES)
 def test_what_is_saved_instead_of_the_input_gives_its_gradients(
-    shape: tuple[int, ...], axis: int | None, channels: int | None, limits: tuple[int, int]
+    shape: tuple[int, ...],
+    axis: int | None,
+    channels: int | None,
+    limits: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(autograd, "SMALL", 0)
     x, scale, zero_point, grad = problem(shape, axis, channels, limits)
     numbers = [as_float64(tensor) for tensor in (x, scale, zero_point)]
     output, found = run(x, scale, zero_point, limits, grad, axis=axis, input_kept=False)
@@ -108,17 +114,20 @@ def test_what_is_saved_instead_of_the_input_gives_its_gradients(
     assert np.all(error <= (2.0**-9 + 2.0**-23 * steps) * size + 2e-4 * np.abs(expected.scale) + 1e-6)
 
 
-def test_an_input_that_nobody_keeps_is_saved_in_half_its_size() -> None:
-    def bytes_saved(input_kept: bool) -> list[int]:
+def test_a_large_input_that_nobody_keeps_is_saved_in_half_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd, "SMALL", 1000)
+
+    def bytes_saved(size: int, input_kept: bool) -> list[int]:
         saved = []
-        x = torch.randn(1000, requires_grad=True)
+        x = torch.randn(size, requires_grad=True)
         scale = torch.tensor(0.1, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
             FakeQuantizeSTE.apply(x, scale, None, None, None, -8, 7, None, 1.0, 24, input_kept)
         return sorted(size for size in saved if size > 4)
 
-    assert bytes_saved(True) == [4000, 4000]  # x, and the output, which its reader saves as well
-    assert bytes_saved(False) == [2000, 4000]
+    assert bytes_saved(2000, True) == [8000, 8000]  # x, and the output, which its reader saves as well
+    assert bytes_saved(2000, False) == [4000, 8000]
+    assert bytes_saved(1000, False) == [4000, 4000]
 
 
 @pytest.mark.parametrize("limits", [(-127, 127), (0, 15)], ids=str)
@@ -238,11 +247,13 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(inside[1], outside[1], strict=True))
 
 
-def test_a_floor_lifts_the_scales_below_it_and_leaves_the_others() -> None:
-    x = torch.tensor([[0.3, 5.2], [0.3, 5.2]])
-    output, _ = run(x, torch.tensor([0.1, 2.0]), None, (-127, 127), torch.ones(2, 2), axis=0, floor=torch.ones(2))
-    assert output[0].tolist() == [0.0, 5.0]
-    assert output[1].tolist() == [0.0, 6.0]
+def test_a_scale_that_is_given_is_used_and_the_own_one_learned() -> None:
+    x, scale, _, grad = problem((3, 50), 0, 3, (-127, 127))
+    expected, wanted = run(x, scale, None, (-127, 127), grad, axis=0)
+    output, found = run(x, -scale / 2, None, (-127, 127), grad, axis=0, used_scale=scale)
+    assert torch.equal(output, expected)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], -wanted[1])
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided", "expanded"])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
 from fxqat.nn.bias import (
     INT32_LIMIT,
-    bias_scale,
     fake_quantize_bias,
     floor_for,
     quantize_bias,
@@ -60,7 +59,7 @@ def test_above_its_floor_a_weight_scale_never_overflows_the_bias(
 ) -> None:
     biases, scales = torch.tensor([bias, -bias]), torch.tensor(input_scale)
     floor = floor_for(torch.ones(2), weight_scale_floor(biases, scales), groups=1)
-    used = bias_scale(scales, torch.maximum(torch.full((2,), weight_scale), floor))
+    used = scales * torch.maximum(torch.full((2,), weight_scale), floor)
     unclamped = biases.double() / used.double()
     assert torch.all(unclamped.abs() < 2**31 - 128)
     assert torch.all((fake_quantize_bias(biases, used) - biases).abs() <= used * 0.501 + biases.abs() * 2.0**-22)
@@ -87,4 +86,3 @@ def test_floors_are_shared_as_the_weight_scales_are() -> None:
 def test_the_floor_is_no_part_of_the_gradient() -> None:
     bias = torch.tensor([2.0], requires_grad=True)
     assert not weight_scale_floor(bias, torch.tensor(0.5)).requires_grad
-    assert bias_scale(torch.tensor(0.5), torch.tensor([4.0, 2.0])).tolist() == [2.0, 1.0]

@@ -351,15 +351,15 @@ def test_a_dead_channel_keeps_its_bias(case: LayerCase) -> None:
     x = layer_input(case)
     source = input_quantizer(x)
     weight, bias = qat.folded()
-    floor, scale = qat.deployed_scales(bias, source)
-    weight_scale, _ = qat.weight_fake_quant.qparams()
-    assert weight_scale[0] < floor[0]
-    assert torch.all(floor[1:] < weight_scale[1:])
+    lifted, scale = qat.deployed_scales(bias, source)
+    own = qat.weight_fake_quant.used_scale()
+    assert own[0] < lifted[0]
+    assert torch.equal(own[1:], lifted[1:])
     assert torch.all((bias.double() / scale.double()).abs() < INT32_LIMIT)
     exact = qat.op(source(x), weight, bias)
     used = record_weights(qat)
     assert (qat(source(x), source) - exact).abs().max() < 0.05 * exact.abs().max()
-    lifted, limit = torch.maximum(weight_scale, floor), INT8_WEIGHT.quant_max
+    limit = INT8_WEIGHT.quant_max
     assert torch.equal(used[0], fake_quantize(weight, lifted, None, -limit, limit, qat.op.axis))
 
 
@@ -385,16 +385,19 @@ def test_a_per_tensor_weight_is_repaired_as_a_whole() -> None:
     switch_on(qat)
     x = layer_input(LINEAR)
     source = input_quantizer(x)
-    floor, scale = qat.deployed_scales(qat.bias, source)
-    assert floor.dim() == 0
+    weight_scale, scale = qat.deployed_scales(qat.bias, source)
+    assert weight_scale.dim() == 0
+    assert weight_scale > qat.weight_fake_quant.used_scale()
     assert scale.shape == (5,)
     torch.testing.assert_close(qat(source(x), source), qat.bias.detach().expand(16, 5), rtol=1e-5, atol=1e-5)
 
 
 def test_without_bias_or_quantized_input_there_is_no_bias_scale() -> None:
     qat = make_qat_layer(LINEAR, with_bn=False)
-    assert qat.deployed_scales(None, input_quantizer(torch.randn(4))) == (None, None)
-    assert qat.deployed_scales(qat.bias, None) == (None, None)
+    for bias, source in ((None, input_quantizer(torch.randn(4))), (qat.bias, None)):
+        weight_scale, scale = qat.deployed_scales(bias, source)
+        assert scale is None
+        assert torch.equal(weight_scale, qat.weight_fake_quant.used_scale())
 
 
 # observing the weight
