@@ -54,7 +54,8 @@ def refusals(wishes: dict[fx.Node, Wish]) -> dict[tuple[fx.Node, fx.Node], str]:
     """The operands that are read float whoever else reads them quantized: ``(operand, reader)``, and why.
 
     Such readers were told so by the user, or have a pole at zero, to which rounding would send what is near it. Ops
-    before them that only move the values refuse, too; before a pole also those that add or multiply a number.
+    before them that only move the values refuse, too; before a pole also those that add or multiply a number, clamp
+    the values or take their size.
     """
     found: dict[tuple[fx.Node, fx.Node], str] = {}
     for node in reversed(wishes):
@@ -78,8 +79,8 @@ def only_reason(node: fx.Node, refused: dict[tuple[fx.Node, fx.Node], str]) -> s
 
 def _passes_on(node: fx.Node, op: Op, reason: str) -> bool:
     """Whether what is refused behind an op is refused before it, too."""
-    with_number = op.family == BINARY and len(node.all_input_nodes) == 1
-    return op.family in (PASS_THROUGH, IDENTITY) or (with_number and reason == NEAR_ZERO)
+    of_one = (op.family == BINARY or op.name in ("abs", "clamp", "neg")) and len(node.all_input_nodes) == 1
+    return op.family in (PASS_THROUGH, IDENTITY) or (of_one and reason == NEAR_ZERO)
 
 
 def _poles(node: fx.Node, wishes: dict[fx.Node, Wish]) -> list[fx.Node]:
