@@ -11,7 +11,7 @@ from fxqat.quantization.mode_branches import nodes_of_mode_only
 from fxqat.quantization.op_table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.quantization.ops import identify, unbounded_values
 from fxqat.quantization.values import kind_of
-from fxqat.utils.fx_graph import called_module, node_inputs, writes_state
+from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 
 
 class Kind(Enum):
@@ -57,7 +57,7 @@ def untrained(gm: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "get_attr":
-            trains = isinstance(_attribute(gm, node), nn.Parameter)
+            trains = isinstance(attribute_of(gm, node), nn.Parameter)
         else:
             module = called_module(node)
             trains = module is not None and next(module.parameters(), None) is not None
@@ -76,11 +76,6 @@ def _state(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _attribute(gm: fx.GraphModule, node: fx.Node) -> object:
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(gm.get_submodule(owner), name)
-
-
 def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
     if node.op == "output":
         return Kind.OTHER
@@ -90,7 +85,7 @@ def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind
     if node.op == "placeholder":
         return Kind.OTHER if node.args else Kind.FLOAT  # with a default it is an option, not a tensor
     if node.op == "get_attr":
-        tensor = _attribute(gm, node)
+        tensor = attribute_of(gm, node)
         return Kind.FLOAT if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else Kind.OTHER
     op = identify(node)
     if op.family == NOT_FLOAT:

@@ -29,7 +29,7 @@ from fxqat.quantization.op_table import (
     Op,
 )
 from fxqat.quantization.values import kind_of
-from fxqat.utils.fx_graph import called_module, node_inputs
+from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 
 SPELLING = "fxqat_spelling"
 """Key in ``node.meta`` of the function or method that a node was before it was standardized."""
@@ -227,14 +227,12 @@ def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
         op = identify(node)
         carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY)
         carried = carries and any(source in found for source in node_inputs(operands(node, op)))
-        if carried or op.family == UNBOUNDED or (node.op == "get_attr" and _holds_infinity(gm, str(node.target))):
+        if carried or op.family == UNBOUNDED or (node.op == "get_attr" and _holds_infinity(attribute_of(gm, node))):
             found.add(node)
     return found
 
 
-def _holds_infinity(gm: fx.GraphModule, path: str) -> bool:
-    owner, _, name = path.rpartition(".")
-    tensor = getattr(gm.get_submodule(owner), name)
+def _holds_infinity(tensor: object) -> bool:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
         return False
     return bool((~(tensor > -INFINITE)).any() | tensor.isinf().any())

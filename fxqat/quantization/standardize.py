@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxqat.quantization import values
 from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
 from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
-from fxqat.utils.fx_graph import MODE, called_module, writes_state
+from fxqat.utils.fx_graph import MODE, attribute_of, called_module, writes_state
 from fxqat.utils.torch_compat import has_hooks
 
 
@@ -201,8 +201,7 @@ def _replace(old: fx.Node, new: fx.Node) -> None:
 def _parameter(gm: fx.GraphModule, value: Any) -> nn.Parameter | None:
     if not (isinstance(value, fx.Node) and value.op == "get_attr"):
         return None
-    owner, _, name = str(value.target).rpartition(".")
-    tensor = getattr(gm.get_submodule(owner), name)
+    tensor = attribute_of(gm, value)
     return tensor if isinstance(tensor, nn.Parameter) else None
 
 

@@ -67,6 +67,12 @@ def called_module(node: fx.Node) -> nn.Module | None:
     return owner.get_submodule(str(node.target))
 
 
+def attribute_of(gm: nn.Module, node: fx.Node) -> object:
+    """What a ``get_attr`` node reads."""
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(gm.get_submodule(owner), name)
+
+
 def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
     """Every call of every module object, by ``id`` of the object (a shared module may have several paths)."""
     calls: dict[int, list[fx.Node]] = {}

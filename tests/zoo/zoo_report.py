@@ -11,6 +11,13 @@ from prettytable import PrettyTable
 
 Result = dict[str, Any]
 ALLOWED_OFF = 0.005
+COSINE = 0.9999
+
+EXPORTS = """One training step, export at opset 18, and every quantized tensor compared, given equal inputs, with ONNX Runtime
+without optimizations. *Cosine*: of the outputs, end to end. A network of random weights may amplify the last digits of
+float32 until its outputs are others. Where this is seen, the same cosine is given between the fake-quant model and its
+own run in float64, without any export.
+"""
 
 
 def page(results: list[Result], known: dict[str, int]) -> str:
@@ -39,12 +46,20 @@ quantized.
 
 
 def verdict(result: Result) -> str:
-    """Whether the exported file computes what the fake-quant model computes, as in the parity page."""
+    """Whether the exported file computes what the fake-quant model computes, as in the parity page.
+
+    Where every step is equal and the end is not, the model's own run in float64 says what can be expected there.
+    """
     if "export_error" in result:
         return str(result["export_error"])
     off_by_1 = max(result["off_by_1"], result["first_off_by_1"])
     off_by_2 = max(result["off_by_2"], result["first_off_by_2"])
-    return "ok" if off_by_2 == 0 and off_by_1 <= ALLOWED_OFF and result["cosine"] > 0.9999 else "below the bar"
+    if off_by_2 > 0 or off_by_1 > ALLOWED_OFF:
+        return "below the bar"
+    if result["cosine"] > COSINE:
+        return "ok"
+    own = result["own_cosine"]
+    return f"steps equal; its own float64 run: {own:.6f}" if own <= COSINE else "below the bar"
 
 
 def _share(result: Result) -> float:
@@ -103,4 +118,4 @@ def _exports(results: list[Result]) -> str:
         rows.append([r["suite"], r["family"], r["name"], str(r["input"]), *figures, verdict(r)])
     passed = sum(row[-1] == "ok" for row in rows)
     header = ["suite", "family", "model", "input", "off by 1", "off by 2+", "cosine", "s", "verdict"]
-    return f"{passed} of {len(rows)} are equal.\n\n{_table(header, rows)}" if rows else ""
+    return f"{passed} of {len(rows)} are equal.\n\n{EXPORTS}\n{_table(header, rows)}" if rows else ""
