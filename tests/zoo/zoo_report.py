@@ -13,10 +13,10 @@ Result = dict[str, Any]
 ALLOWED_OFF = 0.005
 COSINE = 0.9999
 
-EXPORTS = """One training step, export at opset 18, and every quantized tensor compared, given equal inputs, with ONNX Runtime
-without optimizations. *Cosine*: of the outputs, end to end. A network of random weights may amplify the last digits of
-float32 until its outputs are others. Where this is seen, the same cosine is given between the fake-quant model and its
-own run in float64, without any export.
+EXPORTS = """One training step, export at opset 18, and every quantized tensor compared, given equal inputs, with ONNX
+Runtime without optimizations. *Cosine*: of the outputs, end to end. A network of random weights may amplify the last
+digits of float32 until its outputs are others. Where this is seen, the same cosine is given between the fake-quant
+model and its own run in float64, without any export.
 """
 
 
