@@ -40,7 +40,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.zoo.zoo_report import COSINE, page  # noqa: E402  run as a script, the folder of the tests has to be found first
 
