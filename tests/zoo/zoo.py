@@ -37,12 +37,13 @@ from tqdm import tqdm
 import fxqat
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.onnx.verify import MIN_COSINE
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.zoo.zoo_report import COSINE, page  # noqa: E402  run as a script, the folder of the tests has to be found first
+from tests.zoo.zoo_report import page  # noqa: E402  run as a script, the folder of the tests has to be found first
 
 BIG = 60_000_000
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 288, 299, 320, 384, 448, 512)
@@ -206,7 +207,7 @@ def export(model: nn.Module, gm: nn.Module, inputs: tuple[Any, ...], result: Res
     result["first_off_by_1"] = max((t.free.off_by_1 for t in first), default=0.0)
     result["first_off_by_2"] = max((t.free.off_by_2_plus for t in first), default=0.0)
     result["cosine"] = min(o.cosine for o in certificate.outputs)
-    if result["cosine"] <= COSINE:
+    if result["cosine"] <= MIN_COSINE:
         result["own_cosine"] = own_cosine(gm, inputs)
 
 

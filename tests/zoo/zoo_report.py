@@ -9,9 +9,9 @@ import torch
 import torchvision
 from prettytable import PrettyTable
 
+from fxqat.onnx.verify import MAX_OFF_BY_ONE, MIN_COSINE
+
 Result = dict[str, Any]
-ALLOWED_OFF = 0.005
-COSINE = 0.9999
 CAUSES = {
     "inception_next_atto": "rounding ties: at two of the 256 inputs of a GELU, which 1.4 % of the values have, the "
     "result is 7e-6 of a step from where the rounding changes, and PyTorch's float32 GELU is off by 1.1e-5 there"
@@ -56,15 +56,16 @@ def verdict(result: Result) -> str:
     Where every step is equal and the end is not, the model's own run in float64 says what can be expected there.
     """
     if "export_error" in result:
-        return CAUSES.get(result["name"], str(result["export_error"]))
+        cause = CAUSES.get(result["name"])
+        return str(result["export_error"]) + (f" -- cause found: {cause}" if cause else "")
     off_by_1 = max(result["off_by_1"], result["first_off_by_1"])
     off_by_2 = max(result["off_by_2"], result["first_off_by_2"])
-    if off_by_2 > 0 or off_by_1 > ALLOWED_OFF:
+    if off_by_2 > 0 or off_by_1 > MAX_OFF_BY_ONE:
         return "below the bar"
-    if result["cosine"] > COSINE:
+    if result["cosine"] > MIN_COSINE:
         return "ok"
     own = result["own_cosine"]
-    return f"steps equal; its own float64 run: {own:.6f}" if own <= COSINE else "below the bar"
+    return f"steps equal; its own float64 run: {own:.6f}" if own <= MIN_COSINE else "below the bar"
 
 
 def _share(result: Result) -> float:
