@@ -40,6 +40,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.onnx.verify import MIN_COSINE
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -172,17 +173,14 @@ def reads_quantized(gm: nn.Module, node: fx.Node) -> bool:
     return all(isinstance(called_module(source), FakeQuantizeBase) for source in sources)
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
+def reals_of(output: Any) -> list[torch.Tensor]:
     """The tensors of real numbers in any structure of outputs."""
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    items = list(output.values()) if isinstance(output, dict) else output
-    return [tensor for item in items for tensor in tensors_of(item)] if isinstance(items, (list, tuple)) else []
+    return [tensor for tensor in flatten_tensors(output) if tensor.is_floating_point()]
 
 
 def loss_of(output: Any) -> torch.Tensor:
     """A scalar of any structure of outputs."""
-    return torch.stack([torch.zeros(()), *(t.float().square().mean() for t in tensors_of(output))]).sum()
+    return torch.stack([torch.zeros(()), *(t.float().square().mean() for t in reals_of(output))]).sum()
 
 
 def export(model: nn.Module, gm: nn.Module, inputs: tuple[Any, ...], result: Result) -> None:
@@ -217,9 +215,9 @@ def own_cosine(gm: nn.Module, inputs: tuple[Any, ...]) -> float:
     Where roundings of float32 decide between steps, and a network of random weights amplifies the difference, no two
     implementations agree at its end, not even two of PyTorch's.
     """
-    wide = [x.double() if isinstance(x, torch.Tensor) else [item.double() for item in x] for x in inputs]
+    wide = map_tensors(inputs, torch.Tensor.double)
     with torch.no_grad():
-        pairs = zip(tensors_of(gm(*inputs)), tensors_of(copy.deepcopy(gm).double()(*wide)), strict=True)
+        pairs = zip(reals_of(gm(*inputs)), reals_of(copy.deepcopy(gm).double()(*wide)), strict=True)
         return min(float(torch.cosine_similarity(a.double().flatten(), b.flatten(), dim=0)) for a, b in pairs)
 
 
