@@ -21,19 +21,21 @@ from fxqat.custom_quantizer.table import BackendType, backend_spec
 from fxqat.errors import ConfigError, TraceError
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.quantization.fuse import fuse
-from fxqat.quantization.graph_module import Provenance, QuantGraphModule, make_quant_graph_module
+from fxqat.quantization.graph_module import Joined, Provenance, QuantGraphModule, make_quant_graph_module
 from fxqat.quantization.insert import insert
+from fxqat.quantization.parameter_parts import part_parameters
 from fxqat.quantization.report import build_report
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.trace import trace
 from fxqat.utils.collector import collector_paused
-from fxqat.utils.modes import eval_mode
+from fxqat.utils.modes import eval_mode, without_fast_path
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 __all__ = ["BackendType", "prepare_by_platform"]
 
 
 @collector_paused()
+@without_fast_path()
 def prepare_by_platform(
     model: nn.Module,
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,
@@ -91,6 +93,7 @@ def prepare_by_platform(
     )
     expected = None if inputs is None else _float_outputs(traced.root, inputs, config)
     names = _named_tensors(traced.root)
+    parted = part_parameters(traced.gm)
     gm = fuse(standardize(traced.gm, traced.fixed), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
     quantizer.annotate(gm)
@@ -102,13 +105,15 @@ def prepare_by_platform(
     gm = insert(gm, config.bn_mode)
     result = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
     where = {id(tensor): name for name, tensor in reversed(_named_tensors(result))}
-    unread = {name: tensor for name, tensor in names if id(tensor) not in where}
+    joined = {name: parted[id(tensor)] for name, tensor in names if id(tensor) in parted}
+    unread = {name: tensor for name, tensor in names if id(tensor) not in where and name not in joined}
     result.provenance = Provenance(
         backend=spec.name,
         report=replace(
             report, unread=tuple(unread), forced=traced.forced, leaves=traced.leaves, eval_only=traced.eval_only
         ),
         tensor_names={name: where[id(tensor)] for name, tensor in names if id(tensor) in where},
+        joined={name: Joined(tuple(where[id(part)] for part in it.parts), it.dim) for name, it in joined.items()},
         unread=unread,
         preserved=config.preserve_attr,
     )

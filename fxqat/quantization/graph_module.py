@@ -14,6 +14,19 @@ from fxqat.utils.fx_graph import Call, calls_in, graph_of
 from fxqat.utils.torch_compat import keep_local_under_ddp
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of the float model that the prepared model has in parts.
+
+    Args:
+        names: of the parts in the prepared model's state dict, in order.
+        dim: the dimension along which they make it up.
+    """
+
+    names: tuple[str, ...]
+    dim: int
+
+
 @dataclass
 class Provenance:
     """What a prepared model remembers of the float model it came from.
@@ -22,6 +35,7 @@ class Provenance:
         backend: the backend's name.
         report: the decisions.
         tensor_names: name in the float model's state dict -> name in the prepared model's.
+        joined: name in the float model's state dict -> its parts (``fxqat.quantization.parameter_parts``).
         unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
         preserved: names of attributes of the float model that were carried over.
     """
@@ -29,6 +43,7 @@ class Provenance:
     backend: str
     report: QuantReport
     tensor_names: dict[str, str]
+    joined: dict[str, Joined]
     unread: dict[str, Tensor]
     preserved: tuple[str, ...] = field(default=())
 

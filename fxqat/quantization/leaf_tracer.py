@@ -61,10 +61,10 @@ class LeafTracer(fx.Tracer):
         return innermost_line(inspect.currentframe(), LeafTracer.trace.__code__)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node."""
+        """Whether a module becomes one node. A module of torch that is made of others (attention) does not."""
         if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
             return True
-        return super().is_leaf_module(m, module_qualified_name)
+        return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """A parameter or buffer that forward reads becomes a node."""

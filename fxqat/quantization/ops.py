@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from fxqat.nn.fused import FusedLayer
@@ -28,7 +28,7 @@ from fxqat.quantization.op_table import (
     UNKNOWN,
     Op,
 )
-from fxqat.quantization.values import kind_of
+from fxqat.quantization.values import INFINITE, IS_MASK, holds_infinity, kind_of
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 
 SPELLING = "fxqat_spelling"
@@ -39,8 +39,6 @@ OPERAND_NAMES = (
     *("weight", "other", "exponent", "mat", "mat1", "mat2", "batch1", "batch2", "vec"),
 )
 TRANSPOSES = ("T", "mT", "H", "mH")
-INFINITE = 1e4
-"""A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""
 
 _BY_NAME = {op.name: op for op in OPS}
 _BY_MODULE = {kind: op for op in OPS for kind in op.modules}
@@ -219,23 +217,21 @@ def gives_indices(op: Op) -> bool:
 def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
 
-    Such values are put in by an op or are in a tensor of the model, and are carried on by ops that move values and by
-    element-by-element ops (a mask that is added).
+    Such values are put in by an op or are in a tensor of the model or an example input, and are carried on by ops that
+    move values and by element-by-element ops (a mask that is added).
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         op = identify(node)
         carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY)
         carried = carries and any(source in found for source in node_inputs(operands(node, op)))
-        if carried or op.family == UNBOUNDED or (node.op == "get_attr" and _holds_infinity(attribute_of(gm, node))):
+        if node.op == "get_attr":
+            put_in = holds_infinity(attribute_of(gm, node))
+        else:
+            put_in = op.family == UNBOUNDED or node.meta.get(IS_MASK, False)
+        if carried or put_in:
             found.add(node)
     return found
-
-
-def _holds_infinity(tensor: object) -> bool:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.is_meta:
-        return False
-    return bool((~(tensor > -INFINITE)).any() | tensor.isinf().any())
 
 
 def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:

@@ -7,7 +7,8 @@ needed:
 2. tensor constructors (``torch.arange(n)``, ``torch.zeros(b, 3)``) become nodes, since they take no tensor that would
    lead them to the tracer;
 3. a buffer that forward assigns becomes a write to the buffer in the graph;
-4. ``self.training`` tells who decides by it.
+4. ``self.training`` tells who decides by it;
+5. torch's transformers do not look at the values of a mask, which only tells them that a faster kernel would do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.quantization.value_proxy import ModeFlag, ValueProxy, proxies_in
-from fxqat.utils.torch_compat import load_compiler
+from fxqat.utils.torch_compat import CAUSAL_CHECK, load_compiler
 
 CONSTRUCTORS = (
     "arange",
@@ -101,6 +102,7 @@ class Patches:
         for name in CONSTRUCTORS:
             self._patch(torch, name, self._constructor)
         self._patch(nn.Module, "__setattr__", self._setattr)
+        self._patch(*CAUSAL_CHECK, self._causal_check)
         nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
         self._restore.append(functools.partial(delattr, nn.Module, "training"))
 
@@ -195,6 +197,12 @@ class Patches:
             return self.tracer.create_proxy("call_function", original, args, kwargs)
 
         return construct
+
+    def _causal_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+            return original(mask, is_causal, size) if self.suspended else bool(is_causal)
+
+        return is_causal
 
     def _setattr(self, original: Callable[..., None]) -> Callable[..., None]:
         def assign(module: nn.Module, name: str, value: Any) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
+from fxqat.quantization.attention import multi_head_attention
 from fxqat.quantization.values import Known
 
 CONSTANT_METHODS = frozenset(
@@ -29,6 +31,14 @@ CONSTANT_METHODS = frozenset(
 
 TENSOR_VALUED = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "grad", "device"))
 """Tensor attributes that become nodes; any other is answered."""
+
+
+COMPOSED: dict[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention}
+"""Functions of torch that are traced into, and by what."""
+
+
+ANSWERED = (torch.is_floating_point, torch.is_complex)
+"""Functions of torch that are answered as the method of the same name."""
 
 
 class DataDependent(fx.proxy.TraceError):
@@ -41,6 +51,15 @@ class ValueProxy(fx.Proxy):
     def __init__(self, node: fx.Node, tracer: fx.Tracer, known: Known | None) -> None:
         super().__init__(node, tracer)
         self.fxqat_known = known
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A function of torch that is called with a proxy becomes a node, or several."""
+        if function in COMPOSED:
+            return COMPOSED[function](*args, **(kwargs or {}))
+        if function in ANSWERED:
+            return getattr(args[0], function.__name__)()
+        return super().__torch_function__(function, types, args, kwargs)
 
     # attributes and structure
 

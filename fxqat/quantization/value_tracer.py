@@ -15,7 +15,16 @@ from fxqat.quantization.function_leaf import FunctionLeaf, candidates
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.trace_patches import Patches
 from fxqat.quantization.value_proxy import ValueProxy, proxies_in, value_of
-from fxqat.quantization.values import KEY, FloatLeaf, ForcedNumber, Known, describe
+from fxqat.quantization.values import (
+    INFINITE_INPUT,
+    IS_MASK,
+    KEY,
+    FloatLeaf,
+    ForcedNumber,
+    Known,
+    describe,
+    holds_infinity,
+)
 from fxqat.utils.fx_graph import unique_name
 from fxqat.utils.source import line_of_failure
 from fxqat.utils.torch_compat import ContentWatch
@@ -190,6 +199,7 @@ class ValueTracer(LeafTracer):
             known = self._compute(kind, target, args, kwargs)
         if known is not None:
             node.meta[KEY] = describe(known.data)
+            node.meta[IS_MASK] = kind == "placeholder" and holds_infinity(known.data, INFINITE_INPUT)
         return ValueProxy(node, self, known)
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:

@@ -11,6 +11,14 @@ from torch import Tensor, fx
 KEY = "fxqat_value"
 """Key in ``node.meta`` of a :class:`ValueKind`."""
 
+IS_MASK = "fxqat_is_mask"
+"""Key in ``node.meta``: an input whose example holds infinity."""
+
+INFINITE = 1e4
+"""A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""
+
+INFINITE_INPUT = 1e8
+"""The same for inputs, which may be data of a wide range."""
 
 QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
 """Types that ONNX QuantizeLinear takes."""
@@ -79,6 +87,13 @@ def describe(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, slice)):
         return "plain"
     return "object"
+
+
+def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
+    """Whether a tensor holds infinities, or negative numbers of such a magnitude in their place."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
+        return False
+    return bool(((value <= -magnitude) | value.isinf()).any())
 
 
 def kind_of(node: fx.Node) -> str | None:

@@ -12,6 +12,10 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 """The common base of BatchNorm1d, 2d and 3d."""
 
 
+CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
+"""Where TransformerEncoder and TransformerDecoder look whether the values of a mask are those of a causal one."""
+
+
 def load_compiler() -> None:
     """Import torch's compiler, which takes note of Python's builtins, before one of them is replaced for a while."""
     import torch._dynamo  # noqa: F401

@@ -919,6 +919,14 @@ BEYOND: tuple[Case, ...] = (
         F.scaled_dot_product_attention(x, x, y, scale=0.5)
     """),
     case("beyond", "scaled_dot_product_attention", "F.scaled_dot_product_attention(x, y, y)", kind="tokens"),
+    case("beyond", "scaled_dot_product_attention", """
+        nn.MultiheadAttention(8, 2, batch_first=True)
+        nn.MultiheadAttention(8, 2, bias=False, add_zero_attn=True)
+    """, kind="tokens", call="m(x, x, x, need_weights=False)", last="r[0]"),
+    case("beyond", "softmax", """
+        nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        nn.MultiheadAttention(8, 2, kdim=8, vdim=8, add_bias_kv=True)
+    """, kind="tokens", call="m(query=x, key=y, value=y)", last="r[0]"),
     case("beyond", "addmm", """
         torch.addmm(x, x, y.T @ y)
         x.addmm(x, y.T @ y, alpha=0.5)
