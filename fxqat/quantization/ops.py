@@ -218,12 +218,13 @@ def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
 
     Such values are put in by an op or are in a tensor of the model or an example input, and are carried on by ops that
-    move values and by element-by-element ops (a mask that is added).
+    move values and by element-by-element ops (a mask that is added). Max pooling drops them: its windows reach beyond
+    what was padded with them.
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         op = identify(node)
-        carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY)
+        carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY) and "max_pool" not in op.name
         carried = carries and any(source in found for source in node_inputs(operands(node, op)))
         if node.op == "get_attr":
             put_in = holds_infinity(attribute_of(gm, node))

@@ -237,4 +237,4 @@ def test_without_example_inputs_it_is_a_leaf_with_a_reason():
     report = prepare_by_platform(model, "TSQAT").quant_report
     assert [(leaf.path, leaf.reason) for leaf in report.leaves] == [("1.self_attn", UNKNOWN_SIZE)]
     assert {row.target: row.status for row in report}["1.self_attn"] == "float"
-    assert {row.target: row.status for row in report}["1.linear1"] == "quantized"
+    assert {row.target: row.status for row in report}["1.linear1"] == "shares"
