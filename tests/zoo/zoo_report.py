@@ -23,9 +23,9 @@ digits of float32 until its outputs are others. Where this is seen, the same cos
 model and its own run in float64, without any export.
 """
 
-DETECTORS = """Whole models, from a list of images to boxes. Pre- and post-processing are Python code that decides by the
-values of tensors (non-maximum suppression), and stay float; backbone, pyramid and heads are quantized. They are not
-exported: the network alone is what goes to a device (see :doc:`faq`).
+DETECTORS = """Whole models, from a list of images to boxes. Pre- and post-processing are Python code that decides by
+the values of tensors (non-maximum suppression), and stay float; backbone, pyramid and heads are quantized. They are
+not exported: the network alone is what goes to a device (see :doc:`faq`).
 """
 
 
