@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxqat import prepare_by_platform
 from fxqat.custom_quantizer.values import Kind, untrained, value_kinds
 from tests.models import TOYS, build, inputs
 
@@ -97,3 +98,40 @@ class Stages(nn.Module):
 def test_what_depends_on_no_parameter_is_not_trained():
     names = {node.name for node in untrained(fx.symbolic_trace(Stages()))}
     assert names == {"x", "mean", "sub", "relu"}
+
+
+class Biased(nn.Module):
+    """Something is added to scores, as masks are."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        return self.after((self.before(x) + mask).softmax(-1))
+
+
+@pytest.mark.parametrize(("value", "status"), [(-float("inf"), "float"), (-1e9, "float"), (-3e4, "quantized")])
+def test_an_input_with_infinities_is_a_mask(value, status):
+    mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, value)
+    report = prepare_by_platform(Biased(), "TSQAT", example_inputs=(torch.randn(4, 4), mask)).quant_report
+    assert {row.node: row.status for row in report}["mask"] == status
+    assert {row.op: row.status for row in report}["softmax"] == "quantized"
+
+
+class PaddedPool(nn.Module):
+    """Padding that no maximum is in."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.before, self.pool, self.after = nn.Conv1d(2, 3, 1), pool, nn.Conv1d(3, 2, 1)
+
+    def forward(self, x):
+        return self.after(self.pool(F.pad(self.before(x), (1, 1), value=-float("inf"))))
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool1d(3), nn.AdaptiveMaxPool1d(2)])
+def test_a_maximum_over_padding_with_infinities_is_quantized(pool):
+    report = prepare_by_platform(PaddedPool(pool), "TSQAT", example_inputs=(torch.randn(2, 2, 10),)).quant_report
+    found = {row.node: row.status for row in report}
+    assert (found["pad"], found["pool"]) == ("float", "quantized")

@@ -7,8 +7,9 @@ import pickle
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
 
-from fxqat import enable_calibration, enable_quantization, prepare_by_platform
+from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.trace import trace
@@ -185,3 +186,40 @@ def test_reasons_are_one_line():
     assert explain(ValueError("first\nsecond")) == "ValueError: first"
     assert explain(ValueError()) == "ValueError: "
     assert "not known while tracing" in explain(fx.proxy.TraceError("long text of torch"))
+
+
+class Symmetric(nn.Module):
+    """A parametrization of the user's."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(layer):
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+KINDS = {"weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm, "own": symmetric}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_layer_with_a_parametrized_weight_is_quantized(name, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = nn.Sequential(nn.Linear(6, 6), KINDS[name](nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 2))
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    torch.testing.assert_close(gm.eval()(x), model.eval()(x))
+    layers = [row.status for row in gm.quant_report if row.op == "linear"]
+    assert len(layers) == 3
+    assert set(layers) <= {"quantized", "shares"}
+    assert gm.quant_report.leaves == ()
+    enable_calibration(gm)
+    gm(x)
+    enable_quantization(gm)
+    gm.train()(x).square().sum().backward()
+    originals = [p.grad for path, p in gm.named_parameters() if "original" in path]
+    assert originals
+    assert all(gradient.abs().sum() > 0 for gradient in originals)
+    certificate = convert_export(gm.eval(), (x,), tmp_path / "model.onnx").certificate
+    assert certificate.passed

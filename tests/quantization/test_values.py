@@ -7,7 +7,16 @@ import torch
 from torch import fx, nn
 
 from fxqat.quantization.trace import trace
-from fxqat.quantization.values import KEY, FloatLeaf, ForcedNumber, Known, describe, kind_of
+from fxqat.quantization.values import (
+    INFINITE_INPUT,
+    KEY,
+    FloatLeaf,
+    ForcedNumber,
+    Known,
+    describe,
+    holds_infinity,
+    kind_of,
+)
 
 FLOAT = torch.zeros(2)
 INTEGER = torch.zeros(2, dtype=torch.int64)
@@ -73,3 +82,23 @@ def test_records_are_frozen(record):
     with pytest.raises(FrozenInstanceError):
         setattr(record, name, None)
     assert record == type(record)(**vars(record))
+
+
+@pytest.mark.parametrize(
+    ("value", "constant", "given"),
+    [
+        (torch.tensor([0.0, -float("inf")]), True, True),
+        (torch.tensor([0.0, float("inf")]), True, True),
+        (torch.tensor([0.0, torch.finfo(torch.float32).min]), True, True),
+        (torch.tensor([0.0, -1e9]), True, True),
+        (torch.tensor([0.0, -1e4]), True, False),
+        (torch.tensor([0.0, 1e9]), False, False),
+        (torch.tensor([0.0, float("nan")]), False, False),
+        (torch.tensor([0, -(2**40)]), False, False),
+        (torch.zeros(2, device="meta"), False, False),
+        (-1e9, False, False),
+    ],
+)
+def test_what_stands_for_infinity(value, constant, given):
+    assert holds_infinity(value) is constant
+    assert holds_infinity(value, INFINITE_INPUT) is given
