@@ -126,6 +126,20 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+class Attention(nn.Module):
+    """Multi-head attention of torch, of a value to itself or to its moved copy."""
+
+    def __init__(self, width: int, moved: bool, **options: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True, **options)
+        self.moved = moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flip(1) if self.moved else x
+        result: Tensor = self.attention(x, y, y, need_weights=self.moved)[0]
+        return result
+
+
 class RandomNet(nn.Module):
     """A network that runs a plan.
 
@@ -217,6 +231,7 @@ class RandomNet(nn.Module):
         draws = (
             [self._conv] * 6
             + [self._linear] * 3
+            + [self._attention]
             + [self._shared] * 2
             + [self._norm] * 2
             + [self._module_activation] * 2
@@ -276,6 +291,13 @@ class RandomNet(nn.Module):
         out = self.random.choice((4, 6, 8))
         layer = nn.Linear(values[source].shape[-1], out, bias=self.random.random() < 0.8)
         return self._with_norm_and_activation("linear", source, layer, out)
+
+    def _attention(self, values: list[Tensor]) -> tuple[Any, ...]:
+        source = self._pick(values, 3)
+        if source is None or values[source].shape[-1] % 2:
+            return (None,)
+        bias, moved = self.random.choice((True, False)), self.random.choice((True, False))
+        return Step("mha", (source,), self._name("mha")), Attention(values[source].shape[-1], moved, bias=bias)
 
     def _shared(self, values: list[Tensor]) -> tuple[Any, ...]:
         source = self._pick(values)

@@ -54,7 +54,7 @@ def refusals(wishes: dict[fx.Node, Wish]) -> dict[tuple[fx.Node, fx.Node], str]:
     """The operands that are read float whoever else reads them quantized: ``(operand, reader)``, and why.
 
     Such readers were told so by the user, or have a pole at zero, to which rounding would send what is near it. Ops
-    before them that only move the values refuse, too; before a pole also those that add or multiply a number, clamp
+    before them that only move the values refuse, too; before a pole also products, and those that add a number, clamp
     the values or take their size.
     """
     found: dict[tuple[fx.Node, fx.Node], str] = {}
@@ -80,7 +80,7 @@ def only_reason(node: fx.Node, refused: dict[tuple[fx.Node, fx.Node], str]) -> s
 def _passes_on(node: fx.Node, op: Op, reason: str) -> bool:
     """Whether what is refused behind an op is refused before it, too."""
     of_one = (op.family == BINARY or op.name in ("abs", "clamp", "neg")) and len(node.all_input_nodes) == 1
-    return op.family in (PASS_THROUGH, IDENTITY) or (of_one and reason == NEAR_ZERO)
+    return op.family in (PASS_THROUGH, IDENTITY) or ((of_one or op.name == "mul") and reason == NEAR_ZERO)
 
 
 def _poles(node: fx.Node, wishes: dict[fx.Node, Wish]) -> list[fx.Node]:
