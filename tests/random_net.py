@@ -216,7 +216,7 @@ class RandomNet(nn.Module):
             with torch.no_grad():
                 found = self._results(step, values)
             fits = all(v.numel() and v.isfinite().all() and v.abs().max() < LIMIT and v.numel() < 20_000 for v in found)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError, AssertionError):  # attention asserts its shapes
             fits = False
         if not fits:
             if layer is not None:
@@ -231,7 +231,7 @@ class RandomNet(nn.Module):
         draws = (
             [self._conv] * 6
             + [self._linear] * 3
-            + [self._attention]
+            + [self._attention] * 2
             + [self._shared] * 2
             + [self._norm] * 2
             + [self._module_activation] * 2

@@ -29,7 +29,7 @@ def test_a_seed_gives_the_same_network():
 def test_the_networks_are_varied():
     networks = [RandomNet(seed) for seed in range(60)]
     ops = {step.op for network in networks for step in network.plan}
-    assert ops >= {*OPS, "conv", "linear", "shared", "norm", "act"}
+    assert ops >= {*OPS, "conv", "linear", "mha", "shared", "norm", "act"}
     assert {len(network.outputs) for network in networks} >= {1, 2, 3}
     assert {network.as_dict for network in networks} == {True, False}
     read = {step: {i for step in network.plan for i in step.reads} for step, network in enumerate(networks)}
