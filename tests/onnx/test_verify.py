@@ -116,6 +116,39 @@ def test_in_a_small_tensor_one_value_on_a_rounding_boundary_is_no_failure(rows: 
     assert late.passed
 
 
+def at_boundaries(distance: float, wrong: int = 0) -> ParityCertificate:
+    """Half of ``mid`` lies so many steps from a rounding boundary, and was rounded to the other side of it."""
+    x, integers, y = truth()
+    above = (x > 0) & (np.arange(SIZE).reshape(x.shape) % 2 == 0)
+    steps = integers["mid"] // 2 * 2 + 0.5 - distance  # ONNX Runtime rounds down, to an even number
+    x = np.where(above, steps * 0.5, x).astype(np.float32)
+    integers["x"] = np.rint(x / 0.25).astype(np.int32)
+    integers["mid"] = np.where(above, integers["mid"] // 2 * 2 + 1, integers["mid"]).astype(np.int32)
+    integers["mid"].reshape(-1)[np.flatnonzero(~above)[:wrong]] += 1
+    model = chain()
+    del model.graph.node[:2]  # x itself is read, so that the distance is not rounded
+    relu = next(node for node in model.graph.node if node.op_type == "Relu")
+    relu.input[0] = "x"
+    del integers["x"]
+    integers["late"] = integers["mid"]  # 2 * 0.5 / 1.0
+    return verify(model, [x], integers, [(integers["late"] + 1).astype(np.float32)])
+
+
+@pytest.mark.parametrize(("distance", "passed"), [(0.0, True), (9e-5, True), (2e-4, False), (0.1, False)])
+def test_values_on_a_rounding_boundary_are_not_counted(distance: float, passed: bool) -> None:
+    mid = tensor(at_boundaries(distance), "mid")
+    assert mid.step.off_by_1 > 0.2
+    assert mid.step.ties == (mid.step.off_by_1 if passed else 0.0)
+    assert mid.passed is passed
+
+
+@pytest.mark.parametrize(("wrong", "passed"), [(5, True), (6, False)])
+def test_the_others_of_such_a_tensor_are(wrong: int, passed: bool) -> None:
+    mid = tensor(at_boundaries(0.0, wrong), "mid")
+    assert mid.step.off_by_1 - mid.step.ties == pytest.approx(wrong / SIZE)
+    assert mid.passed is passed
+
+
 def test_step_by_step_a_later_tensor_is_judged_by_what_it_is_given() -> None:
     """If ``mid`` is off in the fake-quant model, ``late`` is computed from that ``mid``, so only ``mid`` fails."""
 
@@ -196,7 +229,7 @@ def test_it_prints_as_a_table_and_is_json() -> None:
     assert lines[-1].startswith("output y: cosine 1.0000000 step by step, 1.0000000 end to end (largest difference 0)")
     data = json.loads(json.dumps(certificate.as_json()))
     assert (data["format"], data["version"], data["passed"]) == ("fxqat.parity", 1, False)
-    assert data["tensors"][1]["step"] == {"off_by_1": 0.006, "off_by_2_plus": 0.0}
+    assert data["tensors"][1]["step"] == {"off_by_1": 0.006, "off_by_2_plus": 0.0, "ties": 0.0}
 
 
 @pytest.mark.parametrize("broken", ["node", "input"])
@@ -220,6 +253,9 @@ def test_a_model_that_does_not_run_is_an_export_error(broken: str) -> None:
         (Shares(0, 0), Shares(0.5, 0.0), True, False),
         (Shares(0.5, 0), Shares(0, 0), False, False),
         (Shares(0, 0.001), Shares(0, 0), False, False),
+        (Shares(0.5, 0, 0.499), Shares(0.5, 0, 0.499), True, True),
+        (Shares(0.5, 0, 0.49), Shares(0, 0), False, False),
+        (Shares(0.5, 0.001, 0.5), Shares(0, 0), False, False),
     ],
 )
 def test_the_rules_for_a_tensor(step: Shares, free: Shares, is_first: bool, passed: bool) -> None:

@@ -215,9 +215,10 @@ def export(gm: nn.Module, inputs: tuple[Any, ...], result: Result) -> None:
         report = fxqat.convert_export(gm, inputs, Path(folder) / "model.onnx", opset_version=18)
     certificate = report.certificate
     tensors, first = certificate.tensors, [t for t in certificate.tensors if t.is_first]
-    result["off_by_1"] = max((t.step.off_by_1 for t in tensors), default=0.0)
+    result["off_by_1"] = max((t.step.off_by_1 - t.step.ties for t in tensors), default=0.0)
+    result["ties"] = max((t.step.ties for t in tensors), default=0.0)
     result["off_by_2"] = max((t.step.off_by_2_plus for t in tensors), default=0.0)
-    result["first_off_by_1"] = max((t.free.off_by_1 for t in first), default=0.0)
+    result["first_off_by_1"] = max((t.free.off_by_1 - t.free.ties for t in first), default=0.0)
     result["first_off_by_2"] = max((t.free.off_by_2_plus for t in first), default=0.0)
     result["cosine"] = min(o.cosine for o in certificate.outputs)
     if result["cosine"] <= MIN_COSINE:

@@ -11,16 +11,11 @@ from prettytable import PrettyTable
 from fxqat.onnx.verify import MAX_OFF_BY_ONE, MIN_COSINE
 
 Result = dict[str, Any]
-CAUSES = {
-    "inception_next_atto": "rounding ties: at two of the 256 inputs of a GELU, which 1.4 % of the values have, the "
-    "result is 7e-6 of a step from where the rounding changes, and PyTorch's float32 GELU is off by 1.1e-5 there"
-}
-"""Why a file is not equal to its model, where that was found out."""
-
 EXPORTS = """One training step, export at opset 18, and every quantized tensor compared, given equal inputs, with ONNX
-Runtime without optimizations. *Cosine*: of the outputs, end to end. A network of random weights may amplify the last
-digits of float32 until its outputs are others. Where this is seen, the same cosine is given between the fake-quant
-model and its own run in float64, without any export.
+Runtime without optimizations. Values within 1e-4 of a step of a rounding boundary are not counted (:doc:`verify`);
+where this matters, their share stands behind the verdict. *Cosine*: of the outputs, end to end. A network of random
+weights may amplify the last digits of float32 until its outputs are others. Where this is seen, the same cosine is
+given between the fake-quant model and its own run in float64, without any export.
 """
 
 DETECTORS = """Whole models, from a list of images to boxes. Pre- and post-processing are Python code that decides by
@@ -62,14 +57,13 @@ def verdict(result: Result) -> str:
     Where every step is equal and the end is not, the model's own run in float64 says what can be expected there.
     """
     if "export_error" in result:
-        cause = CAUSES.get(result["name"])
-        return str(result["export_error"]) + (f" -- cause found: {cause}" if cause else "")
+        return str(result["export_error"])
     off_by_1 = max(result["off_by_1"], result["first_off_by_1"])
     off_by_2 = max(result["off_by_2"], result["first_off_by_2"])
     if off_by_2 > 0 or off_by_1 > MAX_OFF_BY_ONE:
         return "below the bar"
     if result["cosine"] > MIN_COSINE:
-        return "ok"
+        return f"ok; {result['ties']:.2%} on a boundary" if result.get("ties") else "ok"
     own = result["own_cosine"]
     return f"steps equal; its own float64 run: {own:.6f}" if own <= MIN_COSINE else "below the bar"
 
@@ -138,6 +132,6 @@ def _exports(results: list[Result]) -> str:
             off_by_1, off_by_2 = (max(r[f"off_by_{i}"], r[f"first_off_by_{i}"]) for i in (1, 2))
             figures = [f"{off_by_1:.4%}", f"{off_by_2:.4%}", f"{r['cosine']:.6f}", f"{r['export_seconds']:.0f}"]
         rows.append([r["suite"], r["family"], r["name"], str(r["input"]), *figures, verdict(r)])
-    passed = sum(row[-1] == "ok" for row in rows)
+    passed = sum(str(row[-1]).startswith("ok") for row in rows)
     header = ["suite", "family", "model", "input", "off by 1", "off by 2+", "cosine", "s", "verdict"]
     return f"{passed} of {len(rows)} are equal.\n\n{EXPORTS}\n{_table(header, rows)}" if rows else ""
