@@ -24,8 +24,8 @@ NATIVE_OPSET = 18
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax and ReduceMin, opset 18;
-    ScatterElements, opset 18.
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1,
+    ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -38,6 +38,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         # nor an index that is smaller than the source
         torch.ops.aten.scatter.src: _scatter,
         torch.ops.aten.hypot.default: _hypot,
+        torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
+        torch.ops.aten._cdist_forward.default: _cdist,
+        torch.ops.aten._adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
     }
 
 
@@ -96,3 +99,39 @@ def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
 
 def _hypot(x: Any, y: Any) -> Any:
     return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
+
+
+def _rrelu(
+    x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> tuple[Any, Any]:
+    return op.LeakyRelu(x, alpha=(lower + upper) / 2), noise
+
+
+def _cdist(x: Any, y: Any, p: float, compute_mode: int | None = None) -> Any:
+    last: Any = op.Constant(value_ints=[-1])
+    second: Any = op.Constant(value_ints=[-2])
+    third: Any = op.Constant(value_ints=[-3])
+    rows: Any = op.Unsqueeze(x, second)
+    columns: Any = op.Unsqueeze(y, third)
+    difference: Any = op.Sub(rows, columns)
+    if p == 1:
+        return op.ReduceL1(difference, last, keepdims=False)
+    if p == 2:
+        return op.ReduceL2(difference, last, keepdims=False)
+    if p == float("inf"):
+        return op.ReduceMax(op.Abs(difference), last, keepdims=False)
+    if p == 0:
+        return op.ReduceSum(op.Abs(op.Sign(difference)), last, keepdims=False)
+    exponent: Any = op.Constant(value_float=p)
+    inverse: Any = op.Constant(value_float=1 / p)
+    powers: Any = op.Pow(op.Abs(difference), exponent)
+    total: Any = op.ReduceSum(powers, last, keepdims=False)
+    return op.Pow(total, inverse)
+
+
+def _adaptive_avg_pool3d(x: Any, output_size: Sequence[int]) -> Any:
+    sizes = list(x.shape)[-3:]
+    if any(not isinstance(size, int) or size % out for size, out in zip(sizes, output_size, strict=True)):
+        raise ValueError(f"adaptive_avg_pool3d: an input of {sizes} has no equal windows for {list(output_size)}")
+    kernel = [size // out for size, out in zip(sizes, output_size, strict=True)]
+    return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
