@@ -134,4 +134,8 @@ def _adaptive_avg_pool3d(x: Any, output_size: Sequence[int]) -> Any:
     if any(not isinstance(size, int) or size % out for size, out in zip(sizes, output_size, strict=True)):
         raise ValueError(f"adaptive_avg_pool3d: an input of {sizes} has no equal windows for {list(output_size)}")
     kernel = [size // out for size, out in zip(sizes, output_size, strict=True)]
-    return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+    if len(x.shape) == 5:
+        return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
+    batch: Any = op.Constant(value_ints=[0])
+    batched: Any = op.Unsqueeze(x, batch)
+    return op.Squeeze(op.AveragePool(batched, kernel_shape=kernel, strides=kernel), batch)
