@@ -25,7 +25,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
     Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1,
-    ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool, opset 11.
+    ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv,
+    opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -41,6 +42,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         torch.ops.aten._cdist_forward.default: _cdist,
         torch.ops.aten._adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
+        # that of onnxscript 0.7.2 gives a layer without a bias one of two columns, which does not run
+        torch.ops.aten.conv3d.default: _conv3d,
     }
 
 
@@ -139,3 +142,20 @@ def _adaptive_avg_pool3d(x: Any, output_size: Sequence[int]) -> Any:
     batch: Any = op.Constant(value_ints=[0])
     batched: Any = op.Unsqueeze(x, batch)
     return op.Squeeze(op.AveragePool(batched, kernel_shape=kernel, strides=kernel), batch)
+
+
+def _conv3d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    groups: int = 1,
+) -> Any:
+    strides, pads, dilations = (list(given) * (3 // len(given)) for given in (stride, padding, dilation))
+    inputs = (weight,) if bias is None else (weight, bias)
+    batch: Any = op.Constant(value_ints=[0])
+    batched: Any = x if len(x.shape) == 5 else op.Unsqueeze(x, batch)
+    result: Any = op.Conv(batched, *inputs, strides=strides, pads=[*pads, *pads], dilations=dilations, group=groups)
+    return result if len(x.shape) == 5 else op.Squeeze(result, batch)

@@ -153,6 +153,7 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.rrelu_with_noise_functional.default,
         torch.ops.aten._cdist_forward.default,
         torch.ops.aten._adaptive_avg_pool3d.default,
+        torch.ops.aten.conv3d.default,
     }
     first.clear()
     assert set(translation_table()) == set(second)
@@ -193,6 +194,9 @@ def scattered(x: Tensor, dim: int, *shape: int) -> Tensor:
         lambda x: scattered(x, 2, 1, 2, 3),
         lambda x: scattered(x, -1, 2, 1, 2),
         lambda x: torch.hypot(x, x + 1),
+        lambda x: torch.conv3d(x[None, None], torch.arange(16.0).view(2, 1, 2, 2, 2), None, 1, (0, 1, 0)),
+        lambda x: torch.conv3d(x[None], torch.arange(8.0).view(1, 1, 2, 2, 2), torch.ones(1), (1, 2, 1), 0, (1, 1, 2)),
+        lambda x: torch.conv3d(x[None].repeat(2, 1, 1, 1), torch.arange(8.0).view(2, 1, 1, 2, 2), groups=2),
         lambda x: torch.nn.functional.rrelu(x, 0.1, 0.5),
         *(lambda x, p=p: torch.cdist(x, x[:, 1:] * 2, p=p) for p in (0.0, 1.0, 2.0, 3.0, float("inf"))),
         lambda x: torch.nn.functional.adaptive_avg_pool3d(x[None].repeat(1, 1, 2, 2), (2, 3, 1)),

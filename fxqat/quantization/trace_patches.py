@@ -8,7 +8,9 @@ needed:
    lead them to the tracer;
 3. a buffer that forward assigns becomes a write to the buffer in the graph;
 4. ``self.training`` tells who decides by it;
-5. torch's transformers do not look at the values of a mask, which only tells them that a faster kernel would do.
+5. a function that ``torch.fx.wrap`` was told of is a node, as in torch.fx, unless it works in place on its arguments:
+   then it is traced into, as nobody could tell what it overwrites;
+6. torch's transformers do not look at the values of a mask, which only tells them that a faster kernel would do.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.quantization.value_proxy import ModeFlag, ValueProxy, proxies_in
-from fxqat.utils.torch_compat import CAUSAL_CHECK, load_compiler
+from fxqat.quantization.function_leaf import is_users, overwrites
+from fxqat.quantization.value_proxy import ModeFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
 
 CONSTRUCTORS = (
     "arange",
@@ -102,6 +105,7 @@ class Patches:
         for name in CONSTRUCTORS:
             self._patch(torch, name, self._constructor)
         self._patch(nn.Module, "__setattr__", self._setattr)
+        self._patch(*WRAPPER, self._wrapper)
         self._patch(*CAUSAL_CHECK, self._causal_check)
         nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
         self._restore.append(functools.partial(delattr, nn.Module, "training"))
@@ -197,6 +201,29 @@ class Patches:
             return self.tracer.create_proxy("call_function", original, args, kwargs)
 
         return construct
+
+    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if (
+                    self.suspended
+                    or next(proxies_in((args, kwargs)), None) is None
+                    or self._overwrites(function, args, kwargs)
+                ):
+                    return function(*args, **kwargs)
+                return self.tracer.create_proxy("call_function", function, args, kwargs)
+
+            return call
+
+        return wrapped
+
+    def _overwrites(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with self.suspend():
+            try:
+                return is_users(function) and overwrites(function, value_of(args), value_of(kwargs))
+            except Exception:  # noqa: BLE001  it is called again for the value of the node, and fails there
+                return False
 
     def _causal_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -16,6 +16,10 @@ CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
 """Where TransformerEncoder and TransformerDecoder look whether the values of a mask are those of a causal one."""
 
 
+WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
+"""What makes the functions that ``torch.fx.wrap`` was told of, and those of ``math``, take proxies while tracing."""
+
+
 def load_compiler() -> None:
     """Import torch's compiler, which takes note of Python's builtins, before one of them is replaced for a while."""
     import torch._dynamo  # noqa: F401

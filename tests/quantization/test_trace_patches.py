@@ -2,22 +2,26 @@
 
 import builtins
 import collections
+import copy
 import functools
 
 import pytest
 import torch
 from torch import nn
 
-from fxqat import prepare_by_platform
+from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
 from fxqat.quantization.trace import trace
 from fxqat.quantization.trace_patches import CONSTRUCTORS, Patches
 from fxqat.quantization.value_proxy import ModeFlag
+from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
 from tests.quantization import patched_functions
 from tests.value_models import CASES, Base, build, inputs_of
 
 BEFORE = {
     "isinstance": builtins.isinstance,
+    "wrapper": getattr(*WRAPPER),
+    "causal_check": getattr(*CAUSAL_CHECK),
     **{name: getattr(torch, name) for name in CONSTRUCTORS},
     "setattr": nn.Module.__setattr__,
     "getattr": nn.Module.__getattr__,
@@ -30,6 +34,8 @@ BEFORE = {
 def now():
     return {
         "isinstance": builtins.isinstance,
+        "wrapper": getattr(*WRAPPER),
+        "causal_check": getattr(*CAUSAL_CHECK),
         **{name: getattr(torch, name) for name in CONSTRUCTORS},
         "setattr": nn.Module.__setattr__,
         "getattr": nn.Module.__getattr__,
@@ -236,3 +242,34 @@ def test_caches_that_saw_no_proxy_keep_what_they_hold():
     held = untouched(8)
     trace(Cached(), example_inputs=(image(),))
     assert untouched(8) is held
+
+
+class Wrapped(nn.Module):
+    """Calls functions that torch.fx.wrap was told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = patched_functions.shifted(y, by=2.0)
+        patched_functions.add_to_tail(z, y)
+        return self.last(z)
+
+
+def test_a_wrapped_function_is_a_node_unless_it_works_in_place():
+    model, x = Wrapped(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    called = [getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"]
+    assert called.count("shifted") == 1
+    assert "add_to_tail" not in called
+    assert {"add", "assign_item"} <= set(called)
+    enable_calibration(gm)
+    gm(x)
+    enable_quantization(gm)
+    gm.train()(x).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gm.parameters() if parameter.grad is not None)
+    torch.testing.assert_close(copy.deepcopy(gm)(x), gm(x))
+    first = torch.fx.symbolic_trace(Wrapped())  # the registry of torch.fx is as it was
+    assert [node.op for node in first.graph.nodes].count("call_function") == 2
