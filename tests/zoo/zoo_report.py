@@ -14,8 +14,9 @@ Result = dict[str, Any]
 EXPORTS = """One training step, export at opset 18, and every quantized tensor compared, given equal inputs, with ONNX
 Runtime without optimizations. Values within 1e-4 of a step of a rounding boundary are not counted (:doc:`verify`);
 where this matters, their share stands behind the verdict. *Cosine*: of the outputs, end to end. A network of random
-weights may amplify the last digits of float32 until its outputs are others. Where this is seen, the same cosine is
-given between the fake-quant model and its own run in float64, without any export.
+weights may amplify a single value that float32 sums put on the other side of a rounding boundary until its outputs are
+others. Where this is seen, the same cosine is given between the fake-quant model and itself with as many values, drawn
+at random, of the same tensors moved by a step, without any export: *the network's own*.
 """
 
 DETECTORS = """Whole models, from a list of images to boxes. Pre- and post-processing are Python code that decides by
@@ -54,7 +55,7 @@ quantized.
 def verdict(result: Result) -> str:
     """Whether the exported file computes what the fake-quant model computes, as in the parity page.
 
-    Where every step is equal and the end is not, the model's own run in float64 says what can be expected there.
+    Where every step is equal and the end is not, what the network makes of a rounding says what can be expected there.
     """
     if "export_error" in result:
         return str(result["export_error"])
@@ -65,7 +66,7 @@ def verdict(result: Result) -> str:
     if result["cosine"] > MIN_COSINE:
         return f"ok; {result['ties']:.2%} on a boundary" if result.get("ties") else "ok"
     own = result["own_cosine"]
-    return f"steps equal; its own float64 run: {own:.6f}" if own <= MIN_COSINE else "below the bar"
+    return f"steps equal; the network's own: {own:.6f}" if own <= MIN_COSINE else "below the bar"
 
 
 def _share(result: Result) -> float:
