@@ -187,7 +187,7 @@ def _same_function(
     """Whether the prepared model computes what the float model does.
 
     A deep model with random weights may magnify the rounding of a float32 sum without bound; then float64 decides.
-    Where a model magnifies even the last digit of a float64 input to another output, nothing can be compared.
+    Where a model magnifies even the last digit of float64 inputs and weights to another output, nothing can be compared.
     """
     if _are_close(expected, _outputs(result, inputs)):
         return True
@@ -197,13 +197,16 @@ def _same_function(
         expected = _float_outputs(model, double, config)
         if _are_close(expected, _outputs(copy.deepcopy(result).double(), double)):
             return True
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.copy_(_nudged(tensor))
         chaotic = not _are_close(expected, _float_outputs(model, map_tensors(double, _nudged), config))
     except Exception:  # noqa: BLE001  not every model runs in float64
         return False
     if chaotic:
         logging.getLogger("fxqat").warning(
             "%s: the traced model could not be compared with the model on example_inputs: the model's own outputs "
-            "change with the last digit of its inputs, in float64, too (random weights?)",
+            "change with the last digit of its inputs and weights, in float64, too (random weights?)",
             type(root).__name__,
         )
     return chaotic
