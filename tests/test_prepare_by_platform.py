@@ -510,15 +510,16 @@ def test_an_argument_fixed_to_another_value_than_its_default():
 class Magnifying(nn.Module):
     """Float32 rounding of the first layer, magnified a hundred million times."""
 
-    def __init__(self, factor=1e8):
+    def __init__(self, factor=1e8, reads_input=True):
         super().__init__()
         torch.manual_seed(0)
+        self.reads_input = reads_input
         self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
         nn.init.uniform_(self.bn.running_var, 0.5, 1.5)
         self.factor = factor
 
     def forward(self, x):
-        return torch.sin(self.factor * self.bn(self.conv(x)))
+        return torch.sin(self.factor * self.bn(self.conv(x * self.reads_input)))
 
 
 def test_a_model_that_magnifies_roundings_is_judged_in_float64():
@@ -530,7 +531,9 @@ def test_a_model_that_magnifies_roundings_is_judged_in_float64():
 
 
 @pytest.mark.parametrize(("factor", "compared"), [(1e8, True), (1e20, False)])
-def test_a_model_that_differs_from_itself_is_prepared_with_a_warning(factor, compared, caplog):
-    gm = fxqat.prepare_by_platform(Magnifying(factor).eval(), example_inputs=(torch.randn(2, 3, 8, 8),))
+@pytest.mark.parametrize("reads_input", [True, False])
+def test_a_model_that_differs_from_itself_is_prepared_with_a_warning(factor, compared, reads_input, caplog):
+    model = Magnifying(factor, reads_input).eval()  # without its input, by the last digits of its weights
+    gm = fxqat.prepare_by_platform(model, example_inputs=(torch.randn(2, 3, 8, 8),))
     assert gm.quant_report.num_quantized
     assert ["could not be compared" in record.message for record in caplog.records] == [True] * (not compared)
