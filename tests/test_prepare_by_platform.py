@@ -516,6 +516,7 @@ class Magnifying(nn.Module):
         self.reads_input = reads_input
         self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
         nn.init.uniform_(self.bn.running_var, 0.5, 1.5)
+        nn.init.uniform_(self.bn.running_mean, 0.5, 1.5)
         self.factor = factor
 
     def forward(self, x):
