@@ -516,11 +516,10 @@ class Magnifying(nn.Module):
         self.reads_input = reads_input
         self.conv, self.bn = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)
         nn.init.uniform_(self.bn.running_var, 0.5, 1.5)
-        nn.init.uniform_(self.bn.running_mean, 0.5, 1.5)
         self.factor = factor
 
     def forward(self, x):
-        return torch.sin(self.factor * self.bn(self.conv(x * self.reads_input)))
+        return torch.sin(self.factor * self.bn(self.conv(x * self.reads_input + 1)))
 
 
 def test_a_model_that_magnifies_roundings_is_judged_in_float64():
