@@ -187,7 +187,7 @@ def _same_function(
     """Whether the prepared model computes what the float model does.
 
     A deep model with random weights may magnify the rounding of a float32 sum without bound; then float64 decides.
-    Where a model magnifies even the last digit of float64 inputs and weights to another output, nothing can be compared.
+    Where a model magnifies even the last digits of float64 inputs and weights, nothing can be compared.
     """
     if _are_close(expected, _outputs(result, inputs)):
         return True
