@@ -16,6 +16,7 @@ import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
 
 from fxqat.fake_quantize import ops  # noqa: F401  defines torch.ops.fxqat
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
 NATIVE_OPSET = 18
 """The opset the translations are written in, and the oldest that torch's exporter writes."""
@@ -39,8 +40,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.scatter.src: _scatter,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
-        torch.ops.aten._cdist_forward.default: _cdist,
-        torch.ops.aten._adaptive_avg_pool3d.default: _adaptive_avg_pool3d,
+        CDIST: _cdist,
+        ADAPTIVE_AVG_POOL3D: _adaptive_avg_pool3d,
         # that of onnxscript 0.7.2 gives a layer without a bias one of two columns, which does not run
         torch.ops.aten.conv3d.default: _conv3d,
     }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
 from fxqat.fake_quantize import ops
 from fxqat.onnx.opset import opset_of
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 from tests.export_models import constants, node_types, run_file
 
 RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
@@ -151,8 +152,8 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.scatter.src,
         torch.ops.aten.hypot.default,
         torch.ops.aten.rrelu_with_noise_functional.default,
-        torch.ops.aten._cdist_forward.default,
-        torch.ops.aten._adaptive_avg_pool3d.default,
+        CDIST,
+        ADAPTIVE_AVG_POOL3D,
         torch.ops.aten.conv3d.default,
     }
     first.clear()

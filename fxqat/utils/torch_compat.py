@@ -16,6 +16,10 @@ CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
 """Where TransformerEncoder and TransformerDecoder look whether the values of a mask are those of a causal one."""
 
 
+CDIST = torch.ops.aten._cdist_forward.default
+ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
+"""What torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d`` into."""
+
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """What makes the functions that ``torch.fx.wrap`` was told of, and those of ``math``, take proxies while tracing."""
 
