@@ -273,7 +273,7 @@ def measure(suite: str, name: str, exported: bool) -> Result:
     result["prepare_seconds"] = time.perf_counter() - start
     report = gm.quant_report
     result |= {"nodes": len(report), "quantized": report.num_quantized, "forced": len(report.forced)}
-    result["leaves"] = [f"{leaf.path}: {leaf.reason} ({leaf.source})" for leaf in report.leaves]
+    result["leaves"] = [f"{leaf.path}: {leaf.reason} ({inside_package(leaf.source)})" for leaf in report.leaves]
     result["macs"], result["quantized_macs"] = multiplications(gm.eval(), inputs)
     if exported and parameters <= BIG:
         start = time.perf_counter()
@@ -286,6 +286,11 @@ def measure(suite: str, name: str, exported: bool) -> Result:
             result["export_error"] = describe(error)
         result["export_seconds"] = time.perf_counter() - start
     return result
+
+
+def inside_package(source: str) -> str:
+    """A source line without the folder that the package is installed in."""
+    return source.rpartition("site-packages/")[2]
 
 
 def describe(error: BaseException) -> str:
