@@ -252,7 +252,7 @@ def own_cosine(gm: nn.Module, inputs: tuple[Any, ...], certificate: ParityCertif
     return min(float(torch.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0)) for a, b in pairs)
 
 
-def measure(suite: str, name: str, exported: bool) -> Result:
+def measure(suite: str, name: str, exported: bool, big: int = BIG) -> Result:
     """Everything about one model."""
     start = time.perf_counter()
     try:
@@ -264,7 +264,7 @@ def measure(suite: str, name: str, exported: bool) -> Result:
     parameters = sum(p.numel() for p in model.parameters())
     result: Result = {"suite": suite, "name": name, "family": family(suite, name), "parameters": parameters}
     result |= {"torch": torch.__version__, "detection": is_detection(suite, name)}
-    if parameters <= BIG:
+    if parameters <= big:
         model, inputs = smallest(suite, name)
     result["input"] = list(inputs[0].shape) if isinstance(inputs[0], torch.Tensor) else "list of images"
     result["build_seconds"] = time.perf_counter() - start
@@ -275,7 +275,7 @@ def measure(suite: str, name: str, exported: bool) -> Result:
     result |= {"nodes": len(report), "quantized": report.num_quantized, "forced": len(report.forced)}
     result["leaves"] = [f"{leaf.path}: {leaf.reason} ({inside_package(leaf.source)})" for leaf in report.leaves]
     result["macs"], result["quantized_macs"] = multiplications(gm.eval(), inputs)
-    if exported and parameters <= BIG:
+    if exported and parameters <= big:
         start = time.perf_counter()
         try:
             train_a_step(gm, inputs)
@@ -299,21 +299,21 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' / '.join(lines)[:300]}"
 
 
-def in_child(suite: str, name: str, exported: bool, pipe: Any) -> None:
+def in_child(suite: str, name: str, exported: bool, big: int, pipe: Any) -> None:
     """The body of the child process."""
     torch.set_num_threads(1)
     try:
-        pipe.send(measure(suite, name, exported))
+        pipe.send(measure(suite, name, exported, big))
     except Exception as error:  # noqa: BLE001  stays visible in the table
         traceback.print_exc()
         pipe.send({"suite": suite, "name": name, "family": family(suite, name), "error": describe(error)})
 
 
-def run_one(suite: str, name: str, exported: bool, limit: float) -> Result:
+def run_one(suite: str, name: str, exported: bool, big: int, limit: float) -> Result:
     """One model in its own process, with a time limit."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=in_child, args=(suite, name, exported, sender))
+    child = context.Process(target=in_child, args=(suite, name, exported, big, sender))
     child.start()
     sender.close()
     lost: Result = {"suite": suite, "name": name, "family": family(suite, name)}
@@ -353,7 +353,7 @@ def run(arguments: argparse.Namespace) -> None:
     done = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.exists() else set()
     with path.open("a") as file:
         for name, exported in tqdm(list(chosen(arguments, done))):
-            result = run_one(arguments.suite, name, exported, arguments.limit)
+            result = run_one(arguments.suite, name, exported, arguments.big, arguments.limit)
             file.write(json.dumps(result) + "\n")
             file.flush()
 
@@ -377,6 +377,9 @@ def main() -> None:
     parser.add_argument("--export", action="store_true", help="export and compare, too")
     parser.add_argument("--families-of", type=Path, help="results of a run: only the smallest model of each family")
     parser.add_argument("--shard", default="0/1", help="which part of the models: INDEX/COUNT")
+    parser.add_argument(
+        "--big", type=int, default=BIG, help="models of more parameters: on the meta device, prepared only"
+    )
     parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
     parser.add_argument("--results", type=Path, nargs="+", required=True)
     parser.add_argument("--output", type=Path)
