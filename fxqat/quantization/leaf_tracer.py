@@ -75,8 +75,14 @@ class LeafTracer(fx.Tracer):
             self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self.attribute_proxies[name]
 
+    def is_made_here(self, m: nn.Module) -> bool:
+        """Whether forward made the module itself, as in ``nn.ReLU()(x)``: it is not part of the model."""
+        return m not in (self.submodule_paths or {}) and next(m.parameters(), None) is None
+
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace one module call; if that fails, take back what it traced and call less of it, or it, as a whole."""
+        if self.is_made_here(m):
+            return forward(*args, **kwargs)
         path, mark = self.path_of_module(m), self.mark_place()
         while True:
             try:

@@ -217,9 +217,9 @@ def gives_indices(op: Op) -> bool:
 def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
 
-    Such values are put in by an op or are in a tensor of the model or an example input, and are carried on by ops that
-    move values and by element-by-element ops (a mask that is added). Max pooling drops them: its windows reach beyond
-    what was padded with them.
+    Such values are put in by an op, are in a tensor of the model or in what was computed of the example inputs, and are
+    carried on by ops that move values and by element-by-element ops (a mask that is added). Max pooling drops them: its
+    windows reach beyond what was padded with them.
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:

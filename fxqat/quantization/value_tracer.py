@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -158,6 +159,8 @@ class ValueTracer(LeafTracer):
         """A module that is called while a value is computed is just called."""
         if self.patches.suspended:
             return forward(*args, **kwargs)
+        if self.is_made_here(m):
+            return super().call_module(m, forward, args, kwargs)
         path = self.path_of_module(m)
         return super().call_module(m, lambda *a, **k: self.run(path, functools.partial(forward, *a, **k)), args, kwargs)
 
@@ -199,7 +202,7 @@ class ValueTracer(LeafTracer):
             known = self._compute(kind, target, args, kwargs)
         if known is not None:
             node.meta[KEY] = describe(known.data)
-            node.meta[IS_MASK] = kind == "placeholder" and holds_infinity(known.data, INFINITE_INPUT)
+            node.meta[IS_MASK] = holds_infinity(known.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
         return ValueProxy(node, self, known)
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:

@@ -12,7 +12,7 @@ KEY = "fxqat_value"
 """Key in ``node.meta`` of a :class:`ValueKind`."""
 
 IS_MASK = "fxqat_is_mask"
-"""Key in ``node.meta``: an input whose example holds infinity."""
+"""Key in ``node.meta``: a value that holds infinity on the example inputs."""
 
 INFINITE = 1e4
 """A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""

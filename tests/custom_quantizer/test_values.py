@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxqat import prepare_by_platform
+from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.custom_quantizer.values import Kind, untrained, value_kinds
 from tests.models import TOYS, build, inputs
 
@@ -135,3 +135,27 @@ def test_a_maximum_over_padding_with_infinities_is_quantized(pool):
     report = prepare_by_platform(PaddedPool(pool), "TSQAT", example_inputs=(torch.randn(2, 2, 10),)).quant_report
     found = {row.node: row.status for row in report}
     assert (found["pad"], found["pool"]) == ("float", "quantized")
+
+
+class Logarithms(nn.Module):
+    """Infinities that are computed, and chosen away, as in the position buckets of T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        places = torch.arange(x.size(-1)).float()
+        small = torch.where(places < 1, places, places.log() * 2)
+        return self.after(self.before(x) + small)
+
+
+def test_computed_infinities_are_not_quantized():
+    model, x = Logarithms(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    found = {row.op: row.status for row in gm.quant_report}
+    assert (found["log"], found["mul"]) == ("float", "float")
+    assert found["linear"] in ("quantized", "shares")
+    enable_calibration(gm)
+    gm(x)
+    enable_quantization(gm)  # which names whatever met an infinity

@@ -223,3 +223,32 @@ def test_a_layer_with_a_parametrized_weight_is_quantized(name, tmp_path):
     assert all(gradient.abs().sum() > 0 for gradient in originals)
     certificate = convert_export(gm.eval(), (x,), tmp_path / "model.onnx").certificate
     assert certificate.passed
+
+
+class MakesModules(nn.Module):
+    """Modules that forward makes."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.make = make
+
+    def forward(self, x):
+        return self.last(self.make()(self.first(x)))
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        (lambda: nn.ReLU(), "relu"),
+        (lambda: nn.Softmax(dim=-1), "softmax"),
+        (lambda: nn.Sequential(nn.Tanh(), nn.Sigmoid()), "sigmoid"),
+    ],
+)
+def test_a_module_that_forward_makes_is_traced_into(make, op, with_inputs):
+    model, x = MakesModules(make), torch.randn(4, 6)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    assert [row.status for row in gm.quant_report if row.op == op] == ["quantized"] * (op != "relu")
+    assert gm.quant_report.leaves == ()
+    torch.testing.assert_close(gm(x), model(x))
