@@ -186,6 +186,7 @@ def grouped(cases: Sequence[Case], spellings: int = 24) -> list[tuple[Case, ...]
 
 TUPLE = {"TensorRT": "float"}  # it quantizes the item that a kernel reads
 UNREAD = {"TensorRT": "float", "ONNXRuntime": "float"}  # what is computed from it is read instead
+NO_RULE = UNREAD  # no integer kernel reads its value
 FLIPPED = "x.flip(-1)"  # between a convolution and what would be fused into it
 POSITIVE = "x.abs() + 1.0"
 SMOOTH = ("square", "reciprocal", "rsqrt", "neg", "log2", "log10", "log1p", "erf", "exp2", "expm1", "atan", "sinh")
@@ -923,11 +924,11 @@ BEYOND: tuple[Case, ...] = (
     case("beyond", "scaled_dot_product_attention", """
         nn.MultiheadAttention(8, 2, batch_first=True)
         nn.MultiheadAttention(8, 2, bias=False, add_zero_attn=True)
-    """, kind="tokens", call="m(x, x, x, need_weights=False)", last="r[0]"),
+    """, kind="tokens", call="m(x, x, x, need_weights=False)", last="r[0]", status="shares", elsewhere=NO_RULE),
     case("beyond", "softmax", """
         nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
-        nn.MultiheadAttention(8, 2, kdim=8, vdim=8, add_bias_kv=True)
-    """, kind="tokens", call="m(query=x, key=y, value=y)", last="r[0]"),
+        nn.MultiheadAttention(8, 2, dropout=0.1, kdim=8, vdim=8, add_bias_kv=True)
+    """, kind="tokens", call="m(query=x, key=y, value=y)", last="r[0]", status="shares", elsewhere=NO_RULE),
     case("beyond", "addmm", """
         torch.addmm(x, x, y.T @ y)
         x.addmm(x, y.T @ y, alpha=0.5)
