@@ -27,6 +27,7 @@ from fxqat.quantization.parameter_parts import part_parameters
 from fxqat.quantization.report import build_report
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.trace import trace
+from fxqat.quantization.unread import drop_unread
 from fxqat.utils.collector import collector_paused
 from fxqat.utils.modes import eval_mode, without_fast_path
 from fxqat.utils.tensors import flatten_tensors, map_tensors
@@ -93,6 +94,7 @@ def prepare_by_platform(
     )
     expected = None if inputs is None else _float_outputs(traced.root, inputs, config)
     names = _named_tensors(traced.root)
+    drop_unread(traced.gm.graph)
     parted = part_parameters(traced.gm)
     gm = fuse(standardize(traced.gm, traced.fixed), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
@@ -105,7 +107,8 @@ def prepare_by_platform(
     gm = insert(gm, config.bn_mode)
     result = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
     where = {id(tensor): name for name, tensor in reversed(_named_tensors(result))}
-    joined = {name: parted[id(tensor)] for name, tensor in names if id(tensor) in parted}
+    whole = {key for key, it in parted.items() if all(id(part) in where for part in it.parts)}
+    joined = {name: parted[id(tensor)] for name, tensor in names if id(tensor) in whole}
     unread = {name: tensor for name, tensor in names if id(tensor) not in where and name not in joined}
     result.provenance = Provenance(
         backend=spec.name,

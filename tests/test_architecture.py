@@ -260,6 +260,7 @@ def test_only_these_passes_change_a_graph(name: str) -> None:
             "mode_branches",
             "norm_calls",
             "standardize",
+            "unread",
             "parameter_parts",
             "fuse",
             "insert",

@@ -12,8 +12,7 @@ Cases:
 5. arguments that tracing fixed to a value leave the signature;
 6. what gives values and their indices is described as a tuple of values, the indices as no values;
 7. ``nn.Identity``, which libraries put wherever something can be switched on, leaves the graph;
-8. an item of a list of tensors that is read several times is read once, so that one value has one quantizer and name;
-9. a function or method whose result nothing reads leaves the graph (the weights of attention, mostly).
+8. an item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from fxqat.quantization import values
-from fxqat.quantization.op_table import IDENTITY, NORM, OPAQUE, OUT_OF_PLACE, WEIGHTED
+from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
 from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
 from fxqat.utils.fx_graph import MODE, attribute_of, called_module, writes_state
 from fxqat.utils.torch_compat import has_hooks
@@ -41,7 +40,6 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     """
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     _read_items_once(gm.graph)  # case 8
-    _drop_unread(gm.graph)  # case 9
     made: dict[tuple[Any, ...], str] = {}
     for node in list(gm.graph.nodes):
         op = identify(node)
@@ -85,15 +83,6 @@ def _read_items_once(graph: fx.Graph) -> None:
             if read is not node:
                 node.replace_all_uses_with(read)
                 graph.erase_node(node)
-
-
-def _drop_unread(graph: fx.Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("call_function", "call_method") or node.users or "out" in node.kwargs:
-            continue
-        writes = works_in_place(node) or writes_state(node) or str(node.target).endswith("_")
-        if not writes and identify(node).family not in (OPAQUE, NORM):
-            graph.erase_node(node)
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
