@@ -204,6 +204,10 @@ def train_a_step(gm: nn.Module, inputs: tuple[Any, ...]) -> None:
     gm.train()
     optimizer = torch.optim.SGD(gm.parameters(), lr=1e-4, momentum=0.9)
     loss_of(gm(*inputs)).backward()
+    broken = [name for name, p in gm.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    if broken:
+        raise RuntimeError(f"gradients of {len(broken)} parameters are not finite: {', '.join(broken[:4])}")
+    nn.utils.clip_grad_value_(gm.parameters(), 1e15)  # with random weights, they may be too large to be squared
     nn.utils.clip_grad_norm_(gm.parameters(), 1.0, error_if_nonfinite=True)
     optimizer.step()
     gm.eval()
