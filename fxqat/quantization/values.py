@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +92,10 @@ def describe(value: Any) -> str:
 
 def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
     """Whether a tensor holds infinities, or negative numbers of such a magnitude in their place."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
         return False
-    return bool(((value <= -magnitude) | value.isinf()).any())
+    low, high = torch.aminmax(value)
+    return bool((low <= -magnitude) | (high == math.inf))
 
 
 def kind_of(node: fx.Node) -> str | None:
