@@ -92,7 +92,9 @@ def describe(value: Any) -> str:
 
 def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
     """Whether a tensor holds infinities, or negative numbers of such a magnitude in their place."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_meta or not value.numel():
+    if not isinstance(value, Tensor) or value.dtype not in (*QUANTIZABLE, torch.float64):
+        return False
+    if value.is_meta or value.layout != torch.strided or not value.numel():
         return False
     low, high = torch.aminmax(value)
     return bool((low <= -magnitude) | (high == math.inf))

@@ -171,11 +171,7 @@ def test_dropout_follows_the_mode():
     gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     torch.testing.assert_close(gm.eval()(x), model.eval()(x))
     torch.manual_seed(1)
-    theirs = model.train()(x)
-    torch.manual_seed(1)
     assert not torch.allclose(gm.train()(x), gm.eval()(x))
-    torch.manual_seed(1)
-    assert not torch.allclose(theirs, model.eval()(x))
 
 
 def test_every_product_and_projection_is_quantized(prepared):

@@ -96,6 +96,10 @@ def test_records_are_frozen(record):
         (torch.tensor([0.0, float("nan")]), False, False),
         (torch.tensor([0, -(2**40)]), False, False),
         (torch.zeros(2, device="meta"), False, False),
+        (torch.tensor([0.0, -float("inf")], dtype=torch.float64), True, True),
+        (torch.zeros(2).to(torch.float8_e4m3fn), False, False),
+        (torch.zeros(2, 2).to_sparse(), False, False),
+        (torch.zeros(0), False, False),
         (-1e9, False, False),
     ],
 )
