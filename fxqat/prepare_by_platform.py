@@ -29,6 +29,7 @@ from fxqat.quantization.standardize import standardize
 from fxqat.quantization.trace import trace
 from fxqat.quantization.unread import drop_unread
 from fxqat.utils.collector import collector_paused
+from fxqat.utils.copies import buffers_kept
 from fxqat.utils.modes import eval_mode, without_fast_path
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
@@ -168,20 +169,22 @@ def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> No
 
 
 def _float_outputs(root: nn.Module, inputs: tuple[Any, ...], config: PrepareConfig) -> list[Tensor]:
-    """The float model's outputs in eval mode, before anything is changed (of a copy: a model may count its calls)."""
-    model = copy.deepcopy(root).eval()
-    with torch.no_grad(), _same_noise():
-        return flatten_tensors(model(*copy.deepcopy(inputs), **dict(config.concrete_args or {})))
+    """The float model's outputs in eval mode, before anything is changed."""
+    with _undisturbed(root):
+        return flatten_tensors(root(*copy.deepcopy(inputs), **dict(config.concrete_args or {})))
 
 
 def _outputs(result: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
-    """The prepared model's outputs in eval mode; its buffers stay as they are."""
-    state = {key: buffer.clone() for key, buffer in result.named_buffers()}
-    with torch.no_grad(), eval_mode(result), _same_noise():
-        found = flatten_tensors(result(*(value for value in copy.deepcopy(inputs) if value is not None)))
-        for key, buffer in result.named_buffers():  # a model may count its calls
-            buffer.copy_(state[key])
-    return found
+    """The prepared model's outputs in eval mode."""
+    with _undisturbed(result):
+        return flatten_tensors(result(*(value for value in copy.deepcopy(inputs) if value is not None)))
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run a model in eval mode with the same random numbers each time; nothing of it changes."""
+    with torch.no_grad(), buffers_kept(model), eval_mode(model), _same_noise():
+        yield
 
 
 def _same_function(
@@ -197,7 +200,7 @@ def _same_function(
     double = map_tensors(inputs, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     try:
         model = copy.deepcopy(root).double()
-        expected = _float_outputs(model, double, config)
+        expected = _float_outputs(copy.deepcopy(model), double, config)
         if _are_close(expected, _outputs(copy.deepcopy(result).double(), double)):
             return True
         with torch.no_grad():

@@ -31,10 +31,11 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
         fusions: rows of the table; earlier rows win.
     """
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
+    names = {node: identify(node).name for node in gm.graph.nodes}
     for node in list(gm.graph.nodes):
         if type(called_module(node)) in WEIGHTED_TYPES:
             for row in fusions:
-                chain = _match(node, row, calls)
+                chain = _match(node, row, calls, names)
                 if chain is not None:
                     _fuse_chain(gm, row, chain)
                     break
@@ -43,12 +44,19 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
     return gm
 
 
-def _match(node: fx.Node, row: Fusion, calls: dict[int, int]) -> list[fx.Node] | None:
-    """The nodes that a row of the table matches from a layer on; ``calls`` counts the calls of each module."""
+def _match(node: fx.Node, row: Fusion, calls: dict[int, int], names: dict[fx.Node, str]) -> list[fx.Node] | None:
+    """The nodes that a row of the table matches from a layer on.
+
+    Args:
+        node: the layer's call.
+        row: a row of the table.
+        calls: how often each module is called, by ``id``.
+        names: of the op of each node.
+    """
     chain: list[fx.Node] = []
     current: fx.Node | None = node
     for name in row.pattern:  # case 1
-        if current is None or identify(current).name != name:
+        if current is None or names[current] != name:
             return None
         if chain and (not current.args or current.args[0] is not chain[-1]):
             return None
@@ -74,7 +82,7 @@ def _fuse_chain(gm: fx.GraphModule, row: Fusion, chain: list[fx.Node]) -> None:
     layer = called_module(chain[0])
     assert layer is not None
     bn = called_module(chain[1]) if row.norm else None
-    activation = ACTIVATIONS[row.activation]() if row.activation else None
+    activation = ACTIVATIONS[row.activation]().train(layer.training) if row.activation else None
     set_module(gm, str(chain[0].target), row.fused(layer, bn, activation))
     for node in chain[:0:-1]:
         node.replace_all_uses_with(chain[0])

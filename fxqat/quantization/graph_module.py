@@ -76,7 +76,8 @@ def make_quant_graph_module(gm: nn.Module, graph: fx.Graph, name: str) -> QuantG
     result.training = gm.training
     modes = {name: module.training for name, module in gm.named_modules()}
     for path, module in result.named_modules():
-        module.training = modes.get(path, module.training)
+        if module.training != modes.get(path, module.training):
+            module.training = not module.training
     _keep_ranges_local(result)
     return result
 

@@ -95,7 +95,7 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         value = found.value
         if value.group not in paths:
             path = unique_name(gm, f"{node.name}_act_fake_quant")
-            gm.add_submodule(path, build_fake_quant(value.config, ACTIVATION).to(device).train(gm.training))
+            gm.add_submodule(path, _placed(build_fake_quant(value.config, ACTIVATION), device, gm.training))
             paths[value.group] = path
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
@@ -169,17 +169,15 @@ def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, pat
         )
     weight = layer.weight
     axis = weighted_op(layer).axis
-    quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis]).to(weight.device)
-    qat = QATLayer(layer, bn, fused.activation, quant, bn_mode)
-    return qat.train(layer.training) if bn is None else _with_modes(qat, layer, bn)
+    quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
+    return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
 
 
-def _with_modes(qat: QATLayer, layer: nn.Module, bn: nn.Module) -> QATLayer:
-    """Each part keeps the mode it had (a BatchNorm frozen with ``eval()`` stays frozen)."""
-    bn_training = bn.training
-    qat.train(layer.training)
-    bn.train(bn_training)
-    return qat
+def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:
+    """Bring a new quantizer where its tensor is, and into its mode."""
+    if quant.scale.device != device:
+        quant = quant.to(device)
+    return quant if training else quant.eval()
 
 
 def _device_of(gm: nn.Module) -> torch.device:

@@ -17,6 +17,24 @@ MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training: kept whole, so that ``train()`` and ``eval()`` go on working."""
 
 
+class CallCounts(dict[str, int]):
+    """How often each module was called: counted up by one, and back without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __setitem__(self, path: str, count: int) -> None:
+        super().__setitem__(path, count)
+        self.calls.append(path)
+
+    def back_to(self, total: int) -> None:
+        """Take back all calls but the first ones."""
+        while len(self.calls) > total:
+            path = self.calls.pop()
+            super().__setitem__(path, self[path] - 1)
+
+
 class LeafTracer(fx.Tracer):
     """The fx tracer; what it cannot trace becomes a call of the smallest module around it.
 
@@ -31,8 +49,11 @@ class LeafTracer(fx.Tracer):
         attribute_proxies: those of them that the graph reads, by name.
     """
 
+    num_calls: CallCounts
+
     def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
         super().__init__(autowrap_functions=())
+        self.num_calls = CallCounts()
         self.proxy_buffer_attributes = True
         self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
         self.leaf_paths = {leaf for leaf in leaf_modules if isinstance(leaf, str)}
@@ -126,7 +147,7 @@ class LeafTracer(fx.Tracer):
 
     def mark_place(self) -> tuple[Any, ...]:
         """Where tracing stands, to come back to."""
-        return self.last_node(), dict(self.module_stack), dict(self.num_calls)
+        return self.last_node(), dict(self.module_stack), len(self.num_calls.calls)
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
         """Come back to where tracing stood."""
@@ -135,9 +156,9 @@ class LeafTracer(fx.Tracer):
 
     def restore_calls(self, mark: tuple[Any, ...]) -> None:
         """Forget which modules were called since tracing stood there."""
-        for counter, saved in ((self.module_stack, mark[1]), (self.num_calls, mark[2])):
-            counter.clear()
-            counter.update(saved)
+        self.module_stack.clear()
+        self.module_stack.update(mark[1])
+        self.num_calls.back_to(mark[2])
 
 
 def explain(cause: BaseException) -> str:

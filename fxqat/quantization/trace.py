@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
@@ -26,6 +26,7 @@ from fxqat.quantization.mode_tracer import ModeTracer
 from fxqat.quantization.norm_calls import batch_norms_to_modules
 from fxqat.quantization.value_tracer import arguments_of
 from fxqat.quantization.values import FloatLeaf, ForcedNumber
+from fxqat.utils.copies import copy_model
 from fxqat.utils.source import line_of_failure
 
 
@@ -47,6 +48,20 @@ class Traced(NamedTuple):
     forced: tuple[ForcedNumber, ...] = ()
     leaves: tuple[FloatLeaf, ...] = ()
     eval_only: tuple[str, ...] = ()
+
+
+class TracedGraphModule(ModalGraphModule):
+    """Generates its code when it is first called: the passes that follow only need its graph."""
+
+    def recompile(self) -> Any:
+        """Forget the code."""
+        if "forward" in vars(type(self)):  # fx makes a class of every graph module
+            del type(self).forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate the code, which takes the place of this method, and run it."""
+        super().recompile()
+        return type(self).forward(self, *args, **kwargs)
 
 
 def trace(
@@ -77,7 +92,7 @@ def trace(
     _check_arguments(model, concrete_args or {})
     was_training = {name: module.training for name, module in model.named_modules()}
     try:
-        root = copy.deepcopy(model, _copies_of_results(model))
+        root = copy_model(model)
     except Exception as cause:
         raise TraceError(f"cannot copy {type(model).__name__}: {cause}. Make the model deep-copyable.") from cause
     root.eval()
@@ -89,8 +104,9 @@ def trace(
         tracers.insert(0, ModeTracer(copy.deepcopy(given), leaf_modules, untraceable))
     graph, tracer = _first_success(model, root, tracers, fixed)
     for name, module in root.named_modules():
-        module.training = was_training.get(name, model.training)
-    gm = ModalGraphModule(root, graph, type(model).__name__)
+        if module.training != was_training.get(name, model.training):
+            module.training = not module.training
+    gm = TracedGraphModule(root, graph, type(model).__name__)
     gm.training = model.training
     batch_norms_to_modules(root, gm)
     _restore_containers(root, gm)
@@ -99,12 +115,6 @@ def trace(
         eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
         return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
     return Traced(root, gm, tuple(fixed), (), leaves)
-
-
-def _copies_of_results(model: nn.Module) -> dict[int, Any]:
-    """Copies of the tensors that a model kept of its last run, which autograd does not let be copied."""
-    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
-    return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}
 
 
 def _first_success(

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxqat.quantization.compute import compute
 from fxqat.quantization.function_leaf import FunctionLeaf, candidates
 from fxqat.quantization.leaf_tracer import LeafTracer, explain
 from fxqat.quantization.trace_patches import Patches
-from fxqat.quantization.value_proxy import ValueProxy, proxies_in, value_of
+from fxqat.quantization.value_proxy import ValueProxy
 from fxqat.quantization.values import (
     INFINITE_INPUT,
     IS_MASK,
@@ -28,7 +29,6 @@ from fxqat.quantization.values import (
 )
 from fxqat.utils.fx_graph import unique_name
 from fxqat.utils.source import line_of_failure
-from fxqat.utils.torch_compat import ContentWatch
 
 
 class ValueTracer(LeafTracer):
@@ -231,25 +231,7 @@ class ValueTracer(LeafTracer):
         if kind == "get_attr":
             tensor = self.patches.attribute(self.root, str(target))
             return Known(tensor) if tensor is not None else None
-        try:
-            values, named = value_of(tuple(args)), value_of(dict(kwargs))
-            with ContentWatch() as watch:
-                if kind == "call_module":
-                    data = self.root.get_submodule(str(target))(*values, **named)
-                elif kind == "call_method":
-                    data = getattr(values[0], str(target))(*values[1:], **named)
-                else:
-                    data = target(*values, **named)
-        except Exception:  # the model's own error comes when the graph is run; here the value is only unknown
-            return None
-        read = [p.fxqat_known for p in proxies_in((args, kwargs)) if p.fxqat_known is not None]
-        from_input = any(known.from_input for known in read)
-        return Known(
-            data,
-            from_input=from_input,
-            sized=from_input or any(known.sized for known in read),
-            from_content=any(known.from_content for known in read) or (watch.read_content and from_input),
-        )
+        return compute(self.root, kind, target, args, kwargs)
 
     def _input(self, name: str) -> Known | None:
         if name in self.inputs:

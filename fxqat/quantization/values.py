@@ -97,7 +97,7 @@ def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
     if value.is_meta or value.layout != torch.strided or not value.numel():
         return False
     low, high = torch.aminmax(value)
-    return bool((low <= -magnitude) | (high == math.inf))
+    return low.item() <= -magnitude or high.item() == math.inf
 
 
 def kind_of(node: fx.Node) -> str | None:

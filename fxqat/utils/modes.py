@@ -12,13 +12,14 @@ from torch import nn
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """``model.eval()`` for the block; afterwards every module has the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    in_training = [module for module in model.modules() if module.training]
+    if in_training:
+        model.eval()
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in in_training:
+            module.training = True
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -69,11 +70,18 @@ class ContentWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at one operator and run it."""
-        tags = func.tags
-        if torch.Tag.data_dependent_output in tags or "::nms" in func.name():
+        reads, varies = _by_content(func)
+        if reads:
             self.read_content = True
-        elif torch.Tag.dynamic_output_shape in tags:
+        elif varies:
             indices = args[1] if func.name() == "aten::index.Tensor" else None
             masks = indices is None or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
             self.read_content = self.read_content or masks
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _by_content(func: Any) -> tuple[bool, bool]:
+    """Whether an operator's result depends on what is in a tensor, and whether its size may."""
+    reads = torch.Tag.data_dependent_output in func.tags or "::nms" in func.name()
+    return reads, torch.Tag.dynamic_output_shape in func.tags

@@ -25,7 +25,7 @@ def snapshot(gm):
     nodes = [(n.name, n.op, n.target, str(n.args), str(n.kwargs), [u.name for u in n.users]) for n in gm.graph.nodes]
     metas = [{key: str(value) for key, value in n.meta.items() if key != annotation.KEY} for n in gm.graph.nodes]
     modules = {name: (id(module), module.training) for name, module in gm.named_modules()}
-    return nodes, metas, modules, gm.code, sorted(vars(gm))
+    return nodes, metas, modules, gm.graph.python_code("self").src, sorted(vars(gm))
 
 
 @pytest.mark.parametrize("backend", BackendType)
