@@ -58,6 +58,7 @@ setup(
         "test": [
             *EXAMPLE,
             "pytest>=8.2",
+            "pytest-xdist",
             "hypothesis",
             "jsonschema",
             "transformers",

@@ -1,7 +1,8 @@
-"""Small objects that several tests build: fake-quants, and one layer of every kind."""
+"""Small things that several tests need: fake-quants, one layer of every kind, names for what is parametrized."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -145,3 +146,8 @@ def switch_on(layer: QATLayer) -> QATLayer:
     """Calibrate a layer's weight quantizer on its folded weight and switch it on."""
     calibrate(layer.weight_fake_quant, layer.folded()[0].detach())
     return layer
+
+
+def spelling(value: object) -> str:
+    """A value as the name of a test, which must be the same in every process: without addresses of objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

@@ -19,6 +19,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
 from fxqat.observer.mse import MSEObserver
+from tests.builders import spelling
 from tests.models import BasicBlock, ConvBnRelu, Residual, build, calibrate, calibrated, inputs, prepared
 
 EVERYTHING = {
@@ -150,7 +151,7 @@ def test_any_width_rounds_to_its_grid(bit):
         ({"exclude_function_type": ["mean"]}, ["mean"]),
         ({"exclude_function_type": ["add"], "exclude_module_name": ["stem"]}, ["stem", "add", "add_1"]),
     ],
-    ids=str,
+    ids=spelling,
 )
 def test_exclusions_leave_exactly_these_float(entries, left):
     gm = prepared("residual", config=quantizer(**entries))
@@ -181,7 +182,7 @@ def test_the_readers_of_an_excluded_layer_still_read_quantized():
         {"additional_node_name": ["softmax"]},
         {"additional_node_name": ["re:soft.*"]},
     ],
-    ids=str,
+    ids=spelling,
 )
 def test_additions_are_quantized_although_the_table_does_not(entries):
     gm = prepared("attention", "TensorRT", quantizer(**entries))

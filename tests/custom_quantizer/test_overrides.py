@@ -17,6 +17,7 @@ from fxqat.quantization.fuse import fuse
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.trace import trace
 from fxqat.scheme import QuantizeScheme, TensorQConfig
+from tests.builders import spelling
 from tests.models import build, prepared
 
 CONVS = ["stem", "layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1", "layer1.1.conv2", "layer1.1.downsample.0"]
@@ -56,7 +57,7 @@ def node_named(gm, name):
         ({"node": "re:layer1_._conv1"}, ["layer1.0.conv1", "layer1.1.conv1"]),
         ({"type": "Conv2d", "module": "layer1.1*"}, CONVS[3:]),
     ],
-    ids=str,
+    ids=spelling,
 )
 def test_exactly_the_matched_layers_change(match, expected):
     gm = prepared("residual", config=override(match, weight={"bit": 4}))
@@ -70,7 +71,7 @@ def test_exactly_the_matched_layers_change(match, expected):
 @pytest.mark.parametrize(
     ("function", "node"),
     [(F.gelu, "gelu"), ("gelu", "gelu"), ("chunk", "chunk"), ("split", "chunk"), (torch.matmul, "matmul_1")],
-    ids=str,
+    ids=spelling,
 )
 def test_functions_match_by_object_name_and_op(function, node):
     gm = fuse(standardize(trace(build("attention"))[1]))
@@ -135,7 +136,7 @@ def test_a_rule_stands_above_the_global_configuration():
         ({"fake_quantize": "FixedFakeQuantize", "pot_scale": True}, lambda q: q.scheme.scale_bits == 1, True),
         ({"fake_quantize_args": {"grad_factor": 0.5}}, lambda q: q.grad_factor, 0.5),
     ],
-    ids=str,
+    ids=spelling,
 )
 def test_every_part_of_a_weight_can_be_set(change, attribute, expected):
     gm = prepared("residual", config=override({"module": "stem"}, weight=change))
@@ -243,7 +244,7 @@ def test_a_rule_has_an_effect_or_raises(case):
         ({"function": torch.matmul}, ""),
         ({"module": "fc", "type": "Conv2d"}, ""),
     ],
-    ids=str,
+    ids=spelling,
 )
 def test_a_rule_that_matches_nothing_is_an_error(match, nearest):
     with pytest.raises(ConfigError, match=r"overrides\[0\].*matches no node") as caught:

@@ -17,10 +17,10 @@ from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
-@pytest.mark.parametrize(("scheme", "learned"), [(INT8, {"scale"}), (UINT8, {"scale", "zero_point"})], ids=str)
-def test_scale_is_learned_and_the_zero_point_of_asymmetric_schemes(scheme: QuantizeScheme, learned: set[str]) -> None:
+@pytest.mark.parametrize(("scheme", "learned"), [(INT8, ["scale"]), (UINT8, ["scale", "zero_point"])], ids=str)
+def test_scale_is_learned_and_the_zero_point_of_asymmetric_schemes(scheme: QuantizeScheme, learned: list[str]) -> None:
     quant = calibrate(make_fake_quant(scheme), torch.tensor([-1.0, 1.0]))
-    assert {name for name, _ in quant.named_parameters()} == learned
+    assert sorted(name for name, _ in quant.named_parameters()) == learned
     x = torch.tensor([-2.0, 0.1234, 2.0])
     quant(x).sum().backward()
     assert all(parameter.grad is not None for parameter in quant.parameters())
