@@ -17,7 +17,7 @@ def read_version() -> str:
     return match.group(1)
 
 
-EXAMPLE = ["scikit-learn", "tqdm", "matplotlib", "PyYAML", "pycocotools"]
+EXAMPLE = ["scikit-learn", "matplotlib", "pycocotools"]
 
 setup(
     name="fxqat",
@@ -51,6 +51,7 @@ setup(
         "timm",
         "pulp",
         "PyYAML",
+        "tqdm",
     ],
     extras_require={
         "example": EXAMPLE,

@@ -1,0 +1,10 @@
+"""Recipes and analysis on prepared models."""
+
+from fxqat.tools.batch_norm import reestimate_batch_norm
+from fxqat.tools.correct_bias import correct_bias
+from fxqat.tools.equalize import equalize
+from fxqat.tools.ptq import ptq
+from fxqat.tools.reconstruct import reconstruct
+from fxqat.tools.rounding import Reconstruction
+
+__all__ = ["Reconstruction", "correct_bias", "equalize", "ptq", "reconstruct", "reestimate_batch_norm"]

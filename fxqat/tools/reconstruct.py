@@ -1,0 +1,118 @@
+"""Reconstruction: segment by segment, the quantized model is made to give what the float model gives.
+
+One loop, of which the published methods are settings (:data:`METHODS`):
+
+* AdaRound: each layer by itself, the rounding of its weights is learned. Nagel et al. 2020 (arXiv:2004.10568),
+  equations 21 to 25;
+* BRECQ: blocks instead of layers, and the scales of activations are learned, too. Li et al. 2021 (arXiv:2102.05426),
+  equation 10, with the squared error of the output in place of the Fisher-weighted one;
+* QDrop: as BRECQ, with a random part of the activations left float. Wei et al. 2022 (arXiv:2203.05740), equation 8.
+
+What was learned is written into the weights, which are then rounded to the nearest as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.state import enable_quantization
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.rounding import Reconstruction, learn
+from fxqat.tools.segments import Segment, Values, inputs_of, needed_after, split
+from fxqat.utils.modes import eval_mode
+from fxqat.utils.tensors import flatten_tensors
+
+METHODS: Mapping[str, Reconstruction] = MappingProxyType(
+    {
+        "AdaRound": Reconstruction(max_layers=1, scale_lr=0.0),
+        "BRECQ": Reconstruction(),
+        "QDrop": Reconstruction(drop=0.5),
+    }
+)
+
+
+def reconstruct(
+    gm: QuantGraphModule,
+    batches: Sequence[tuple[Any, ...]],
+    method: str | Reconstruction = "QDrop",
+    *,
+    seed: int = 0,
+    progress: bool = False,
+) -> dict[str, tuple[float, float]]:
+    """Learn the rounding of weights, and the scales of activations, on unlabelled data. In place.
+
+    Args:
+        gm: a prepared and calibrated model; afterwards its fake-quants are on and it is in the mode it was in.
+        batches: the model's inputs; all values between the segments are kept for two segments at a time.
+        method: a name in :data:`METHODS`, or a setting.
+        seed: of the random numbers.
+        progress: show a progress bar.
+
+    Returns:
+        For each segment that was learned, by the path of its last layer: the mean squared error of what it gives,
+        relative to the float model's mean square, before and after.
+
+    Raises:
+        CalibrationError: the model is not calibrated.
+        ConfigError: unknown method, or no batches.
+    """
+    setting = _setting(method)
+    if not batches:
+        raise ConfigError("reconstruct: needs at least one batch of inputs")
+    enable_quantization(gm)
+    found: dict[str, tuple[float, float]] = {}
+    generator = torch.Generator().manual_seed(seed)
+    with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
+        torch.manual_seed(seed)
+        segments = split(gm, setting.max_layers)
+        exact = [inputs_of(gm, batch) for batch in batches]
+        rounded = [dict(values) for values in exact]
+        for i, segment in enumerate(tqdm(segments, disable=not progress)):
+            targets = segment.run(exact, quantized=False)
+            if segment.layers:
+                before = _error(segment, rounded, targets)
+                learn(segment, exact, rounded, targets, setting, generator)
+                found[list(segment.layers)[-1]] = (before, _error(segment, rounded, targets))
+            exact = needed_after(segments[i:], exact, targets)
+            rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
+    return found
+
+
+def _setting(method: str | Reconstruction) -> Reconstruction:
+    if isinstance(method, Reconstruction):
+        return method
+    if method not in METHODS:
+        raise ConfigError(f"unknown reconstruction {method!r}; known: {', '.join(METHODS)}")
+    return METHODS[method]
+
+
+@contextmanager
+def _frozen(gm: nn.Module) -> Iterator[None]:
+    """No parameter wants a gradient, except for those that ask for it inside."""
+    wanting = [parameter for parameter in gm.parameters() if parameter.requires_grad]
+    for parameter in wanting:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanting:
+            parameter.requires_grad_(True)
+
+
+def _error(segment: Segment, batches: list[Values], targets: list[Values]) -> float:
+    """Mean squared error of the quantized segment over the mean square of the float one."""
+    errors = squares = 0.0
+    for values, target in zip(segment.run(batches, quantized=True), targets, strict=True):
+        for a, b in zip(flatten_tensors(values), flatten_tensors(target), strict=True):
+            if b.is_floating_point():
+                errors += float((a - b).square().sum())
+                squares += float(b.square().sum())
+    return errors / squares if squares else 0.0

@@ -1,0 +1,62 @@
+"""Bias correction: afterwards no channel has a mean error before its activation."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.errors import CalibrationError
+from fxqat.tools import correct_bias
+from tests.models import BasicBlock, calibrate
+
+TWO_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 2, "narrow_range": False}}}
+
+
+def model_and_data():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        BasicBlock(8, 8),
+        *(nn.Conv2d(8, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
+    )
+    batches = [(torch.randn(16, 3, 8, 8) + 0.5,) for _ in range(3)]
+    with torch.no_grad():
+        for batch in batches:
+            model.train()(*batch)
+    return model.eval(), batches
+
+
+def means(gm, batches, quantized, path):
+    """The mean of each channel before the activation, from a hook of its own."""
+    (fxqat.enable_quantization if quantized else fxqat.disable_all)(gm)
+    layer, found = gm.get_submodule(path), []
+    activation, layer.activation = layer.activation, nn.Identity()
+    handle = layer.register_forward_hook(lambda module, args, y: found.append(y.transpose(0, 1).flatten(1).double()))
+    with torch.no_grad():
+        for batch in batches:
+            gm(*batch)
+    handle.remove()
+    layer.activation = activation
+    return torch.cat(found, 1).mean(1)
+
+
+def test_the_mean_of_every_layer_is_that_of_the_float_model():
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    paths = ["0", "3.conv1", "3.conv2", "4", "7"]
+    expected = {path: means(gm, batches, False, path) for path in paths}
+    before = {path: means(gm, batches, True, path) for path in paths}
+    found = correct_bias(gm, batches)
+    assert list(found) == paths
+    assert all(quant.fake_quant_enabled for quant in gm.modules() if hasattr(quant, "fake_quant_enabled"))
+    for path in paths:
+        error = (before[path] - expected[path]).abs().max()
+        left = (means(gm, batches, True, path) - expected[path]).abs().max()
+        assert left < 0.2 * error  # what is left is the rounding of the bias, to a step of input times weight
+        assert error > 1e-2
+
+
+def test_a_model_that_is_not_calibrated_is_an_error():
+    model, batches = model_and_data()
+    with pytest.raises(CalibrationError, match="saw no data"):
+        correct_bias(fxqat.prepare_by_platform(model), batches)

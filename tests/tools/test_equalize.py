@@ -1,0 +1,128 @@
+"""Equalization: the function stays, the ranges become equal, and high biases move on."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.errors import CalibrationError
+from fxqat.fake_quantize.state import disable_all
+from fxqat.tools import equalize
+from tests.models import build, calibrated, inputs
+
+
+def uneven(model):
+    """Channels whose ranges differ by a factor of a thousand."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight.data.copy_(10 ** torch.empty_like(module.weight).uniform_(-2, 1))
+            nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            nn.init.normal_(module.bias)
+    return model.eval()
+
+
+def mobile():
+    """Pointwise, depthwise, grouped, pointwise; the last one reads two."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 12, 3, padding=1, groups=4), nn.LeakyReLU(0.1), nn.MaxPool2d(2)),
+        nn.ConvTranspose2d(12, 6, 2, stride=2, groups=3),
+        nn.ConvTranspose2d(6, 4, 1),
+        nn.Conv2d(4, 2, 1),
+    )
+
+
+def outputs(gm, x):
+    disable_all(gm)
+    with torch.no_grad():
+        return gm(x)
+
+
+def ranges(gm, pair):
+    """The largest magnitude of each channel between two layers, as one gives it and as the other reads it, by hand."""
+    first, second = (gm.get_submodule(path) for path in pair[:2])
+    result = []
+    for layer, gives in ((first, True), (second, False)):
+        weight, groups = layer.folded()[0].detach().numpy(), layer.op.arguments.get("groups", 1)
+        parts = np.split(weight, groups, axis=0)
+        axis = (1 if gives else 0) if layer.op.axis == 1 else (0 if gives else 1)
+        result.append(
+            np.concatenate([np.abs(np.moveaxis(part, axis, 0)).reshape(part.shape[axis], -1).max(1) for part in parts])
+        )
+    return result
+
+
+def test_the_function_stays_and_the_ranges_of_every_pair_become_equal():
+    model, x = uneven(mobile()), torch.randn(2, 3, 8, 8)
+    gm = fxqat.prepare_by_platform(model, example_inputs=x).eval()
+    pairs = equalize(gm, iterations=200, absorb_bias=False)
+    assert [pair[:2] for pair in pairs] == [("0", "3"), ("3", "6"), ("6", "9"), ("9", "10"), ("10", "11")]
+    torch.testing.assert_close(outputs(gm, x), model(x), rtol=1e-4, atol=1e-4)
+    for pair in pairs:
+        given, read = ranges(gm, pair)
+        np.testing.assert_allclose(given, read, rtol=1e-2)
+
+
+def test_the_factor_is_the_papers():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.ReLU(), nn.Conv2d(2, 1, 1, bias=False))
+    model[0].weight.data.copy_(torch.tensor([8.0, 1.0]).reshape(2, 1, 1, 1))
+    model[2].weight.data.copy_(torch.tensor([2.0, 4.0]).reshape(1, 2, 1, 1))
+    gm = fxqat.prepare_by_platform(model)
+    equalize(gm, iterations=1)
+    np.testing.assert_allclose(gm.get_submodule("0").weight.detach().flatten(), [4, 2])  # s = 2, 1/2
+    np.testing.assert_allclose(gm.get_submodule("2").weight.detach().flatten(), [4, 2])
+
+
+def test_channels_that_are_zero_stay():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 1, 1))
+    model[0].weight.data[0] = 0
+    model[2].weight.data[:, 1] = 0
+    gm, x = fxqat.prepare_by_platform(model), torch.randn(1, 1, 2, 2)
+    equalize(gm)
+    torch.testing.assert_close(outputs(gm, x), model(x))
+    assert all(torch.isfinite(p).all() for p in gm.parameters())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_high_biases_are_absorbed(bias):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Conv2d(4, 2, 3, bias=bias),
+        nn.BatchNorm2d(2),
+    ).eval()
+    model[1].bias.data.copy_(torch.tensor([10.0, 4.0, 1.0, -3.0]))
+    gm, x = fxqat.prepare_by_platform(model), 0.1 * torch.randn(2, 3, 6, 6)
+    pairs = equalize(gm, iterations=0)
+    assert [tuple(pair) for pair in pairs] == [("0", "3", True)]
+    np.testing.assert_allclose(gm.get_submodule("0").bn.bias.detach(), [3, 3, 1, -3])  # beta - (beta - 3 gamma)
+    torch.testing.assert_close(outputs(gm, x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_relu6_stands_between_unless_it_is_replaced():
+    model = uneven(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 2, 1)))
+    assert equalize(fxqat.prepare_by_platform(model)) == []
+    gm = fxqat.prepare_by_platform(model)
+    assert [pair[:2] for pair in equalize(gm, replace_relu6=True)] == [("0", "3")]
+    assert type(gm.get_submodule("0").activation) is nn.ReLU
+    assert type(model[2]) is nn.ReLU6
+
+
+@pytest.mark.parametrize(
+    "name", ["residual", "concat", "shared_module", "two_readers", "conv1d", "conv3d", "linear_bn"]
+)
+def test_whatever_the_pairs_are_the_function_stays(name):
+    model = build(name)
+    gm = fxqat.prepare_by_platform(model).eval()
+    pairs = equalize(gm, absorb_bias=False)
+    assert len(set(pairs)) == len(pairs)
+    torch.testing.assert_close(outputs(gm, *inputs(name)), model(*inputs(name)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_calibrated_model_is_an_error():
+    with pytest.raises(CalibrationError, match="call it before calibration"):
+        equalize(calibrated("residual"))

@@ -1,0 +1,147 @@
+"""Reconstruction: the formulas of AdaRound, and that what was learned is what is deployed."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.fake_quantize.adaround import AdaRoundFakeQuantize
+from fxqat.nn.qat import QATLayer
+from fxqat.tools import Reconstruction, reconstruct
+from fxqat.tools.reconstruct import METHODS
+from tests.builders import INT8_WEIGHT, make_fake_quant
+from tests.models import build, calibrate, inputs
+
+LOW_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "w_observer": "MSE"}}
+QUICK = Reconstruction(iterations=60, drop=0.2)
+
+
+def low_bit(name="residual", config=LOW_BITS):
+    gm = fxqat.prepare_by_platform(build(name), "TSQAT", config)
+    batches = [inputs(name, seed=i) for i in range(4)]
+    return calibrate(gm, *batches).eval(), batches
+
+
+def test_adaround_is_the_papers():
+    weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    quant = calibrate_quant(make_fake_quant(INT8_WEIGHT, "weight_fake_quant", 0, 4), weight)
+    soft = AdaRoundFakeQuantize(quant, weight, quant.used_scale())
+    torch.testing.assert_close(soft.quantize(weight), weight, rtol=0, atol=1e-5)  # it starts where nothing is rounded
+    with torch.no_grad():
+        soft.rounding.add_(torch.randn(soft.rounding.shape, generator=torch.Generator().manual_seed(1)))
+    v, w = soft.rounding.detach().double().numpy(), weight.double().numpy()
+    scale = quant.used_scale().double().numpy().reshape(4, 1, 1, 1)
+    h = np.clip(1 / (1 + np.exp(-v)) * 1.2 - 0.1, 0, 1)
+    np.testing.assert_allclose(
+        soft.quantize(weight).detach().numpy(), scale * np.clip(np.floor(w / scale) + h, -127, 127), atol=1e-5
+    )
+    np.testing.assert_allclose(soft.regularization(3.0).item(), (1 - np.abs(2 * h - 1) ** 3).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        soft.rounded().numpy(), scale * np.clip(np.floor(w / scale) + (h >= 0.5), -127, 127), atol=1e-6
+    )
+
+
+def calibrate_quant(quant, weight):
+    quant.observe(weight)
+    return quant
+
+
+def test_the_exponent_falls_from_beta_to_beta():
+    setting = Reconstruction(iterations=100, warmup=0.2, beta=(20.0, 2.0))
+    assert setting.beta_at(0) is setting.beta_at(19) is None
+    assert setting.beta_at(20) == 20.0
+    assert setting.beta_at(60) == pytest.approx(11.0)
+    assert setting.beta_at(99) == pytest.approx(2.0, abs=0.02)
+    assert setting.rest_at(50) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs"])
+def test_the_error_falls_and_the_integers_are_those_that_were_learned(name, monkeypatch):
+    gm, batches = low_bit(name)
+    learned = {}
+    rounded = AdaRoundFakeQuantize.rounded
+
+    def remember(soft):
+        learned[id(soft.observer)] = rounded(soft)
+        return rounded(soft)
+
+    monkeypatch.setattr(AdaRoundFakeQuantize, "rounded", remember)
+    found = reconstruct(gm, batches, QUICK)
+    before, after = (sum(errors) for errors in zip(*found.values(), strict=True))
+    assert 0 < after < before
+    layers = [m for m in gm.modules() if isinstance(m, QATLayer)]
+    assert len(learned) == len(layers)
+    for layer in layers:  # to the nearest, as ever
+        weight = layer.weight_fake_quant.quantize(layer.folded()[0].detach())
+        torch.testing.assert_close(weight, learned[id(layer.weight_fake_quant.observer)], rtol=0, atol=1e-6)
+
+
+def changed_since(before, gm):
+    now = {key: value for key, value in gm.state_dict().items() if torch.is_tensor(value)}
+    return {key for key, value in now.items() if not torch.equal(value, before[key])}
+
+
+def test_only_weights_and_scales_change_and_only_where_asked():
+    gm, batches = low_bit()
+    before = copy.deepcopy(gm.state_dict())
+    reconstruct(gm, batches, Reconstruction(iterations=5, scale_lr=0.0, max_layers=1))
+    changed = {
+        key for key, value in gm.state_dict().items() if torch.is_tensor(value) and not torch.equal(value, before[key])
+    }
+    assert changed
+    assert all(key.endswith(".weight") and ".bn" not in key for key in changed)
+    assert all(parameter.requires_grad for parameter in gm.parameters())
+    assert not gm.training
+    reconstruct(gm, batches, Reconstruction(iterations=5))
+    scales = [
+        key
+        for key in before
+        if key.endswith("act_fake_quant.scale") and not torch.equal(gm.state_dict()[key], before[key])
+    ]
+    assert scales
+
+
+def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay():
+    state = torch.random.get_rng_state()
+    models = []
+    for _ in range(2):
+        gm, batches = low_bit()
+        torch.random.set_rng_state(state)
+        reconstruct(gm, batches, QUICK, seed=3)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        models.append(gm)
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_a_reconstructed_model_is_exported(tmp_path):
+    gm, batches = low_bit(config=None)
+    reconstruct(gm, batches, QUICK)
+    report = fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx")
+    assert report.certificate is not None
+
+
+def test_methods():
+    assert set(METHODS) == {"AdaRound", "BRECQ", "QDrop"}
+    assert METHODS["AdaRound"].max_layers == 1
+    assert METHODS["AdaRound"].scale_lr == METHODS["BRECQ"].drop == 0
+    gm, batches = low_bit()
+    with pytest.raises(ConfigError, match="unknown reconstruction 'Adaround'; known: AdaRound, BRECQ, QDrop"):
+        reconstruct(gm, batches, "Adaround")
+    with pytest.raises(ConfigError, match="at least one batch"):
+        reconstruct(gm, [])
+    with pytest.raises(CalibrationError, match="saw no data"):
+        reconstruct(fxqat.prepare_by_platform(nn.Linear(3, 3)), [(torch.randn(2, 3),)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("drop", 1.5), ("warmup", 1.0), ("iterations", 0), ("scale_lr", -1.0), ("rounding_lr", 0.0), ("drop", math.nan)],
+)
+def test_wrong_settings_are_errors(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Reconstruction(**{name: value})
