@@ -16,6 +16,7 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
+from fxqat.observer.table import ALIASES
 from fxqat.scheme import FLOAT32_BITS
 
 TOP_KEYS = (
@@ -178,7 +179,8 @@ def _tensor_change(entry: Mapping[str, Any], where: str) -> TensorChange:
         if key in SCHEME_SPELLINGS:
             scheme[SCHEME_SPELLINGS[key]] = _scheme_value(key, value, where)
         elif isinstance(value, str):
-            parts[PART_SPELLINGS[key]] = value.removesuffix("Observer").removesuffix("FakeQuantize")
+            name = value.removesuffix("Observer").removesuffix("FakeQuantize")
+            parts[PART_SPELLINGS[key]] = ALIASES.get(name, name) if PART_SPELLINGS[key] == "observer" else name
         else:
             parts[PART_SPELLINGS[key]] = value
     if scheme.get("per_channel") and not where.endswith(("weight", "(w_*)")):

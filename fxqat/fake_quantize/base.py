@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.fake_quantize.autograd import FakeQuantizeSTE
-from fxqat.fake_quantize.functional import choose_qparams, valid_scale, valid_zero_point
+from fxqat.fake_quantize.functional import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
 
 WEIGHT = "weight_fake_quant"
@@ -154,8 +154,7 @@ class FakeQuantizeBase(nn.Module):
         with torch.no_grad():
             self.scale.copy_(scale)
             self.zero_point.copy_(zero_point)
-            high = (self.scheme.quant_max - self.zero_point) * self.scale
-            low = -high if self.scheme.symmetric else (self.scheme.quant_min - self.zero_point) * self.scale
+            low, high = covered_range(self.scale, self.zero_point, self.scheme)
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)
 

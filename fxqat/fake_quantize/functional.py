@@ -174,3 +174,27 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
     if not scheme.symmetric:
         zero_point = torch.clamp(quant_min - torch.round(low / scale), quant_min, quant_max)
     return scale, zero_point
+
+
+def covered_range(scale: Tensor, zero_point: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
+    """The real range that quantization parameters cover, from which :func:`choose_qparams` finds them again.
+
+    Formula: ``((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)``; a symmetric scheme's range is
+    symmetric too, so that an extra negative integer is left out.
+
+    Args:
+        scale: ``()`` or ``(channels,)``, real units per step.
+        zero_point: integers, of the same shape.
+        scheme: the integers.
+
+    Returns:
+        ``(low, high)`` of the scale's shape.
+
+    Example:
+        >>> uint8 = QuantizeScheme(signed=False, symmetric=False)
+        >>> low, high = covered_range(torch.tensor(0.5), torch.tensor(10.0), uint8)
+        >>> low.item(), high.item()
+        (-5.0, 122.5)
+    """
+    high = (scheme.quant_max - zero_point) * scale
+    return (-high if scheme.symmetric else (scheme.quant_min - zero_point) * scale), high

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fxqat.errors import ConfigError
 from fxqat.scheme import QuantizeScheme
 
 
@@ -20,13 +21,26 @@ class ObserverBase(nn.Module):
         scheme: the scheme the range is for.
         axis: channel axis for a per-channel range, None for one range per tensor.
         num_channels: number of channels when ``axis`` is given.
+        ema_ratio: weight of the past in an exponential moving average over tensors, in [0, 1); None takes the union.
+
+    Raises:
+        ConfigError: ``ema_ratio`` is outside [0, 1).
     """
 
     min_val: Tensor
     max_val: Tensor
 
-    def __init__(self, scheme: QuantizeScheme, axis: int | None = None, num_channels: int | None = None) -> None:
+    def __init__(
+        self,
+        scheme: QuantizeScheme,
+        axis: int | None = None,
+        num_channels: int | None = None,
+        ema_ratio: float | None = None,
+    ) -> None:
         super().__init__()
+        if ema_ratio is not None and not 0.0 <= ema_ratio < 1.0:
+            raise ConfigError(f"{self.name}: ema_ratio must be in [0, 1), or None for the union, got {ema_ratio}")
+        self.ema_ratio = ema_ratio
         self.scheme = scheme
         self.axis = axis
         shape = () if axis is None else (num_channels or 1,)
@@ -45,30 +59,44 @@ class ObserverBase(nn.Module):
         return min_max_of(x, self.axis)
 
     def merge(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The running range after one more tensor; the union unless a kind says otherwise."""
-        return torch.minimum(self.min_val, low), torch.maximum(self.max_val, high)
+        """The running range after one more tensor: the union, or the moving average."""
+        if self.ema_ratio is None:
+            return torch.minimum(self.min_val, low), torch.maximum(self.max_val, high)
+        return self.averaged(low, high, self.ema_ratio)
+
+    def averaged(self, low: Tensor, high: Tensor, past: float | Tensor) -> tuple[Tensor, Tensor]:
+        """``past * running + (1 - past) * new``, or the new range alone while nothing was seen."""
+        fresh = self.min_val > self.max_val
+        return (
+            torch.where(fresh, low, torch.lerp(low, self.min_val, past)),
+            torch.where(fresh, high, torch.lerp(high, self.max_val, past)),
+        )
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """Watch ``x`` and return it unchanged."""
         if x.numel():
-            low, high = self.merge(*self.range_of(x.detach().float()))
-            self.min_val.copy_(low)
-            self.max_val.copy_(high)
+            self.watch(x.detach().float())
         return x
+
+    def watch(self, x: Tensor) -> None:
+        """Update the running range with one tensor, float32 and not empty."""
+        low, high = self.merge(*self.range_of(x))
+        self.min_val.copy_(low)
+        self.max_val.copy_(high)
 
     @torch.no_grad()
     def reduce_over_ranks(self) -> bool:
-        """Take the union of all ranks' ranges if a process group is running; whether there was one."""
+        """Agree with the other ranks on one range if a process group is running; whether there was one."""
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # a minimum may drop another rank's NaN, but not its infinity; both make the range unusable
-            self.min_val.copy_(self.min_val.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
-            self.max_val.copy_(self.max_val.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
-            dist.all_reduce(self.min_val, op=dist.ReduceOp.MIN)
-            dist.all_reduce(self.max_val, op=dist.ReduceOp.MAX)
+            self.unite_ranks()
             return True
         return False
+
+    def unite_ranks(self) -> None:
+        """Take the union of all ranks' ranges."""
+        union_over_ranks(self.min_val, self.max_val)
 
     def has_seen_data(self) -> bool:
         """Whether any tensor was watched (NaN counts as seen)."""
@@ -77,6 +105,11 @@ class ObserverBase(nn.Module):
     def is_finite(self) -> bool:
         """Whether the range is finite: false after NaN or infinity was watched."""
         return bool(torch.isfinite(self.min_val).all() and torch.isfinite(self.max_val).all())
+
+    @property
+    def name(self) -> str:
+        """What the table of observers calls this kind."""
+        return type(self).__name__.removesuffix("Observer")
 
     def extra_repr(self) -> str:
         """The scheme, for printing."""
@@ -88,5 +121,34 @@ def min_max_of(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     if axis is None:
         low, high = torch.aminmax(x)
     else:
-        low, high = torch.aminmax(x.movedim(axis, 0).flatten(1), dim=1)
+        low, high = torch.aminmax(rows_of(x, axis), dim=1)
     return low, high
+
+
+def rows_of(x: Tensor, axis: int | None) -> Tensor:
+    """The values that share a range, one row for each range: ``(1, n)`` or ``(channels, n)``."""
+    return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
+
+
+def samples_of(x: Tensor, axis: int | None, max_samples: int) -> Tensor:
+    """The rows of :func:`rows_of`; a single row is thinned out evenly, to fewer than twice ``max_samples`` values."""
+    rows = rows_of(x, axis)
+    return rows if axis is not None else rows[:, :: max(1, rows.shape[1] // max_samples)]
+
+
+def union_over_ranks(low: Tensor, high: Tensor) -> None:
+    """Replace a range by the union over all ranks, in place; NaN becomes infinity."""
+    # a minimum may drop another rank's NaN, but not its infinity; both make the range unusable
+    low.copy_(low.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
+    high.copy_(high.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
+    torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
+    torch.distributed.all_reduce(high, op=torch.distributed.ReduceOp.MAX)
+
+
+def share_over_ranks(sums: Tensor) -> None:
+    """Replace sums over this rank's data by an equal share of the sum over all ranks, in place.
+
+    As the shares add up to the whole, ranks may go on watching and reduce again: nothing is counted twice.
+    """
+    torch.distributed.all_reduce(sums)
+    sums.div_(torch.distributed.get_world_size())

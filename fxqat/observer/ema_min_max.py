@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from fxqat.errors import ConfigError
 from fxqat.observer.base import ObserverBase
 from fxqat.scheme import QuantizeScheme
 
@@ -20,7 +16,7 @@ class EMAMinMaxObserver(ObserverBase):
         scheme: the scheme the range is for.
         axis: channel axis, None per tensor.
         num_channels: number of channels when ``axis`` is given.
-        ema_ratio: weight of the past, in [0, 1).
+        ema_ratio: weight of the past, in [0, 1); None takes the union, as MinMax does.
 
     Raises:
         ConfigError: ``ema_ratio`` is outside [0, 1).
@@ -31,17 +27,6 @@ class EMAMinMaxObserver(ObserverBase):
         scheme: QuantizeScheme,
         axis: int | None = None,
         num_channels: int | None = None,
-        ema_ratio: float = 0.9,
+        ema_ratio: float | None = 0.9,
     ) -> None:
-        super().__init__(scheme, axis, num_channels)
-        if not 0.0 <= ema_ratio < 1.0:
-            raise ConfigError(f"EMAMinMax: ema_ratio must be in [0, 1), got {ema_ratio}")
-        self.ema_ratio = ema_ratio
-
-    def merge(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The moving average, or the batch itself while nothing was seen."""
-        fresh = self.min_val > self.max_val
-        return (
-            torch.where(fresh, low, torch.lerp(low, self.min_val, self.ema_ratio)),
-            torch.where(fresh, high, torch.lerp(high, self.max_val, self.ema_ratio)),
-        )
+        super().__init__(scheme, axis, num_channels, ema_ratio)

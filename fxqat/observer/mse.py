@@ -7,14 +7,14 @@ from torch import Tensor
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.functional import choose_qparams, fake_quantize
-from fxqat.observer.base import ObserverBase, min_max_of
+from fxqat.observer.base import ObserverBase, min_max_of, samples_of
 from fxqat.scheme import QuantizeScheme
 
 CACHED_VALUES = 2**17
 
 
 class MSEObserver(ObserverBase):
-    """Shrinks the min/max range until the sum of ``|error|**p`` is smallest; keeps the union over batches.
+    """Shrinks the min/max range until the sum of ``|error|**p`` is smallest, for each batch.
 
     Formula: ``argmin_r  sum |x - fake_quantize(x; r * min, r * max)|**p`` over a grid of ``num_candidates`` ratios r in
     (0, 1], then a finer grid around the best; per channel for per-channel schemes.
@@ -28,9 +28,10 @@ class MSEObserver(ObserverBase):
         num_candidates: size of the coarse grid.
         p: exponent of the error; above 2 it clips less, which is better for what a network makes of the error.
         max_samples: a per-tensor search looks at about this many evenly spaced values (the extremes are exact).
+        ema_ratio: weight of the past in a moving average over batches, in [0, 1); None takes their union.
 
     Raises:
-        ConfigError: an argument is not positive.
+        ConfigError: an argument is not positive, or ``ema_ratio`` outside [0, 1).
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class MSEObserver(ObserverBase):
         num_candidates: int = 40,
         p: float = 2.4,
         max_samples: int = 65536,
+        ema_ratio: float | None = None,
     ) -> None:
-        super().__init__(scheme, axis, num_channels)
+        super().__init__(scheme, axis, num_channels, ema_ratio)
         if num_candidates < 2 or p <= 0 or max_samples < 1:
             raise ConfigError(
-                "MSE: needs num_candidates >= 2, p > 0 and max_samples >= 1, got "
+                f"{self.name}: needs num_candidates >= 2, p > 0 and max_samples >= 1, got "
                 f"num_candidates={num_candidates}, p={p}, max_samples={max_samples}"
             )
         self.num_candidates = num_candidates
@@ -55,11 +57,7 @@ class MSEObserver(ObserverBase):
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The error-minimal range of one tensor."""
         low, high = min_max_of(x, self.axis)
-        if self.axis is None:
-            flat = x.reshape(-1)
-            samples = flat[:: max(1, flat.numel() // self.max_samples)].unsqueeze(0)
-        else:
-            samples = x.movedim(self.axis, 0).flatten(1)
+        samples = samples_of(x, self.axis, self.max_samples)
         low, high = low.reshape(-1), high.reshape(-1)
         # a few rows at a time, so that all candidates find their values in the cache
         rows = max(1, CACHED_VALUES // samples.shape[1])

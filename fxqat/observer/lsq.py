@@ -1,0 +1,45 @@
+"""LSQ: the first step size of LSQ, from the mean magnitude."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxqat.fake_quantize.functional import choose_qparams, covered_range
+from fxqat.observer.base import ObserverBase, min_max_of, rows_of
+from fxqat.scheme import QuantizeScheme
+
+
+class LSQObserver(ObserverBase):
+    """Gives the range whose scale is LSQ's initial step size, for a ``Learnable`` fake-quant to start from.
+
+    Formula: ``scale = 2 * mean(|x|) / sqrt(Q)`` with Q the largest integer, counted from the zero point: 127 for int8,
+    255 for uint8. Asymmetric schemes, which the paper does not have, count Q over the whole range, and take their zero
+    point from the extremes. The range may be wider than the data.
+    Source: Esser et al. 2020 (arXiv:1902.08153), section 2.1. The paper takes the first batch.
+
+    Args:
+        scheme: the scheme the range is for.
+        axis: channel axis, None per tensor.
+        num_channels: number of channels when ``axis`` is given.
+        ema_ratio: weight of the past in a moving average over batches, in [0, 1); None takes their union.
+
+    Raises:
+        ConfigError: ``ema_ratio`` is outside [0, 1).
+    """
+
+    def __init__(
+        self,
+        scheme: QuantizeScheme,
+        axis: int | None = None,
+        num_channels: int | None = None,
+        ema_ratio: float | None = 0.9,
+    ) -> None:
+        super().__init__(scheme, axis, num_channels, ema_ratio)
+
+    def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The range that LSQ's step size covers."""
+        scheme = self.scheme
+        largest = scheme.quant_max - (scheme.symmetric_zero_point if scheme.symmetric else scheme.quant_min)
+        scale = rows_of(x, self.axis).abs().mean(1).reshape(self.min_val.shape) * (2 / largest**0.5)
+        zero_point = choose_qparams(*min_max_of(x, self.axis), scheme)[1]
+        return covered_range(scale, zero_point, scheme)
