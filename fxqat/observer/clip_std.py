@@ -15,8 +15,8 @@ class ClipStdObserver(ObserverBase):
 
     Formula: ``[max(min(x), mean - k * std), min(max(x), mean + k * std)]`` with ``k = std_scale`` and the standard
     deviation of the values themselves (divided by n).
-    Source: the observer of this name, and its k, of MQBench (Li et al. 2021, arXiv:2111.03759). Its code takes the wider
-    of the two bounds at each end, so that it never clips; here it is the narrower one.
+    Source: the observer of this name, and its k, of MQBench (Li et al. 2021, arXiv:2111.03759). Its code takes the
+    wider of the two bounds at each end, so that it never clips; here it is the narrower one.
 
     Args:
         scheme: the scheme the range is for.

@@ -1,20 +1,65 @@
-"""What all observers share: the empty range, per-channel ranges, odd inputs."""
+"""What all observers share: the empty range, per-channel ranges, odd inputs, and that the state can be carried on."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from fxqat.fake_quantize.functional import SCALE_MIN, choose_qparams
-from fxqat.observer.base import ObserverBase, min_max_of
+from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams
+from fxqat.observer.base import ObserverBase, min_max_of, samples_of
+from fxqat.observer.power_of_two import PowerOfTwoObserver
 from fxqat.observer.table import OBSERVERS
 from fxqat.scheme import QuantizeScheme
 
+Build = Callable[..., ObserverBase]
 PER_TENSOR = QuantizeScheme()
 PER_CHANNEL = QuantizeScheme(per_channel=True)
-KINDS = pytest.mark.parametrize("kind", OBSERVERS.values(), ids=list(OBSERVERS))
+UINT8 = QuantizeScheme(signed=False, symmetric=False)
+
+
+def builder(name: str) -> Build:
+    """The kind, with a scheme that it takes."""
+    kind = OBSERVERS[name]
+
+    def build(scheme: QuantizeScheme, *arguments: int) -> ObserverBase:
+        return kind(replace(scheme, scale_bits=1) if issubclass(kind, PowerOfTwoObserver) else scheme, *arguments)
+
+    return build
+
+
+def kinds(*without: str) -> pytest.MarkDecorator:
+    names = [name for name in OBSERVERS if name not in without]
+    return pytest.mark.parametrize("kind", [builder(name) for name in names], ids=names)
+
+
+KINDS = kinds()
+COVERING = kinds("LSQ", "LSQPlus", "PoTFloor", "PoTMode")
+"""Those whose range is the data's where there is nothing to cut off."""
+
+
+def batches(*shape: int, count: int = 4) -> list[torch.Tensor]:
+    """Batches of growing spread."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) * (i + 1) + 0.3 for i in range(count)]
+
+
+def watch(observer: ObserverBase, data: list[torch.Tensor]) -> ObserverBase:
+    for x in data:
+        observer(x)
+    return observer
+
+
+def assert_same_state(first: ObserverBase, second: ObserverBase) -> None:
+    one, two = first.state_dict(), second.state_dict()
+    assert list(one) == list(two)
+    for key, value in one.items():
+        assert torch.equal(value, two[key]), key
 
 
 @KINDS
-def test_a_new_observer_has_seen_nothing(kind: type[ObserverBase]) -> None:
+def test_a_new_observer_has_seen_nothing(kind: Build) -> None:
     observer = kind(PER_CHANNEL, 0, 3)
     assert observer.min_val.tolist() == [float("inf")] * 3
     assert observer.max_val.tolist() == [float("-inf")] * 3
@@ -23,7 +68,7 @@ def test_a_new_observer_has_seen_nothing(kind: type[ObserverBase]) -> None:
 
 
 @KINDS
-def test_input_is_returned_unchanged_and_the_range_is_detached(kind: type[ObserverBase]) -> None:
+def test_input_is_returned_unchanged_and_the_range_is_detached(kind: Build) -> None:
     observer = kind(PER_TENSOR)
     x = torch.randn(4, 5, requires_grad=True)
     assert observer(x) is x
@@ -33,19 +78,19 @@ def test_input_is_returned_unchanged_and_the_range_is_detached(kind: type[Observ
 
 
 @KINDS
-def test_an_empty_tensor_is_nothing_seen(kind: type[ObserverBase]) -> None:
+def test_an_empty_tensor_is_nothing_seen(kind: Build) -> None:
     observer = kind(PER_TENSOR)
     observer(torch.empty(0, 4))
     assert not observer.has_seen_data()
-    observer(torch.tensor([-1.0, 2.0]))
-    observer(torch.empty(0, 4))
+    only = watch(kind(PER_TENSOR), [torch.tensor([-1.0, 2.0]), torch.tensor([-3.0, 0.5])])
+    watch(observer, [torch.tensor([-1.0, 2.0]), torch.empty(0, 4), torch.tensor([-3.0, 0.5])])
     assert observer.has_seen_data()
-    assert observer.max_val == pytest.approx(2.0, abs=0.3)
+    assert_same_state(observer, only)
 
 
 @KINDS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_value_that_is_not_finite_is_seen_and_never_forgotten(kind: type[ObserverBase], bad: float) -> None:
+def test_a_value_that_is_not_finite_is_seen_and_never_forgotten(kind: Build, bad: float) -> None:
     observer = kind(PER_TENSOR)
     observer(torch.tensor([1.0, bad, -1.0]))
     observer(torch.tensor([1.0, 0.5, -1.0]))
@@ -55,7 +100,7 @@ def test_a_value_that_is_not_finite_is_seen_and_never_forgotten(kind: type[Obser
 
 @KINDS
 @pytest.mark.parametrize("axis", [1, -3])
-def test_channels_are_watched_apart_on_any_spelling_of_the_axis(kind: type[ObserverBase], axis: int) -> None:
+def test_channels_are_watched_apart_on_any_spelling_of_the_axis(kind: Build, axis: int) -> None:
     x = (
         torch.randn(5, 3, 4, 2, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
@@ -65,35 +110,56 @@ def test_channels_are_watched_apart_on_any_spelling_of_the_axis(kind: type[Obser
     for channel in range(3):
         alone = kind(PER_TENSOR)
         alone(x[:, channel])
-        assert observer.min_val[channel] == alone.min_val
-        assert observer.max_val[channel] == alone.max_val
+        torch.testing.assert_close(observer.min_val[channel], alone.min_val, rtol=1e-5, atol=0)
+        torch.testing.assert_close(observer.max_val[channel], alone.max_val, rtol=1e-5, atol=0)
 
 
 @KINDS
-def test_an_all_zero_channel_gets_the_smallest_scale(kind: type[ObserverBase]) -> None:
+def test_an_all_zero_channel_gets_the_smallest_scale(kind: Build) -> None:
     observer = kind(PER_CHANNEL, 0, 2)
     observer(torch.stack([torch.zeros(8), torch.linspace(-1.0, 1.0, 8)]))
-    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, PER_CHANNEL)
-    assert (observer.min_val[0], observer.max_val[0]) == (0.0, 0.0)
+    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, observer.scheme)
+    assert observer.has_seen_data()
+    assert -128 * SCALE_MIN <= observer.min_val[0] <= observer.max_val[0] <= 128 * SCALE_MIN
     assert scale[0] == SCALE_MIN
-    assert scale[1] == pytest.approx(1 / 127, rel=0.05)
+    assert 0.001 < scale[1] < 1.0
     assert zero_point.tolist() == [0.0, 0.0]
 
 
+@COVERING
+def test_few_values_are_covered(kind: Build) -> None:
+    observer = kind(PER_CHANNEL, 0, 2)
+    observer(torch.stack([torch.zeros(8), torch.linspace(-1.0, 1.0, 8)]))
+    scale, _ = choose_qparams(observer.min_val, observer.max_val, PER_CHANNEL)
+    assert (observer.min_val[0], observer.max_val[0]) == (0.0, 0.0)
+    assert scale[1] == pytest.approx(1 / 127, rel=0.05)
+
+
 @KINDS
+@pytest.mark.parametrize("value", [5.0, -5.0, 0.0, 1e-30, 1e30])
+@pytest.mark.parametrize("scheme", [PER_TENSOR, UINT8], ids=str)
+def test_a_constant_gives_valid_parameters(kind: Build, value: float, scheme: QuantizeScheme) -> None:
+    observer = watch(kind(scheme), [torch.full((3, 3), value)] * 2)
+    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, observer.scheme)
+    assert observer.has_seen_data()
+    assert observer.is_finite()
+    assert SCALE_MIN <= scale <= SCALE_MAX
+    assert scheme.quant_min <= zero_point <= scheme.quant_max
+
+
+@COVERING
 @pytest.mark.parametrize("value", [5.0, -5.0])
-def test_a_single_value_can_be_represented(kind: type[ObserverBase], value: float) -> None:
-    scheme = QuantizeScheme(signed=False, symmetric=False)
-    observer = kind(scheme)
+def test_a_single_value_can_be_represented(kind: Build, value: float) -> None:
+    observer = kind(UINT8)
     observer(torch.full((3, 3), value))
-    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, scheme)
+    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, UINT8)
     assert scale == pytest.approx(5 / 255, rel=1e-6)
     assert zero_point == (0.0 if value > 0 else 255.0)
 
 
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_float_types_are_watched_in_float32(kind: type[ObserverBase], dtype: torch.dtype) -> None:
+def test_other_float_types_are_watched_in_float32(kind: Build, dtype: torch.dtype) -> None:
     observer, same = kind(PER_TENSOR), kind(PER_TENSOR)
     x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
     observer(x)
@@ -104,13 +170,38 @@ def test_other_float_types_are_watched_in_float32(kind: type[ObserverBase], dtyp
 
 
 @KINDS
-def test_the_range_travels_with_the_state_dict(kind: type[ObserverBase]) -> None:
-    first, second = kind(PER_CHANNEL, 0, 2), kind(PER_CHANNEL, 0, 2)
-    first(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+def test_calibration_goes_on_from_a_state_dict(kind: Build) -> None:
+    data = batches(2, 50)
+    first, second, whole = (kind(PER_CHANNEL, 0, 2) for _ in range(3))
+    watch(first, data[:2])
     second.load_state_dict(first.state_dict(), strict=True)
-    assert torch.equal(second.min_val, first.min_val)
-    assert torch.equal(second.max_val, first.max_val)
+    assert_same_state(second, first)
     assert second.has_seen_data()
+    assert_same_state(watch(second, data[2:]), watch(whole, data))
+
+
+@KINDS
+def test_a_copy_has_a_state_of_its_own(kind: Build) -> None:
+    data = batches(40)
+    observer = watch(kind(UINT8), data[:2])
+    copied, before = copy.deepcopy(observer), copy.deepcopy(observer.state_dict())
+    watch(copied, data[2:])
+    assert not torch.equal(copied.max_val, observer.max_val)
+    for key, value in observer.state_dict().items():
+        assert torch.equal(value, before[key])
+    assert_same_state(watch(observer, data[2:]), copied)
+
+
+@KINDS
+@pytest.mark.parametrize(("axis", "scheme"), [(None, PER_TENSOR), (None, UINT8), (0, PER_CHANNEL)], ids=str)
+def test_watching_reads_no_number_back(kind: Build, axis: int | None, scheme: QuantizeScheme) -> None:
+    """On the meta device a tensor has no data: whatever asks for it, as ``item`` or ``bool`` do, raises."""
+    observer = kind(scheme, axis, 3).to("meta")
+    x = torch.randn(3, 20, device="meta")
+    assert observer(x) is x
+    assert observer.min_val.device.type == "meta"
+    with pytest.raises(RuntimeError):
+        observer.has_seen_data()
 
 
 def test_without_a_process_group_ranks_are_not_asked() -> None:
@@ -126,3 +217,10 @@ def test_min_max_of_a_scalar_and_of_channels() -> None:
     low, high = min_max_of(torch.tensor([[1.0, -2.0], [0.5, 7.0]]), -1)
     assert low.tolist() == [0.5, -2.0]
     assert high.tolist() == [1.0, 7.0]
+
+
+def test_samples_are_spread_evenly_over_a_tensor() -> None:
+    x = torch.arange(1000.0).reshape(10, 100)
+    assert samples_of(x, None, 250).tolist() == [list(range(0, 1000, 4))]
+    assert samples_of(x, None, 2000).shape == (1, 1000)
+    assert samples_of(x, 1, 3).shape == (100, 10)
