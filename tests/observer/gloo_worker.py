@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+WHOLE = ("Average", "KL", "HistogramL2", "PoTFloor", "PoTMode")
+"""Observers that give the range of all data, as one process that sees all of it; of the others the union is taken."""
 
 
 def batches_of(rank: int) -> list[torch.Tensor]:
@@ -25,22 +29,37 @@ def work(rank: int, world_size: int, folder: str) -> None:
     store = f"file://{folder}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     try:
-        results = {"quantizers": _quantizers(rank), "nan": _nan_on_one_rank(rank)}
+        results = {
+            "quantizers": _quantizers(rank),
+            "again": _calibrated_twice(rank),
+            "nan": _nan_on_one_rank(rank),
+            "one_empty": _nothing_on_one_rank(rank),
+        }
     finally:
         torch.distributed.destroy_process_group()
     torch.save(results, Path(folder) / f"rank{rank}.pt")
 
 
-def _quantizers(rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """One activation quantizer per observer, and a per-channel one: range before and after ranks agree."""
-    from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+def quantizers(names: Iterable[str]) -> nn.ModuleDict:
+    """One activation quantizer for each of some observers, and a per-channel one."""
     from fxqat.observer.table import OBSERVERS
     from fxqat.scheme import QuantizeScheme
     from tests.builders import make_fake_quant
 
-    scheme = QuantizeScheme(signed=False, symmetric=False)
-    quants = nn.ModuleDict({name: make_fake_quant(scheme, observer=kind) for name, kind in OBSERVERS.items()})
+    quants = nn.ModuleDict()
+    for name in names:
+        scheme = QuantizeScheme(signed=False, symmetric=False, scale_bits=1 if name.startswith("PoT") else 24)
+        quants[name] = make_fake_quant(scheme, observer=OBSERVERS[name])
     quants["per_channel"] = make_fake_quant(QuantizeScheme(per_channel=True), axis=1, channels=3)
+    return quants
+
+
+def _quantizers(rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The range of each quantizer before and after the ranks agree."""
+    from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+    from fxqat.observer.table import OBSERVERS
+
+    quants = quantizers(OBSERVERS)
     enable_calibration(quants)
     for batch in batches_of(rank):
         for quant in quants.values():
@@ -58,6 +77,37 @@ def _quantizers(rank: int) -> dict[str, dict[str, torch.Tensor]]:
         }
         for name, quant in quants.items()
     }
+
+
+def _calibrated_twice(rank: int) -> dict[str, torch.Tensor]:
+    """The observers after two rounds of calibration, each on half of the batches, with an agreement after each."""
+    from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+
+    quants = quantizers(WHOLE)
+    for half in range(2):
+        enable_calibration(quants)
+        for batch in batches_of(rank):
+            for quant in quants.values():
+                quant(batch[half::2] * (half + 1))
+        enable_quantization(quants)
+    return {key: value for key, value in quants.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _nothing_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
+    """Only rank 1 has data; and a quantizer whose range is fixed, which is calibrated like the others."""
+    from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+    from fxqat.observer.kl import KLObserver
+    from fxqat.scheme import QuantizeScheme
+    from tests.builders import make_fake_quant
+
+    quants = quantizers(("MinMax", *WHOLE))
+    quants["fixed"] = make_fake_quant(QuantizeScheme(fixed_range=(0.0, 1.0)), observer=KLObserver)
+    enable_calibration(quants)
+    for batch in batches_of(rank) if rank == 1 else ():
+        for quant in quants.values():
+            quant(batch)
+    enable_quantization(quants)
+    return {key: value for key, value in quants.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def _nan_on_one_rank(rank: int) -> dict[str, Any]:

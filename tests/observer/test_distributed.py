@@ -1,5 +1,6 @@
 """Two gloo processes: they end calibration with the same ranges, the union of what each saw."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,12 @@ import torch
 from torch.multiprocessing import spawn
 
 from fxqat.fake_quantize.functional import choose_qparams
+from fxqat.observer.table import OBSERVERS
 from fxqat.scheme import QuantizeScheme
-from tests.observer.gloo_worker import batches_of, work
+from tests.observer.gloo_worker import WHOLE, batches_of, quantizers, work
 
 Results = list[dict[str, Any]]
-QUANTIZERS = ("MinMax", "EMAMinMax", "MSE", "per_channel")
+UNITED = (*(name for name in OBSERVERS if name not in WHOLE), "per_channel")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", UNITED)
 def test_ranks_agree_on_the_union_of_their_ranges(ranks: Results, name: str) -> None:
     first, second = (rank["quantizers"][name] for rank in ranks)
     assert not torch.equal(first["local_min"], second["local_min"])
@@ -32,7 +34,7 @@ def test_ranks_agree_on_the_union_of_their_ranges(ranks: Results, name: str) -> 
         assert torch.equal(first[key], union(first[f"local_{key}"], second[f"local_{key}"]))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", UNITED)
 def test_scales_are_identical_and_those_of_the_union(ranks: Results, name: str) -> None:
     first, second = (rank["quantizers"][name] for rank in ranks)
     whole = QuantizeScheme(per_channel=True) if name == "per_channel" else QuantizeScheme(signed=False, symmetric=False)
@@ -50,6 +52,56 @@ def test_min_max_is_that_of_all_data_though_ranks_had_different_numbers_of_batch
     assert ranks[0]["quantizers"]["MinMax"]["min"] == everything.min()
     assert ranks[0]["quantizers"]["MinMax"]["max"] == everything.max()
     assert torch.equal(ranks[0]["quantizers"]["per_channel"]["max"], everything.amax((0, 2, 3)))
+
+
+def alone(batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The quantizers' state in one process that sees all batches."""
+    quants = quantizers(("MinMax", *WHOLE))
+    for batch in batches:
+        for quant in quants.values():
+            quant.observe(batch)
+    return quants.state_dict()
+
+
+def assert_as_alone(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+    """Range and parameters are equal; what is summed is an equal share for each of two ranks."""
+    keys = [key for key in expected if key.startswith(f"{name}.") and isinstance(expected[key], torch.Tensor)]
+    assert len(keys) >= 4
+    for key in keys:
+        share = 2 if key.endswith((".count", ".histogram", ".votes")) else 1
+        # a mean is summed up in another order
+        rtol = 1e-6 if name == "Average" else 0.0
+        torch.testing.assert_close(found[key] * share, expected[key], rtol=rtol, atol=0.0, msg=key)
+
+
+def test_the_range_is_the_one_of_a_process_that_sees_all_data(ranks: Results) -> None:
+    expected = alone([batch for rank in range(2) for batch in batches_of(rank)])
+    for name in WHOLE:
+        first, second = (rank["quantizers"][name] for rank in ranks)
+        rtol = 1e-6 if name == "Average" else 0.0
+        for key in ("min", "max", "scale", "zero_point"):
+            at = f"{name}.observer.{key}_val" if key in ("min", "max") else f"{name}.{key}"
+            assert torch.equal(first[key], second[key]), at
+            torch.testing.assert_close(first[key], expected[at], rtol=rtol, atol=0.0, msg=at)
+
+
+def test_calibration_can_go_on_after_the_ranks_agreed(ranks: Results) -> None:
+    everything = [batch for rank in range(2) for batch in batches_of(rank)]
+    expected = alone([batch[half::2] * (half + 1) for half in range(2) for batch in everything])
+    for rank, name in itertools.product(ranks, WHOLE):
+        assert_as_alone(rank["again"], expected, name)
+
+
+def test_a_rank_without_data_has_the_range_of_the_other(ranks: Results) -> None:
+    expected = alone(batches_of(1))
+    for rank, name in itertools.product(ranks, ("MinMax", *WHOLE)):
+        assert_as_alone(rank["one_empty"], expected, name)
+
+
+def test_a_fixed_range_stays(ranks: Results) -> None:
+    for rank in ranks:
+        assert (rank["one_empty"]["fixed.observer.min_val"], rank["one_empty"]["fixed.observer.max_val"]) == (0.0, 1.0)
+        assert rank["one_empty"]["fixed.scale"] == torch.tensor(1.0) / 127
 
 
 def test_nan_on_one_rank_is_an_error_on_both(ranks: Results) -> None:
