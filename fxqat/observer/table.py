@@ -37,9 +37,7 @@ ALIASES: dict[str, str] = {
     "AverageMinMax": "Average",
     "EMAPercentile": "Percentile",
     "EMAQuantile": "Percentile",
-    "Quantile": "Percentile",
     "KLD": "KL",
-    "Entropy": "KL",
     "MinMaxFloor": "PoTFloor",
     "ModeMinMaxFloor": "PoTMode",
 }
