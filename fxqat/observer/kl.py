@@ -90,9 +90,8 @@ class KLObserver(HistogramObserver):
         """
         levels, mass = self.levels, histogram.double()
         total, filled = _cumulated(mass), _cumulated(mass > 0)
-        parts = torch.arange(levels + 1, device=start.device)
-        size = (end - start).unsqueeze(-1)
-        bounds = start.unsqueeze(-1) + (parts * size + levels - 1).div(levels, rounding_mode="floor")
+        parts = torch.arange(levels + 1, device=start.device, dtype=torch.float64)
+        bounds = start.unsqueeze(-1) + torch.ceil(parts * (end - start).unsqueeze(-1) / levels).long()
         inside = total.gather(1, bounds.flatten(1)).reshape(bounds.shape).diff(dim=-1)
         nonzero = filled.gather(1, bounds.flatten(1)).reshape(bounds.shape).diff(dim=-1)
         entropy = _cumulated(torch.xlogy(mass, mass))
