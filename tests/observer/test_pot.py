@@ -56,6 +56,7 @@ def test_floor_is_the_power_of_two_below_the_scale_of_all_data(scheme: QuantizeS
     everything = np.concatenate(data).astype(np.float64)
     scale, zero_point = exact_qparams(everything.min(), everything.max(), scheme)
     assert used(observer) == (2.0 ** math.floor(math.log2(scale)), zero_point)
+    assert observer.min_val <= 0.0 <= observer.max_val
 
 
 @pytest.mark.parametrize("exponent", [-30, -7, 0, 5, 30])
@@ -98,7 +99,8 @@ def test_channels_have_exponents_of_their_own(kind: type[ObserverBase]) -> None:
     observer = kind(QuantizeScheme(scale_bits=1, per_channel=True), 1, 4)
     for factor in (1.0, 1.01):
         observer(torch.tensor([[0.0, 100.0, 1.0, 60.0], [0.0, -1.0, -3.0, 70.0]]) * factor)
-    scale, _ = choose_qparams(observer.min_val, observer.max_val, observer.scheme)
+    scale, zero_point = choose_qparams(observer.min_val, observer.max_val, observer.scheme)
+    assert not zero_point.any()
     above = 1 if kind is PoTModeObserver else 0
     assert scale.tolist() == [SCALE_MIN, 2.0 ** (-1 + above), 2.0 ** (-6 + above), 2.0 ** (-1 + above)]
 
