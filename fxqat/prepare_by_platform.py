@@ -19,6 +19,7 @@ from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.table import BackendType, backend_spec
 from fxqat.errors import ConfigError, TraceError
+from fxqat.fake_quantize.table import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.graph_module import Joined, Provenance, QuantGraphModule, make_quant_graph_module
@@ -154,7 +155,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_training(spec: BackendSpec) -> BackendSpec:
-    return replace(spec, weight=spec.weight.not_learned(), activation=spec.activation.not_learned())
+    return replace(spec, weight=not_learned(spec.weight), activation=not_learned(spec.activation))
 
 
 def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> None:

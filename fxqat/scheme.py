@@ -122,11 +122,6 @@ class TensorQConfig:
         """The same parts with a changed scheme."""
         return replace(self, scheme=replace(self.scheme, **changes))
 
-    def not_learned(self) -> TensorQConfig:
-        """The same with a ``Fixed`` fake-quant in place of a ``Learnable`` one; a class of the user's own stays."""
-        learned = self.fake_quantize == "Learnable"
-        return replace(self, fake_quantize="Fixed", fake_quantize_args=_frozen()) if learned else self
-
     # a mappingproxy cannot be pickled; the state is plain
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

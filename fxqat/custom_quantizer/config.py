@@ -14,9 +14,10 @@ import yaml
 from fxqat.custom_quantizer.overrides import Match, OverrideRule, TensorChange
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
+from fxqat.fake_quantize.table import ALIASES as FAKE_QUANTIZE_ALIASES
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
-from fxqat.observer.table import ALIASES
+from fxqat.observer.table import ALIASES as OBSERVER_ALIASES
 from fxqat.scheme import FLOAT32_BITS
 
 TOP_KEYS = (
@@ -59,6 +60,9 @@ PART_SPELLINGS = {
     "fake_quantize_args": "fake_quantize_args",
     "fakeq_params": "fake_quantize_args",
 }
+
+ALIASES = {"observer": OBSERVER_ALIASES, "fake_quantize": FAKE_QUANTIZE_ALIASES}
+"""What other libraries call our parts."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ def _tensor_change(entry: Mapping[str, Any], where: str) -> TensorChange:
             scheme[SCHEME_SPELLINGS[key]] = _scheme_value(key, value, where)
         elif isinstance(value, str):
             name = value.removesuffix("Observer").removesuffix("FakeQuantize")
-            parts[PART_SPELLINGS[key]] = ALIASES.get(name, name) if PART_SPELLINGS[key] == "observer" else name
+            part = PART_SPELLINGS[key]
+            parts[part] = ALIASES[part].get(name, name)
         else:
             parts[PART_SPELLINGS[key]] = value
     if scheme.get("per_channel") and not where.endswith(("weight", "(w_*)")):

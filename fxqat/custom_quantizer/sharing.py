@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxqat.custom_quantizer.wishes import claim_order
+from fxqat.fake_quantize.table import not_learned
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
 
@@ -49,5 +50,5 @@ def group_config(
     sources = [node for node, value in values.items() if not value.on_grid]
     alone = values[sources[0]].config.scheme.fixed_range if len(sources) == 1 else None
     if rank == 0 and untrained.issuperset(sources):
-        config = config.not_learned()
+        config = not_learned(config)
     return config.with_scheme(fixed_range=alone)

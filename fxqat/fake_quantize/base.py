@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.autograd import FakeQuantizeSTE
 from fxqat.fake_quantize.functional import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
@@ -37,7 +38,8 @@ class Observer(Protocol):
 class FakeQuantizeBase(nn.Module):
     """Simulates the rounding of one tensor.
 
-    Subclasses register ``scale`` and ``zero_point``, as parameters or as buffers.
+    Subclasses have ``scale`` and ``zero_point``, as parameters or as buffers, or as properties that follow from what
+    they have instead; these write them in :meth:`store`.
 
     Args:
         scheme: how the tensor is quantized.
@@ -51,13 +53,26 @@ class FakeQuantizeBase(nn.Module):
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
         observed_state: for the owner of a weight, what it showed to the observer last; empty when observers go on.
+        scale_bits: significant bits of the scale in use.
+        learned: of the class: whether training moves scale or zero point.
+        weights_only: of the class: whether only weights can be quantized so.
+
+    Raises:
+        ConfigError: the tensor is an activation, and the method is for weights only.
     """
 
+    learned: ClassVar[bool] = False
+    weights_only: ClassVar[bool] = False
     scale: Tensor
     zero_point: Tensor
 
     def __init__(self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None) -> None:
         super().__init__()
+        if self.weights_only and kind != WEIGHT:
+            raise ConfigError(
+                f"{type(self).__name__} is for weights: what it does to them goes into the stored integers, and an "
+                "activation has none. Choose another fake-quant for activations, such as Learnable or PACT."
+            )
         self.scheme = scheme
         self.kind = kind
         self.axis = axis
@@ -65,6 +80,7 @@ class FakeQuantizeBase(nn.Module):
         self.observer_enabled = False
         self.fake_quant_enabled = False
         self.observed_state: tuple[object, ...] = ()
+        self.scale_bits = scheme.scale_bits
         self.has_zero_point = not (scheme.symmetric and scheme.symmetric_zero_point == 0)
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
@@ -90,7 +106,7 @@ class FakeQuantizeBase(nn.Module):
     def observe(self, x: Tensor) -> None:
         """Watch one tensor and update the parameters from the range."""
         if self.scheme.fixed_range is None:
-            self.observer(x)
+            self.observer(self.target(x))
             self.update_from_observer()
 
     @torch.no_grad()
@@ -98,8 +114,25 @@ class FakeQuantizeBase(nn.Module):
         """Set scale and zero point from the observed range; nothing happens while nothing was seen."""
         seen = self.observer.min_val <= self.observer.max_val
         scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
-        self.scale.copy_(torch.where(seen, scale, self.scale))
-        self.zero_point.copy_(torch.where(seen, zero_point, self.zero_point))
+        self.store(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
+
+    @torch.no_grad()
+    def store(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Write scale and zero point into what they are kept in."""
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+
+    def attach(self, weight: Tensor) -> None:
+        """Learn which weight will be quantized, for state of its shape; called once, by the layer's maker."""
+
+    def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
+        """The real tensor that is rounded in the place of x: x itself, unless a method says otherwise.
+
+        Observers, training and the export ask it, so that the integers of all of them are the same.
+
+        Args: as :meth:`quantize`; the result, too, is what is multiplied by ``factor``.
+        """
+        return x
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """The parameters in use: ``(scale, zero_point)``, detached, valid (see the numerics contract).
@@ -114,7 +147,7 @@ class FakeQuantizeBase(nn.Module):
     @torch.no_grad()
     def used_scale(self) -> Tensor:
         """The first of :meth:`qparams` alone."""
-        return valid_scale(self.scale, self.scheme.scale_bits)
+        return valid_scale(self.scale, self.scale_bits)
 
     def quantize(
         self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
@@ -132,7 +165,7 @@ class FakeQuantizeBase(nn.Module):
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
         return FakeQuantizeSTE.apply(  # type: ignore[no-any-return]
-            x,
+            self.target(x, factor, used_scale),
             self.scale,
             zero_point,
             factor,
@@ -141,7 +174,7 @@ class FakeQuantizeBase(nn.Module):
             scheme.quant_max,
             self.axis,
             self.grad_scale(x),
-            scheme.scale_bits,
+            self.scale_bits,
             input_kept,
         )
 
@@ -152,9 +185,8 @@ class FakeQuantizeBase(nn.Module):
     def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
         """Overwrite the parameters, and the observed range with the range they cover."""
         with torch.no_grad():
-            self.scale.copy_(scale)
-            self.zero_point.copy_(zero_point)
-            low, high = covered_range(self.scale, self.zero_point, self.scheme)
+            self.store(scale, zero_point)
+            low, high = covered_range(scale, zero_point, self.scheme)
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)
 

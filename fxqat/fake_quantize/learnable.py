@@ -14,7 +14,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     The gradients are those of :class:`~fxqat.fake_quantize.autograd.FakeQuantizeSTE`; the scale's is multiplied by
     ``grad_factor / sqrt(n * quant_max)`` with n the number of weights, or of features of one sample.
-    The zero point is learned in units of steps and rounded in the forward pass.
+    The zero point is learned in units of steps and rounded in the forward pass: LSQ+ learns the offset ``beta`` in real
+    units instead, which is ``-zero_point * scale``, and would not represent 0 exactly.
 
     Args:
         scheme: how the tensor is quantized.
@@ -28,6 +29,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
 
     Source: Esser et al. 2020, LSQ (arXiv:1902.08153), section 2.2; Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576).
     """
+
+    learned = True
 
     def __init__(
         self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None, grad_factor: float = 1.0

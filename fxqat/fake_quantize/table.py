@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.dorefa import DoReFaFakeQuantize
+from fxqat.fake_quantize.dsq import DSQFakeQuantize
+from fxqat.fake_quantize.ewgs import EWGSFakeQuantize
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.fake_quantize.oscillation import OscillationFakeQuantize
+from fxqat.fake_quantize.pact import PACTFakeQuantize
+from fxqat.fake_quantize.tqt import TQTFakeQuantize
+from fxqat.scheme import TensorQConfig
 
 FAKE_QUANTIZES: dict[str, type[FakeQuantizeBase]] = {
     "Fixed": FixedFakeQuantize,
     "Learnable": LearnableFakeQuantize,
+    "PACT": PACTFakeQuantize,
+    "DSQ": DSQFakeQuantize,
+    "DoReFa": DoReFaFakeQuantize,
+    "TQT": TQTFakeQuantize,
+    "EWGS": EWGSFakeQuantize,
+    "Oscillation": OscillationFakeQuantize,
 }
+
+ALIASES: Mapping[str, str] = MappingProxyType({"LSQ": "Learnable", "LSQPlus": "Learnable", "Tqt": "TQT"})
+"""Other libraries' names of rows: MQBench's, without ``FakeQuantize`` at the end, where they differ."""
+
+
+def not_learned(config: TensorQConfig) -> TensorQConfig:
+    """The same with ``Fixed`` for a row that training moves; a class of the user's own stays."""
+    row = FAKE_QUANTIZES.get(config.fake_quantize) if isinstance(config.fake_quantize, str) else None
+    if row is None or not row.learned:
+        return config
+    return replace(config, fake_quantize="Fixed", fake_quantize_args=MappingProxyType({}))

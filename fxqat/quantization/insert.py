@@ -170,6 +170,7 @@ def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, pat
     weight = layer.weight
     axis = weighted_op(layer).axis
     quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
+    quant.attach(weight)
     return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
 
 

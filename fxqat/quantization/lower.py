@@ -170,6 +170,7 @@ class _Lowering:
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):
                 return known_path
+        weight = quant.target(weight, used_scale=scale)
         module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, layer.op.axis)
         if self.weights == "float":
             axis = layer.op.axis if scale.dim() else None

@@ -1,0 +1,78 @@
+"""What the gradients of fake-quants are built of, where a method is written in plain differentiable operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def straight_through(surrogate: Tensor, value: Tensor) -> Tensor:
+    """``value`` in the forward pass, bit by bit, and the gradient of ``surrogate`` in the backward pass.
+
+    ``surrogate + (value - surrogate).detach()`` is not this: its sum is rounded, and off the grid for some values.
+
+    Args:
+        surrogate: differentiable, any shape.
+        value: of the same shape and without a gradient.
+
+    Source: Bengio et al. 2013 (arXiv:1308.3432), section 4.
+
+    Example:
+        >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
+        >>> y = straight_through(x**2, x.detach().round())
+        >>> y.sum().backward()
+        >>> y.tolist(), [round(g, 1) for g in x.grad.tolist()]
+        ([0.0, 2.0], [0.4, 3.4])
+    """
+    return _StraightThrough.apply(surrogate, value)  # type: ignore[no-any-return]
+
+
+def finite_gradient(parameter: Tensor, multiplier: float = 1.0) -> Tensor:
+    """A parameter as it is, whose gradient is multiplied by a number, with 0 for what is not finite in it.
+
+    One bad batch so cannot destroy a learned parameter.
+
+    Args:
+        parameter: any shape.
+        multiplier: of its gradient.
+    """
+    return _FiniteGradient.apply(parameter, multiplier)  # type: ignore[no-any-return]
+
+
+def magnitude(parameter: Tensor) -> Tensor:
+    """``|parameter|``, whose gradient does not vanish at 0: there it is that of a positive number."""
+    return parameter * torch.where(parameter.detach() < 0, -1.0, 1.0)
+
+
+def learned_grid(scale: Tensor, used_scale: Tensor, multiplier: float) -> Tensor:
+    """The scale in use, with a gradient to the one that is learned.
+
+    Args:
+        scale: what is learned; its sign does not count.
+        used_scale: ``scale`` after rounding, clamping or raising, of its shape.
+        multiplier: of the gradient; what is not finite in it becomes 0.
+    """
+    return straight_through(magnitude(finite_gradient(scale, multiplier)), used_scale)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, surrogate: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _FiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, multiplier: float) -> Tensor:
+        ctx.multiplier = multiplier
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.multiplier).nan_to_num(0.0, 0.0, 0.0), None

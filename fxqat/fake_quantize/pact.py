@@ -1,0 +1,84 @@
+"""PACT: the clipping value is learned.
+
+Choi et al. 2018, "PACT: Parameterized Clipping Activation for Quantized Neural Networks" (arXiv:1805.06085), equations
+1 to 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.fake_quantize.base import Observer
+from fxqat.fake_quantize.functional import per_axis
+from fxqat.fake_quantize.gradients import finite_gradient, magnitude, straight_through
+from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
+from fxqat.scheme import QuantizeScheme
+
+SCALE_BITS = 22
+"""Significant bits of a scale that survive the way into a clipping value and back."""
+
+
+class PACTFakeQuantize(SurrogateFakeQuantize):
+    """Fake-quant with learned clipping values; scale and zero point follow from them.
+
+    ``y = clip(x, 0, alpha)`` (equation 1), rounded to ``n`` steps of ``alpha / n`` (equation 2), with the gradient 1 to
+    alpha where ``x >= alpha`` and 0 elsewhere (equation 3); to x it is 1 where x is not clipped. The paper's
+    activations come out of a ReLU. For the others:
+
+    * symmetric schemes: ``clip(x, -alpha, alpha)``; both sides have a share in alpha's gradient;
+    * asymmetric schemes: ``clip(x, -beta, alpha)``, both learned. Behind a ReLU beta is calibrated to 0 and gets no
+      gradient: this is the paper's quantizer.
+
+    The values clip where the integers end, which is next to alpha where the scale has few significant bits. A scale has
+    22 of them at most. The paper adds an L2 penalty on alpha to the loss (section 3.2): give the parameters whose names
+    end in ``alpha`` and ``beta`` a weight decay of their own in the optimizer.
+
+    Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`; weights too, per tensor or per channel.
+
+    Attributes:
+        alpha: ``()`` or ``(channels,)``, real units; its sign does not count.
+        beta: of the same shape, None for symmetric schemes.
+    """
+
+    learned = True
+
+    def __init__(self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None) -> None:
+        super().__init__(scheme, observer, kind, axis)
+        self.scale_bits = min(scheme.scale_bits, SCALE_BITS)
+        scale, zero_point = self.initial_qparams()
+        self.alpha = nn.Parameter(torch.empty_like(scale))
+        self.beta = None if scheme.symmetric else nn.Parameter(torch.empty_like(scale))
+        self.store(scale, zero_point)
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """``alpha / n``, or ``(alpha + beta) / n``, before it is rounded to its significant bits."""
+        scheme, alpha = self.scheme, self.alpha.detach().abs()
+        if self.beta is None:
+            return alpha / (scheme.quant_max - scheme.symmetric_zero_point)
+        return (alpha + self.beta.detach().abs()) / (scheme.quant_max - scheme.quant_min)
+
+    @property
+    def zero_point(self) -> Tensor:  # type: ignore[override]
+        """The integer that 0 is mapped to."""
+        if self.beta is None:
+            return torch.full_like(self.alpha.detach(), self.scheme.symmetric_zero_point)
+        return self.scheme.quant_min + torch.round(self.beta.detach().abs() / self.used_scale())
+
+    @torch.no_grad()
+    def store(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Set the clipping values to the ends of the range."""
+        self.alpha.copy_((self.scheme.quant_max - zero_point) * scale)
+        if self.beta is not None:
+            self.beta.copy_((zero_point - self.scheme.quant_min) * scale)
+
+    def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
+        """Equation 1, clipping where the integers end."""
+        zero_point = self.qparams()[1]
+        upper = magnitude(finite_gradient(self.alpha))
+        lower = upper if self.beta is None else magnitude(finite_gradient(self.beta))
+        high = straight_through(upper, (self.scheme.quant_max - zero_point) * used_scale)
+        low = straight_through(-lower, (self.scheme.quant_min - zero_point) * used_scale)
+        high, low = per_axis(high, x.dim(), self.axis), per_axis(low, x.dim(), self.axis)
+        return torch.where(x >= high, high, torch.where(x < low, low, x))

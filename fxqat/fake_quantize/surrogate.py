@@ -1,0 +1,61 @@
+"""What fake-quants have in common whose gradient is that of another function than the one they compute."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.functional import fake_quantize, per_axis, valid_zero_point
+from fxqat.fake_quantize.gradients import finite_gradient, learned_grid, straight_through
+
+
+class SurrogateFakeQuantize(FakeQuantizeBase):
+    """Rounds exactly as deployed and passes the gradient of :meth:`surrogate` on.
+
+    All of it runs in float32; plain torch operations, so that a method is the formula of its paper. It keeps more
+    tensors for the backward pass than :class:`~fxqat.fake_quantize.autograd.FakeQuantizeSTE` does.
+
+    Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
+    """
+
+    def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
+        """The differentiable function, with gradients to x and to what is learned.
+
+        Args:
+            x: float32, any shape.
+            used_scale: the scale in use, ``()`` or ``(channels,)``, without a gradient.
+
+        Returns:
+            Of x's shape.
+        """
+        raise NotImplementedError
+
+    def quantize(
+        self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
+    ) -> Tensor:
+        """Round ``x``: see :meth:`FakeQuantizeBase.quantize`; ``input_kept`` makes no difference here."""
+        dtype, scheme = x.dtype, self.scheme
+        used_scale = self.used_scale() if used_scale is None else used_scale
+        x = self.target(x, factor, used_scale).float()
+        zero_point = self.qparams()[1] if self.has_zero_point else None
+        grid = used_scale if factor is None else used_scale / factor
+        x_hat = fake_quantize(x.detach(), grid, zero_point, scheme.quant_min, scheme.quant_max, self.axis)
+        if factor is None:
+            return straight_through(self.surrogate(x, used_scale), x_hat).to(dtype)
+        wide = per_axis(factor, x.dim(), self.axis)
+        return straight_through(self.surrogate(x * wide, used_scale) / wide, x_hat).to(dtype)
+
+    def learned_steps(self, x: Tensor, used_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scale and limits with gradients to ``scale`` and ``zero_point``.
+
+        Returns:
+            ``(grid, low, high)``, shaped to broadcast with x: real units per step, and ``quant_min - zero_point`` and
+            ``quant_max - zero_point`` in steps.
+        """
+        scheme, multiplier = self.scheme, self.grad_scale(x)
+        grid = learned_grid(self.scale, used_scale, multiplier)
+        zero_point = valid_zero_point(self.zero_point.detach(), scheme.quant_min, scheme.quant_max)
+        if self.zero_point.requires_grad:
+            zero_point = straight_through(finite_gradient(self.zero_point, multiplier), zero_point)
+        grid, zero_point = (per_axis(values, x.dim(), self.axis) for values in (grid, zero_point))
+        return grid, scheme.quant_min - zero_point, scheme.quant_max - zero_point
