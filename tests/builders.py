@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.fake_quantize.tqt import TQTFakeQuantize
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.scheme import QuantizeScheme
+from tests.reference import as_float64, away_from_ties, on_axis
 
 INT8 = QuantizeScheme()
 UINT8 = QuantizeScheme(signed=False, symmetric=False)
@@ -92,9 +96,50 @@ def make_fake_quant(
     channels: int | None = None,
     fake_quantize: type[FakeQuantizeBase] = LearnableFakeQuantize,
     observer: type[ObserverBase] = MinMaxObserver,
+    **arguments: Any,
 ) -> FakeQuantizeBase:
     """A fake-quant with its observer, both off."""
-    return fake_quantize(scheme, observer(scheme, axis if scheme.per_channel else None, channels), kind, axis)
+    watching = observer(scheme, axis if scheme.per_channel else None, channels)
+    return fake_quantize(scheme, watching, kind, axis, **arguments)
+
+
+def make_suitable(
+    fake_quantize: type[FakeQuantizeBase],
+    scheme: QuantizeScheme = INT8,
+    kind: str = ACTIVATION,
+    axis: int | None = None,
+    channels: int | None = None,
+) -> FakeQuantizeBase:
+    """A fake-quant of any row: for a weight, or with power-of-two scales, where it takes no other."""
+    scheme = replace(scheme, scale_bits=1) if fake_quantize is TQTFakeQuantize else scheme
+    kind = WEIGHT if fake_quantize.weights_only else kind
+    return make_fake_quant(scheme, kind, axis, channels, fake_quantize)
+
+
+def make_problem(
+    fake_quantize: type[FakeQuantizeBase],
+    scheme: QuantizeScheme,
+    axis: int = 1,
+    seed: int = 0,
+    **arguments: Any,
+) -> tuple[FakeQuantizeBase, torch.Tensor, torch.Tensor]:
+    """``(quant, x, grad)``: a weight's fake-quant with random parameters; x (7, 3, 20) away from ties, partly outside.
+
+    A few of the values are above the range, below it, and inside.
+    """
+    random = np.random.default_rng(seed)
+    quant = make_fake_quant(scheme, WEIGHT, axis, 3, fake_quantize, **arguments)
+    size = tuple(quant.scale.shape)
+    scale = np.exp2(np.rint(random.uniform(-6, 2, size)) if scheme.scale_bits == 1 else random.uniform(-6, 2, size))
+    zero_point = np.full(size, scheme.symmetric_zero_point)
+    if not scheme.symmetric:
+        zero_point = random.integers(scheme.quant_min, scheme.quant_max + 1, size)
+    quant.set_qparams(*(torch.from_numpy(np.asarray(values, np.float32)) for values in (scale, zero_point)))
+    used, offset = (as_float64(values) for values in quant.qparams())
+    steps = away_from_ties((7, 3, 20), (scheme.quant_min, scheme.quant_max), seed)
+    x = (steps - on_axis(offset, 3, axis)) * on_axis(used, 3, axis)
+    grad = random.standard_normal(x.shape)
+    return quant, *(torch.from_numpy(values.astype(np.float32)) for values in (x, grad))
 
 
 def calibrate(quant: FakeQuantizeBase, *batches: torch.Tensor) -> FakeQuantizeBase:

@@ -45,8 +45,9 @@ def dampening_loss(model: nn.Module) -> Tensor:
 
 
 def _layer_loss(layer: QATLayer) -> Tensor:
-    quant, weight = layer.weight_fake_quant, layer.weight
+    quant = layer.weight_fake_quant
     scheme, axis = quant.scheme, quant.axis
+    weight: Tensor = layer.weight
     if layer.bn is not None:
         weight = weight * layer.op.per_output_channel(bn_factor(layer.bn).detach(), weight)
     weight = quant.target(weight).float()

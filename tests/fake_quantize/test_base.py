@@ -10,14 +10,18 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize
 from fxqat.fake_quantize.table import FAKE_QUANTIZES
 from fxqat.scheme import QuantizeScheme
-from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant
+from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_suitable
 
 KINDS = pytest.mark.parametrize("kind", FAKE_QUANTIZES.values(), ids=list(FAKE_QUANTIZES))
+ANY_SCALE = pytest.mark.parametrize("kind", [kind for name, kind in FAKE_QUANTIZES.items() if name != "TQT"])
+STORED_SCALE = pytest.mark.parametrize(
+    "kind", [kind for name, kind in FAKE_QUANTIZES.items() if name not in ("TQT", "PACT")]
+)
 
 
 @KINDS
 def test_off_it_returns_its_input(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(fake_quantize=kind)
+    quant = make_suitable(kind)
     x = torch.randn(3, 4)
     assert quant(x) is x
     assert not quant.observer.has_seen_data()
@@ -29,21 +33,22 @@ def test_off_it_returns_its_input(kind: type[FakeQuantizeBase]) -> None:
 def test_observing_sets_the_parameters_and_rounding_uses_them(
     kind: type[FakeQuantizeBase], scheme: QuantizeScheme
 ) -> None:
-    quant = make_fake_quant(scheme, fake_quantize=kind)
+    quant = make_suitable(kind, scheme)
     x = torch.randn(50) * 3 + 1
     quant.observer_enabled = True
     assert quant(x) is x
-    scale, zero_point = choose_qparams(x.min(), x.max(), scheme)
-    assert torch.equal(quant.scale, scale)
-    assert torch.equal(quant.zero_point, zero_point)
+    target = quant.target(x)
+    scale, zero_point = choose_qparams(target.min(), target.max(), quant.scheme)
+    torch.testing.assert_close(quant.qparams()[0], scale, rtol=2.0**-22, atol=0.0)
+    assert torch.equal(quant.qparams()[1], zero_point)
     quant.fake_quant_enabled = True
-    expected = fake_quantize(x, scale, zero_point, scheme.quant_min, scheme.quant_max)
+    expected = fake_quantize(target, *quant.qparams(), scheme.quant_min, scheme.quant_max)
     assert torch.equal(quant(x), expected)
 
 
 @KINDS
 def test_a_value_already_on_the_grid_is_not_touched_or_watched(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(fake_quantize=kind)
+    quant = make_suitable(kind)
     quant.observer_enabled = quant.fake_quant_enabled = True
     x = torch.randn(5)
     assert quant(x, tensor_name="pool", on_grid=True) is x
@@ -54,17 +59,18 @@ def test_a_value_already_on_the_grid_is_not_touched_or_watched(kind: type[FakeQu
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtype_is_kept_and_parameters_stay_float32(kind: type[FakeQuantizeBase], dtype: torch.dtype) -> None:
-    quant = make_fake_quant(fake_quantize=kind)
+    quant = make_suitable(kind)
     x = torch.randn(64).to(dtype)
     y = calibrate(quant, x)(x)
     assert y.dtype == dtype
     assert quant.scale.dtype == quant.zero_point.dtype == torch.float32
-    assert (y.float() - x.float()).abs().max() <= quant.scale.item() * 0.5 + 0.02 * (dtype != torch.float32)
+    error = (y.float() - quant.target(x).float()).abs().max()
+    assert error <= quant.scale.item() * 0.5 + 0.02 * (dtype != torch.float32)
 
 
 @KINDS
 def test_channels_that_saw_nothing_keep_their_parameters(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(INT8_WEIGHT, WEIGHT, 0, 2, kind)
+    quant = make_suitable(kind, INT8_WEIGHT, WEIGHT, 0, 2)
     quant.observer.min_val[1], quant.observer.max_val[1] = -127.0, 1.0
     quant.update_from_observer()
     assert quant.scale.tolist() == [1.0, 1.0]
@@ -75,15 +81,16 @@ def test_channels_that_saw_nothing_keep_their_parameters(kind: type[FakeQuantize
 
 @KINDS
 def test_before_calibration_a_step_is_one(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(UINT8, fake_quantize=kind)
+    quant = make_suitable(kind, UINT8)
     assert (quant.scale.item(), quant.zero_point.item()) == (1.0, 0.0)
     quant.fake_quant_enabled = True
-    assert quant(torch.tensor([0.4, 1.6, 300.0, -1.0])).tolist() == [0.0, 2.0, 255.0, 0.0]
-    signed = make_fake_quant(QuantizeScheme(symmetric=False), fake_quantize=kind)
+    x = torch.tensor([0.4, 1.6, 300.0, -1.0])
+    assert quant(x).tolist() == quant.target(x).round().clamp(0.0, 255.0).tolist()
+    signed = make_suitable(kind, QuantizeScheme(symmetric=False))
     assert (signed.scale.item(), signed.zero_point.item()) == (1.0, -128.0)
 
 
-@KINDS
+@ANY_SCALE
 @pytest.mark.parametrize(
     ("scheme", "fixed_range", "scale", "zero_point"),
     [
@@ -100,7 +107,7 @@ def test_a_fixed_range_is_there_from_the_start_and_stays(
     zero_point: float,
 ) -> None:
     fixed = QuantizeScheme(scheme.bit_width, scheme.signed, scheme.symmetric, fixed_range=fixed_range)
-    quant = make_fake_quant(fixed, fake_quantize=kind)
+    quant = make_suitable(kind, fixed)
     quant.observer_enabled = True
     quant(torch.tensor([-50.0, 50.0]))
     assert quant.scale.item() == pytest.approx(scale, rel=1e-6)
@@ -108,9 +115,9 @@ def test_a_fixed_range_is_there_from_the_start_and_stays(
     assert quant.observer.has_seen_data()
 
 
-@KINDS
+@STORED_SCALE
 def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(QuantizeScheme(signed=False, symmetric=False, per_channel=True), WEIGHT, 0, 5, kind)
+    quant = make_suitable(kind, QuantizeScheme(signed=False, symmetric=False, per_channel=True), WEIGHT, 0, 5)
     with torch.no_grad():
         quant.scale.copy_(torch.tensor([-0.5, 0.0, float("nan"), float("inf"), 0.25]))
         quant.zero_point.copy_(torch.tensor([-7.0, 7.4, float("nan"), 1e9, 3.0]))
@@ -120,23 +127,23 @@ def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) 
     assert [tensor.requires_grad for tensor in (scale, zero_point)] == [False, False]
 
 
-@KINDS
+@STORED_SCALE
 def test_rounding_uses_the_parameters_that_are_reported(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(UINT8, fake_quantize=kind)
+    quant = make_suitable(kind, UINT8)
     with torch.no_grad():
         quant.scale.fill_(-0.1)
         quant.zero_point.fill_(3.4)
     x = torch.linspace(-3.0, 30.0, 200)
     scale, zero_point = quant.qparams()
     assert (scale.item(), zero_point.item()) == (pytest.approx(0.1), 3.0)
-    assert torch.equal(quant.quantize(x), fake_quantize(x, scale, zero_point, 0, 255))
+    assert torch.equal(quant.quantize(x), fake_quantize(quant.target(x), scale, zero_point, 0, 255))
 
 
 @KINDS
 @pytest.mark.parametrize("scheme", [INT8, UINT8, QuantizeScheme(4, narrow_range=True)], ids=str)
 def test_set_parameters_are_kept_and_count_as_calibrated(kind: type[FakeQuantizeBase], scheme: QuantizeScheme) -> None:
-    quant = make_fake_quant(scheme, fake_quantize=kind)
-    scale = torch.tensor(0.1234567)
+    quant = make_suitable(kind, scheme)
+    scale = torch.tensor(0.125 if quant.scheme.scale_bits == 1 else 0.12345669)  # the latter has 22 significant bits
     zero_point = torch.tensor(float(scheme.symmetric_zero_point if scheme.symmetric else 7))
     quant.set_qparams(scale, zero_point)
     assert torch.equal(quant.qparams()[0], scale)
@@ -149,31 +156,32 @@ def test_set_parameters_are_kept_and_count_as_calibrated(kind: type[FakeQuantize
 def test_set_parameters_follow_from_the_range_that_is_set_with_them(
     kind: type[FakeQuantizeBase], scheme: QuantizeScheme
 ) -> None:
-    quant = make_fake_quant(scheme, fake_quantize=kind)
+    quant = make_suitable(kind, scheme)
     zero_point = float(scheme.symmetric_zero_point if scheme.symmetric else 7)
-    quant.set_qparams(torch.tensor(0.1234567), torch.tensor(zero_point))
+    scale = 0.125 if quant.scheme.scale_bits == 1 else 0.1234567
+    quant.set_qparams(torch.tensor(scale), torch.tensor(zero_point))
     quant.update_from_observer()
-    assert quant.scale.item() == pytest.approx(0.1234567, rel=1e-6)
+    assert quant.scale.item() == pytest.approx(scale, rel=1e-6)
     assert quant.zero_point.item() == zero_point
 
 
 @KINDS
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda quant: pickle.loads(pickle.dumps(quant))])
 def test_copies_round_alike_and_are_apart(kind: type[FakeQuantizeBase], again: object) -> None:
-    quant = calibrate(make_fake_quant(UINT8, fake_quantize=kind), torch.randn(20))
+    quant = calibrate(make_suitable(kind, UINT8), torch.randn(20))
     twin = again(quant)
     x = torch.randn(20)
     assert torch.equal(twin(x), quant(x))
-    twin.observe(torch.tensor([-99.0, 99.0]))
+    twin.observe(torch.linspace(-99.0, 99.0, 20))
     assert twin.scale > 10 * quant.scale
 
 
 @KINDS
 def test_switches_travel_with_the_state_dict(kind: type[FakeQuantizeBase]) -> None:
-    quant = calibrate(make_fake_quant(fake_quantize=kind), torch.randn(20))
+    quant = calibrate(make_suitable(kind), torch.randn(20))
     quant.observer_enabled = True
     state = quant.state_dict()
-    twin = make_fake_quant(fake_quantize=kind)
+    twin = make_suitable(kind)
     twin.load_state_dict(state, strict=True)
     assert (twin.observer_enabled, twin.fake_quant_enabled) == (True, True)
     assert torch.equal(twin.scale, quant.scale)
@@ -182,7 +190,7 @@ def test_switches_travel_with_the_state_dict(kind: type[FakeQuantizeBase]) -> No
 
 @KINDS
 def test_dividing_a_factor_out_is_scaling_first(kind: type[FakeQuantizeBase]) -> None:
-    quant = make_fake_quant(INT8_WEIGHT, WEIGHT, 0, 3, kind)
+    quant = make_suitable(kind, INT8_WEIGHT, WEIGHT, 0, 3)
     weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
     factor = torch.tensor([4.0, -0.3, 1.7])
     wide = factor.unsqueeze(1)
@@ -194,6 +202,6 @@ def test_dividing_a_factor_out_is_scaling_first(kind: type[FakeQuantizeBase]) ->
 
 @KINDS
 def test_printing_shows_scheme_and_switches(kind: type[FakeQuantizeBase]) -> None:
-    text = repr(calibrate(make_fake_quant(UINT8, ACTIVATION, fake_quantize=kind), torch.ones(2)))
+    text = repr(calibrate(make_suitable(kind, UINT8, ACTIVATION), torch.ones(2)))
     assert "uint8 asym per-tensor" in text
     assert "fake_quant=True" in text

@@ -1,0 +1,275 @@
+"""What holds for every row of the table: in a model, in its file, and whatever the training does."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat import (
+    convert_export,
+    enable_calibration,
+    enable_quantization,
+    load_checkpoint,
+    load_quant_params,
+    prepare_by_platform,
+    save_checkpoint,
+)
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
+from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.fake_quantize.table import FAKE_QUANTIZES
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.scheme import QuantizeScheme
+from tests.builders import calibrate, make_suitable
+
+KINDS = pytest.mark.parametrize("kind", FAKE_QUANTIZES.values(), ids=list(FAKE_QUANTIZES))
+ACTIVATION_ROWS = [name for name, kind in FAKE_QUANTIZES.items() if not kind.weights_only]
+WIDTHS = [
+    QuantizeScheme(2, narrow_range=True),
+    QuantizeScheme(3, per_channel=True),
+    QuantizeScheme(4, signed=False),
+    QuantizeScheme(8, symmetric=False, per_channel=True),
+    QuantizeScheme(16, signed=False, symmetric=False),
+]
+
+
+class Tiny(nn.Module):
+    """Convolution with BatchNorm, ReLU, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, bias=False)
+        self.bn = nn.BatchNorm2d(6)
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
+
+
+def make_gm(weight: str, activation: str, **config: Any) -> QuantGraphModule:
+    """A tiny model, prepared and calibrated, with the fake-quants of these names."""
+    torch.manual_seed(0)
+    names = {"w_fakequantize": weight, "a_fakequantize": activation}
+    schemes = {f"{letter}_qscheme": {"pot_scale": True} for letter in "wa" if names[f"{letter}_fakequantize"] == "TQT"}
+    gm = prepare_by_platform(Tiny(), "Experimental", {"extra_qconfig_dict": names | schemes | config})
+    enable_calibration(gm)
+    gm(torch.randn(8, 3, 6, 6))
+    enable_quantization(gm)
+    return gm.train()
+
+
+def train(gm: nn.Module, steps: int = 3) -> nn.Module:
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.SGD(gm.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        gm(torch.randn(8, 3, 6, 6, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return gm
+
+
+PAIRS = [("Learnable", name) for name in ACTIVATION_ROWS] + [
+    (name, "PACT") for name in FAKE_QUANTIZES if name != "Learnable"
+]
+
+
+@pytest.mark.parametrize(("weight", "activation"), PAIRS)
+def test_the_file_computes_what_was_trained(weight: str, activation: str, tmp_path: Path) -> None:
+    gm = make_gm(weight, activation)
+    before = {name: value.clone() for name, value in gm.state_dict().items() if isinstance(value, torch.Tensor)}
+    train(gm)
+    kinds = {quant.kind: type(quant) for _, quant in named_fake_quants(gm)}
+    assert kinds == {WEIGHT: FAKE_QUANTIZES[weight], ACTIVATION: FAKE_QUANTIZES[activation]}
+    own = ("scale", "zero_point", "alpha", "log2_threshold", "average")
+    moved = {name.rsplit(".", 2)[-2:][0] for name in before if name.endswith(own) and not _same(gm, name, before)}
+    learned = {what for what, row in ((WEIGHT, weight), (ACTIVATION, activation)) if FAKE_QUANTIZES[row].learned}
+    assert len(moved & {WEIGHT}) == (WEIGHT in learned)
+    x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(5))
+    report = convert_export(gm, x, tmp_path / "tiny.onnx", tmp_path / "tiny.json")
+    assert report.certificate is not None
+    assert report.certificate.passed
+    assert all(tensor.step.off == 0 for tensor in report.certificate.tensors)
+    scales = {name: quant.qparams() for name, quant in named_fake_quants(gm)}
+    again = make_gm(weight, activation)
+    load_quant_params(again, tmp_path / "tiny.json")
+    for name, quant in named_fake_quants(again):
+        assert all(torch.equal(one, other) for one, other in zip(quant.qparams(), scales[name], strict=True))
+
+
+def _same(gm: nn.Module, name: str, before: dict[str, torch.Tensor]) -> bool:
+    return torch.equal(gm.state_dict()[name], before[name])
+
+
+def test_frozen_weights_are_exported_as_they_are_frozen(tmp_path: Path) -> None:
+    settings = {"momentum": 0.5, "freeze_threshold": 0.2}
+    gm = make_gm("Oscillation", "Learnable", w_fakeq_params=settings)
+    quant = gm.get_submodule("linear").weight_fake_quant
+    weight = gm.get_submodule("linear").weight
+    scale = quant.qparams()[0].unsqueeze(1)
+    for sign in (1, -1, 1, -1):
+        with torch.no_grad():
+            weight.add_(sign * scale)
+        gm(torch.randn(8, 3, 6, 6))
+    assert quant.frozen.float().mean() > 0.5
+    with torch.no_grad():
+        weight.normal_()
+        quant.scale.mul_(1.3)
+    x = torch.randn(4, 3, 6, 6)
+    report = convert_export(gm, x, tmp_path / "frozen.onnx")
+    assert report.certificate.passed
+    saved = _stored(tmp_path / "frozen.onnx", "linear.weight")
+    assert torch.equal(saved[quant.frozen], quant.integer[quant.frozen])
+    assert not torch.equal(saved, quant.integer)
+
+
+def _stored(path: Path, name: str) -> torch.Tensor:
+    import onnx
+    from onnx import numpy_helper
+
+    found = [
+        t
+        for t in onnx.load(path).graph.initializer
+        if t.name.startswith(name) and "int8" in str(t.data_type) or t.name.startswith(name) and len(t.dims) == 2
+    ]
+    return torch.from_numpy(numpy_helper.to_array(found[0]).astype("float32"))
+
+
+@pytest.mark.parametrize(("weight", "activation"), [("DSQ", "PACT"), ("Oscillation", "EWGS"), ("TQT", "TQT")])
+def test_training_resumes_bit_by_bit(weight: str, activation: str, tmp_path: Path) -> None:
+    gm = train(make_gm(weight, activation))
+    save_checkpoint(gm, tmp_path / "model.pth")
+    twin = copy.deepcopy(gm)
+    fresh = make_gm(weight, activation)
+    load_checkpoint(fresh, tmp_path / "model.pth")
+    results = [train(model).state_dict() for model in (gm, twin, fresh)]
+    for name, value in results[0].items():
+        if isinstance(value, torch.Tensor):
+            assert all(torch.equal(value.nan_to_num(9), other[name].nan_to_num(9)) for other in results[1:])
+    assert torch.equal(gm(torch.ones(8, 3, 6, 6)), fresh(torch.ones(8, 3, 6, 6)))
+
+
+@KINDS
+@pytest.mark.parametrize("scheme", WIDTHS, ids=str)
+def test_every_width_rounds_to_its_grid_and_trains(kind: type[FakeQuantizeBase], scheme: QuantizeScheme) -> None:
+    quant = make_suitable(kind, scheme, WEIGHT, 1, 3)
+    x = torch.randn(5, 3, 40, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = calibrate(quant, x.detach())(x)
+    y.square().sum().backward()
+    scale, zero_point = (values.reshape(-1, 1) if values.dim() else values for values in quant.qparams())
+    integers = y.detach() / scale + zero_point
+    assert (integers - integers.round()).abs().max() < 0.02
+    assert integers.min() >= scheme.quant_min - 0.02
+    assert integers.max() <= scheme.quant_max + 0.02
+    assert x.grad.abs().sum() > 0
+    assert all(parameter.grad.isfinite().all() for parameter in quant.parameters())
+
+
+@KINDS
+def test_a_scale_that_is_given_is_used(kind: type[FakeQuantizeBase]) -> None:
+    quant = make_suitable(kind, QuantizeScheme(8, per_channel=True), WEIGHT, 0, 3)
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    calibrate(quant, x.detach())
+    factor, given = torch.tensor([2.0, -0.5, 1.0]), torch.tensor([0.25, 0.5, 1.0])
+    y = quant.quantize(x, factor=factor, used_scale=given)
+    steps = y * (factor / given).unsqueeze(1)
+    torch.testing.assert_close(steps, steps.round(), rtol=0.0, atol=1e-3)
+    assert steps[0].unique().numel() > 8
+    y.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in (x, *quant.parameters()))
+
+
+@KINDS
+def test_half_precision_under_autocast(kind: type[FakeQuantizeBase]) -> None:
+    quant = make_suitable(kind, QuantizeScheme(8))
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    calibrate(quant, x)
+    for dtype in (torch.bfloat16, torch.float32):
+        leaf = x.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = quant(leaf)
+            y.float().square().sum().backward()
+        assert y.dtype == leaf.grad.dtype == dtype
+        assert torch.equal(y, quant(x.float()).to(dtype)) or kind.__name__.startswith("DoReFa")
+        assert all(parameter.grad.dtype == torch.float32 for parameter in quant.parameters())
+    assert quant.qparams()[0].dtype == torch.float32
+
+
+@KINDS
+def test_it_compiles_into_one_graph(kind: type[FakeQuantizeBase]) -> None:
+    quant = make_suitable(kind, QuantizeScheme(4, symmetric=False), WEIGHT)
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    calibrate(quant, x).attach(x)
+    twin = copy.deepcopy(quant)
+    compiled = torch.compile(quant, fullgraph=True, backend="aot_eager")
+    results = []
+    for module in (compiled, twin):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.square().sum().backward()
+        results.append((y, leaf.grad, *(parameter.grad for parameter in module.parameters())))
+    assert torch.equal(results[0][0], results[1][0])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+@pytest.mark.parametrize("tensor", [WEIGHT, ACTIVATION])
+def test_no_training_breaks_the_scale(kind: type[FakeQuantizeBase], tensor: str) -> None:
+    """Learning rate 10, all-zero gradients, batches of NaN and infinity, 200 steps."""
+    generator = torch.Generator().manual_seed(0)
+    scheme = QuantizeScheme(4, symmetric=False, per_channel=tensor == WEIGHT)
+    quant = make_suitable(kind, scheme, tensor, 0, 3)
+    quant = calibrate(quant, torch.randn(3, 50, generator=generator))
+    parameters = list(quant.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=10.0, momentum=0.9) if parameters else None
+    for step in range(200):
+        x = torch.randn(3, 50, generator=generator)
+        grad = torch.randn(3, 50, generator=generator) * (step % 3)
+        if step % 7 == 3:
+            x[1] = math.nan
+        if step % 11 == 5:
+            grad[0, 4], x[2, 7] = math.inf, -math.inf
+        x.requires_grad_()
+        quant.zero_grad()
+        y = quant(x)
+        y.backward(grad)
+        if optimizer is not None:
+            optimizer.step()
+        scale, zero_point = quant.qparams()
+        assert torch.all((scale >= SCALE_MIN) & (scale <= SCALE_MAX))
+        assert torch.all((zero_point >= scheme.quant_min) & (zero_point <= scheme.quant_max))
+        assert all(parameter.isfinite().all() for parameter in parameters)
+    y = quant(torch.linspace(-9.0, 9.0, 150).reshape(3, 50))
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"w_fakequantize": "TQT"}, "TQT trains power-of-two scales"),
+        ({"a_fakequantize": "DoReFa"}, "DoReFaFakeQuantize is for weights"),
+        ({"a_fakequantize": "Oscillation"}, "OscillationFakeQuantize is for weights"),
+        ({"w_fakequantize": "EWGS", "w_fakeq_params": {"delta": -1.0}}, "delta"),
+        ({"w_fakequantize": "DSQ", "w_fakeq_params": {"delta": 1.0}}, "delta"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare_by_platform(Tiny(), "Experimental", {"extra_qconfig_dict": config})
+    assert isinstance(prepare_by_platform(Tiny(), "Experimental"), QuantGraphModule)
+
+
+@pytest.mark.parametrize("name", ["PACT", "DSQ", "EWGS", "LSQPlus"])
+def test_what_is_not_trained_is_not_learned(name: str) -> None:
+    config = {"extra_qconfig_dict": {"w_fakequantize": name, "a_fakequantize": name}}
+    gm = prepare_by_platform(Tiny(), "Experimental", config, is_qat=False)
+    assert {type(quant).__name__ for _, quant in named_fake_quants(gm)} == {"FixedFakeQuantize"}
+    trained = prepare_by_platform(Tiny(), "Experimental", config)
+    kinds = {key: type(quant).__name__ for key, quant in named_fake_quants(trained)}
+    assert kinds.pop("x_act_fake_quant") == "FixedFakeQuantize"
+    assert "FixedFakeQuantize" not in kinds.values()
