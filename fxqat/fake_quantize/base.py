@@ -128,7 +128,8 @@ class FakeQuantizeBase(nn.Module):
     def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
         """The real tensor that is rounded in the place of x: x itself, unless a method says otherwise.
 
-        Observers, training and the export ask it, so that the integers of all of them are the same.
+        Observers, training and the export of weights ask it, so that the integers of all of them are the same. The Q/DQ
+        pair of an activation rounds x itself.
 
         Args: as :meth:`quantize`; the result, too, is what is multiplied by ``factor``.
         """

@@ -23,9 +23,10 @@ class EWGSFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
     """LSQ's quantizer with the gradient of the rounding scaled element by element.
 
     Behind the clipping the paper has ``x_n``, in units of the range, and rounds it to ``x_q``. With ``g`` the gradient
-    to ``x_q``, that to ``x_n`` is ``g * (1 + delta * sign(g) * (x_n - x_q))``: larger where the step goes towards the
-    boundary of the next integer. Gradients to x, and by way of x to scale and zero point, follow from it by the chain
-    rule; those of scale and zero point are multiplied by LSQ's gradient scale. With ``delta=0`` this is ``Learnable``.
+    to ``x_q``, that to ``x_n`` is ``g * (1 + delta * sign(g) * (x_n - x_q))``: smaller where the step, against the
+    gradient, goes towards the near rounding boundary, and larger where it goes towards the far one. Gradients to x, and
+    by way of x to scale and zero point, follow from it by the chain rule; those of scale and zero point are multiplied
+    by LSQ's gradient scale. With ``delta=0`` this is ``Learnable``.
 
     Args:
         scheme: how the tensor is quantized.

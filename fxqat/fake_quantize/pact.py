@@ -15,8 +15,8 @@ from fxqat.fake_quantize.gradients import finite_gradient, magnitude, straight_t
 from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
 from fxqat.scheme import QuantizeScheme
 
-SCALE_BITS = 22
-"""Significant bits of a scale that survive the way into a clipping value and back."""
+SCALE_BITS = 21
+"""Significant bits of a scale that survive the roundings on its way into the clipping values and back."""
 
 
 class PACTFakeQuantize(SurrogateFakeQuantize):
@@ -31,8 +31,9 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
       gradient: this is the paper's quantizer.
 
     The values clip where the integers end, which is next to alpha where the scale has few significant bits. A scale has
-    22 of them at most. The paper adds an L2 penalty on alpha to the loss (section 3.2): give the parameters whose names
-    end in ``alpha`` and ``beta`` a weight decay of their own in the optimizer.
+    21 of them at most. Where nothing is clipped, nothing is learned: the paper adds an L2 penalty on alpha to the loss
+    (section 3), which is the optimizer's affair here. Give the parameters whose names end in ``alpha`` and ``beta`` a
+    weight decay of their own.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`; weights too, per tensor or per channel.
 

@@ -31,7 +31,7 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
 
     The paper's quantizers have no zero point: here that of an asymmetric scheme stays what calibration found, 0 for
     values without a sign. Calibration, too, sets only the power of two; the threshold starts in the middle of its
-    interval. The paper trains the thresholds with Adam and a learning rate of 0.01 (appendix B).
+    interval. The paper trains the thresholds with Adam.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
 

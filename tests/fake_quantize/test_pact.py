@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.fake_quantize.base import ACTIVATION
+from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
+from fxqat.fake_quantize.functional import valid_scale
 from fxqat.fake_quantize.pact import PACTFakeQuantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import UINT8, calibrate, make_fake_quant, make_problem
@@ -86,6 +87,19 @@ def test_training_finds_the_clipping_value_of_least_error() -> None:
         optimizer.step()
     assert 0.5 < quant.alpha.item() < 6.0
     assert quant.qparams()[0].item() == pytest.approx(quant.alpha.item() / 7)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_scale_and_zero_point_that_is_set_is_kept(symmetric: bool) -> None:
+    random = np.random.default_rng(0)
+    scheme = QuantizeScheme(16, symmetric=symmetric, per_channel=True)
+    quant = make_fake_quant(scheme, WEIGHT, 0, 20000, PACTFakeQuantize)
+    scale = valid_scale(torch.from_numpy(np.exp2(random.uniform(-20, 10, 20000))), quant.scale_bits)
+    zero_point = torch.from_numpy(random.integers(scheme.quant_min, scheme.quant_max + 1, 20000)).float()
+    zero_point *= not symmetric
+    quant.set_qparams(scale, zero_point)
+    assert torch.equal(quant.qparams()[0], scale)
+    assert torch.equal(quant.qparams()[1], zero_point)
 
 
 def test_clipping_values_count_by_their_size() -> None:
