@@ -59,7 +59,7 @@ def test_gradients_are_scaled_by_sign_and_rounding_error(scheme: QuantizeScheme,
 
 
 def test_the_gradient_shrinks_where_the_step_goes_to_the_near_boundary() -> None:
-    """A step is ``-grad``: from 0.4 a negative gradient leads to 0.5, where the integer changes, a positive one away."""
+    """A step is ``-grad``: from 0.4 a negative gradient leads to the boundary 0.5, a positive one to -0.5."""
     quant = make_fake_quant(QuantizeScheme(2, narrow_range=True), WEIGHT, fake_quantize=EWGSFakeQuantize, delta=1.0)
     x = torch.tensor([0.4, 0.4, -0.4, 0.0], requires_grad=True)
     quant.quantize(x).backward(torch.tensor([1.0, -1.0, 1.0, 1.0]))
