@@ -23,6 +23,7 @@ from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
+from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.lower import lower
@@ -79,7 +80,8 @@ def save_checkpoint(
         convert_export(model, example_inputs, file_path_onnx, file_path_json)
     elif file_path_json is not None:
         require_calibrated(gm)
-        document = params_document(lower(gm).tensors.values(), gm.provenance.backend, 18)
+        tensors = lower(gm).tensors.values()
+        document = params_document(tensors, gm.provenance.backend, opset_for(tensors, None))
         with atomic_path(file_path_json, CheckpointError) as temporary:
             temporary.write_text(json.dumps(document, indent=1))
 

@@ -20,10 +20,12 @@ from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
 from fxqat.errors import ExportError, ParityError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx import verify as parity
+from fxqat.onnx.clamps import write_clamps
 from fxqat.onnx.names import name_outputs, name_tensors
-from fxqat.onnx.opset import check_opset, convert, opset_of
+from fxqat.onnx.opset import DEFAULT, check_opset, convert, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.simplify import simplify
+from fxqat.onnx.storage import store_narrow
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -66,7 +68,7 @@ def convert_export(
     file_path: str | os.PathLike[str],
     file_path_json: str | os.PathLike[str] | None = None,
     *,
-    opset_version: int = 18,
+    opset_version: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
@@ -84,7 +86,8 @@ def convert_export(
             the proof runs on.
         file_path: the ONNX file to write.
         file_path_json: the JSON of scales and zero points to write.
-        opset_version: 18 to the newest that onnx knows; 13 to 17 where onnx's version converter manages it.
+        opset_version: 18 to the newest that onnx knows; 13 to 17 where onnx's version converter manages it. None is 18,
+            or 21 where a tensor has less than 5 or more than 8 bits.
         input_names: names of the file's inputs.
         output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
         dynamic_batch: leave the first dimension of every input open.
@@ -96,14 +99,16 @@ def convert_export(
 
     Raises:
         CalibrationError: a quantizer has no usable range.
-        ExportError: an argument is wrong, a tensor cannot be exported, or a path cannot be written.
+        ExportError: an argument is wrong, the opset does not have the type of a tensor, the exporter fails, or a path
+            cannot be written.
         ParityError: the file does not compute what the model computes. Nothing is written then.
 
-    Source: ONNX QuantizeLinear, DequantizeLinear (opset 13 and later).
+    Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = _prepared(model)
     inputs = _inputs(example_inputs)
-    check_opset(opset_version)
+    if opset_version is not None:
+        check_opset(opset_version)
     if weights not in ("integer", "float"):
         raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
     _check_names("input_names", input_names)
@@ -112,7 +117,8 @@ def convert_export(
         raise ExportError(f"input_names and output_names have {set(input_names) & set(output_names)} in common")
     _check_paths(file_path, file_path_json)
     require_calibrated(gm)
-    lowered = lower(gm, weights)
+    lowered = lower(gm, weights, opset_version or DEFAULT)
+    opset_version = opset_for(lowered.tensors.values(), opset_version)
     program = _run_exporter(lowered, inputs, input_names, output_names, dynamic_batch)
     _check_count("input_names", input_names, len(program.graph.inputs))
     _check_count("output_names", output_names, len(program.graph.outputs))
@@ -125,6 +131,7 @@ def convert_export(
     proto = ir.to_proto(program)
     if opset_version != NATIVE_OPSET:
         proto = convert(proto, opset_version)
+    proto = write_clamps(store_narrow(proto, names.values()))
     _check_model(proto, opset_version)
     if weights == "integer":
         check_params(proto, names.values())

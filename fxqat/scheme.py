@@ -18,6 +18,9 @@ MAX_BIT_WIDTH = 16
 FLOAT32_BITS = 24
 """Significant bits of a float32."""
 
+STORAGE_OPSETS: Mapping[int, int] = MappingProxyType({2: 25, 4: 21, 8: 13, 16: 21})
+"""For the width of an integer type, the first opset whose QuantizeLinear and DequantizeLinear take it per channel."""
+
 
 def _frozen(values: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     return MappingProxyType(dict(values or {}))
@@ -85,11 +88,22 @@ class QuantizeScheme:
         """The zero point a symmetric scheme always has."""
         return 0 if self.signed else 1 << (self.bit_width - 1)
 
-    @property
-    def storage(self) -> str:
-        """The integer type that holds the values, in numpy's and ONNX's spelling."""
-        width = 8 if self.bit_width <= 8 else 16
-        return f"{'int' if self.signed else 'uint'}{width}"
+    def storage_width(self, opset_version: int) -> int:
+        """Bits of the integer type that holds a value in a file of an opset.
+
+        The narrowest of ``STORAGE_OPSETS`` that fits. Two bits are held in four before opset 25; no other width is
+        held in more than it needs: a file of an opset without its type is refused.
+        """
+        has_two = opset_version >= STORAGE_OPSETS[2]
+        return next(width for width in STORAGE_OPSETS if width >= self.bit_width and (width > 2 or has_two))
+
+    def storage(self, opset_version: int) -> str:
+        """The integer type that holds the values in a file of an opset, in numpy's and ONNX's spelling."""
+        return f"{'int' if self.signed else 'uint'}{self.storage_width(opset_version)}"
+
+    def fills_storage(self, opset_version: int) -> bool:
+        """Whether the range is the whole of that type, so that saturating to the type is clamping to the range."""
+        return self.bit_width == self.storage_width(opset_version) and not self.narrow_range
 
     def __str__(self) -> str:
         parts = [f"{'int' if self.signed else 'uint'}{self.bit_width}", "sym" if self.symmetric else "asym"]

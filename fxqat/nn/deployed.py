@@ -12,7 +12,15 @@ from fxqat.fake_quantize import ops
 from fxqat.fake_quantize.functional import per_axis, quantize
 from fxqat.scheme import QuantizeScheme
 
-STORAGE = {"int8": torch.int8, "uint8": torch.uint8, "int16": torch.int16, "uint16": torch.uint16}
+
+def integer_type(scheme: QuantizeScheme) -> torch.dtype:
+    """What torch holds the integers of a scheme in: 8 or 16 bits, as it computes with no narrower ones.
+
+    The file holds narrow ones in fewer bits (``fxqat.onnx.storage``).
+    """
+    if scheme.bit_width <= 8:
+        return torch.int8 if scheme.signed else torch.uint8
+    return torch.int16 if scheme.signed else torch.uint16
 
 
 class QuantizeDequantize(nn.Module):
@@ -25,6 +33,7 @@ class QuantizeDequantize(nn.Module):
         scheme: the scheme.
         scale: ``()`` or ``(channels,)``.
         zero_point: integers in float32, same shape.
+        opset_version: opset of the file, which decides on the storage type.
         axis: channel axis, None per tensor.
     """
 
@@ -33,15 +42,15 @@ class QuantizeDequantize(nn.Module):
     low: Tensor
     high: Tensor
 
-    def __init__(self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int | None = None) -> None:
+    def __init__(
+        self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, opset_version: int, axis: int | None = None
+    ) -> None:
         super().__init__()
-        storage = STORAGE[scheme.storage]
         self.range = (scheme.quant_min, scheme.quant_max)
         self.axis = axis
-        limits = torch.iinfo(storage)
-        self.fills_storage = self.range == (limits.min, limits.max)
+        self.fills_storage = scheme.fills_storage(opset_version)
         self.register_buffer("scale", scale.clone())
-        self.register_buffer("zero_point", zero_point.to(storage))
+        self.register_buffer("zero_point", zero_point.to(integer_type(scheme)))
         if not self.fills_storage:
             self.register_buffer("low", (scheme.quant_min - zero_point) * scale)
             self.register_buffer("high", (scheme.quant_max - zero_point) * scale)
@@ -117,9 +126,9 @@ def attention(
 
 def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int) -> StoredTensor:
     """A weight as integers: the same ones that training simulated."""
-    storage = STORAGE[scheme.storage]
+    dtype = integer_type(scheme)
     integers = quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
-    return StoredTensor(integers.to(storage), scale, zero_point.to(storage), axis)
+    return StoredTensor(integers.to(dtype), scale, zero_point.to(dtype), axis)
 
 
 def stored_bias(integers: Tensor, scale: Tensor) -> StoredTensor:

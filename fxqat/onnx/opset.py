@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx
 from onnx import numpy_helper, version_converter
 
 from fxqat.errors import ExportError
+from fxqat.scheme import STORAGE_OPSETS, QuantizedTensor
 
 OLDEST = 13
 """Per-axis QuantizeLinear and DequantizeLinear exist since opset 13."""
+
+DEFAULT = 18
+"""What is written if none is asked for and no tensor needs a newer one."""
 
 
 def newest() -> int:
@@ -31,6 +37,25 @@ def check_opset(opset_version: int) -> None:
         )
     if opset_version > newest():
         raise ExportError(f"opset_version {opset_version} is newer than the installed onnx knows ({newest()})")
+
+
+def opset_for(tensors: Iterable[QuantizedTensor], opset_version: int | None) -> int:
+    """The opset of a file that holds these tensors: the one asked for, else the first that has all their types.
+
+    Raises:
+        ExportError: the one asked for does not have the type of a tensor.
+    """
+    needs = [(STORAGE_OPSETS[t.scheme.storage_width(DEFAULT)], t) for t in tensors if t.scheme is not None]
+    if opset_version is None:
+        return max([DEFAULT, *(need for need, _ in needs)])
+    for need, tensor in needs:
+        if need > opset_version:
+            raise ExportError(
+                f"{tensor.name} is {tensor.scheme} and is stored as {tensor.dtype}, which QuantizeLinear and "
+                f"DequantizeLinear take since opset {need}; opset_version is {opset_version}. Leave opset_version out "
+                f"or give {need} or more; or give this tensor 5 to 8 bits."
+            )
+    return opset_version
 
 
 def opset_of(model: onnx.ModelProto) -> int:
@@ -56,7 +81,8 @@ def convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
             "Use opset_version=18."
         ) from cause
-    converted.ir_version = 8 if opset_version < 18 else 10  # what runtimes of that time read
+    # what runtimes of that time read; version 13 has the types of 2 bits
+    converted.ir_version = 8 if opset_version < 18 else 10 if opset_version < STORAGE_OPSETS[2] else 13
     return converted
 
 

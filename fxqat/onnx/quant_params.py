@@ -104,5 +104,5 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
             raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
         scale, zero_point = of_value[tensor.name]
         same = np.array_equal(scale.reshape(-1), np.asarray(tensor.scale, np.float32))
-        if not same or zero_point.reshape(-1).tolist() != list(tensor.zero_point):
+        if not same or not np.array_equal(zero_point.reshape(-1).astype(np.int64), tensor.zero_point):
             raise ParityError(f"{tensor.name}: the ONNX file holds other parameters than the parameter file")

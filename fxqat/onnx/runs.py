@@ -11,37 +11,59 @@ import onnxruntime as ort
 from fxqat.errors import ExportError
 
 COMPUTED = ":computed"
-"""What a Q node computes, in the model of :func:`with_integers_in`, has this behind its name."""
+"""What a Q node computes, as int32, has this behind the name of its output."""
+
+GIVEN = ":given"
+"""And this has what the readers of a Q node are given, as int32."""
+
+FOUND = ":found"
+"""And this what the Q node computes while its readers are given something else."""
 
 
 def with_integers_out(model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
-    """A copy of the model that also gives the integers of every Q node."""
+    """A copy of the model that also gives the integers of every Q node, as int32 called ``:computed``."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     for node in quantizers:
-        result.graph.output.append(onnx.helper.make_tensor_value_info(node.output[0], types[node.input[2]], None))
+        name = node.output[0]
+        result.graph.node.append(_cast(name, name + COMPUTED, onnx.TensorProto.INT32))
+        result.graph.output.append(_integers(name + COMPUTED))
     return result
 
 
 def with_integers_in(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], integers: Mapping[str, np.ndarray]
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """A copy in which every reader of a Q node reads given integers; what the Q node computes goes to ``:computed``."""
+    """A copy in which every reader of a Q node reads given integers; what the Q node computes is ``:computed``.
+
+    Given and computed integers are int32 and cast in the model: numpy has no types of 4 and 2 bits.
+    """
     result = with_integers_out(model, [])
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    names = {node.output[0]: node for node in quantizers}
-    feeds = {}
+    names = {node.output[0] for node in quantizers}
+    feeds, before, after = {}, [], []
     for node in result.graph.node:
         name = node.output[0]
         if node.op_type == "QuantizeLinear" and name in names:
-            dtype = types[node.input[2]]
-            feeds[name] = integers[node.input[0]].astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
-            result.graph.input.append(onnx.helper.make_tensor_value_info(name, dtype, feeds[name].shape))
-            node.output[0] = name + COMPUTED
-            result.graph.output.append(onnx.helper.make_tensor_value_info(node.output[0], dtype, None))
+            feeds[name + GIVEN] = integers[node.input[0]]
+            result.graph.input.append(_integers(name + GIVEN, feeds[name + GIVEN].shape))
+            result.graph.output.append(_integers(name + COMPUTED))
+            before.append(_cast(name + GIVEN, name, types[node.input[2]]))
+            after.append(_cast(name + FOUND, name + COMPUTED, onnx.TensorProto.INT32))
+            node.output[0] = name + FOUND
+    nodes = [*before, *result.graph.node, *after]
+    del result.graph.node[:]
+    result.graph.node.extend(nodes)
     del result.graph.value_info[:]
     return result, feeds
+
+
+def _cast(source: str, result: str, data_type: int) -> onnx.NodeProto:
+    return onnx.helper.make_node("Cast", [source], [result], to=data_type)
+
+
+def _integers(name: str, shape: Sequence[int] | None = None) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, shape)
 
 
 def run(

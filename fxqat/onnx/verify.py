@@ -13,7 +13,8 @@ Rules:
 1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values, or a single
    one, by 1 (float sums in another order put a value that lies on a rounding boundary on the other side). Values that
    lie within ``TIE`` of a step of such a boundary are not counted: the activation of a quantized tensor has few
-   different values, and one of them on a boundary can be many;
+   different values, and one of them on a boundary can be many. The steps of 16 bits are 256 times finer, and so are
+   float32's errors 256 times larger in them; ``TIE`` is as well;
 2. end to end, rule 1 holds for every tensor that is computed from none that is off;
 3. step by step, every output has a cosine similarity above ``MIN_COSINE``.
 
@@ -36,6 +37,8 @@ from fxqat.onnx.runs import COMPUTED, run, run_optimized, with_integers_in, with
 MAX_OFF_BY_ONE = 0.005
 MIN_COSINE = 0.9999
 TIE = 1e-4
+LEVELS = {onnx.TensorProto.INT16: 2**16, onnx.TensorProto.UINT16: 2**16}
+"""Integers of the types that have more than 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def _compare_tensors(
         if node.op_type == "QuantizeLinear" and node.input[0] in integers:
             name, expected = node.input[0], integers[node.input[0]]
             at_tie = ties.get(name, np.zeros((), bool))
-            both = (step[node.output[0] + COMPUTED], free[node.output[0]])
+            both = (run[node.output[0] + COMPUTED] for run in (step, free))
             shares = [_shares(found, expected, at_tie) for found in both]
             result.append(TensorParity(name, expected.size, shares[0], shares[1], not is_tainted))
             is_tainted = is_tainted or shares[1].off > 0
@@ -252,7 +255,8 @@ def _ties(
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
             scale = scale.reshape([-1 if dim == axis % real.ndim else 1 for dim in range(real.ndim)])
         steps = real / scale
-        result[node.input[0]] = np.abs(steps - np.floor(steps) - 0.5) <= TIE
+        levels = LEVELS.get(constants[node.input[2]].data_type, 2**8)
+        result[node.input[0]] = np.abs(steps - np.floor(steps) - 0.5) <= TIE * levels / 2**8
     return result
 
 

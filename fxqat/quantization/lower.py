@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
@@ -29,8 +28,6 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.mode_branches import graph_of_mode, select_mode
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module
-
-EXPORTED_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -47,19 +44,17 @@ class Lowered:
 
 
 @torch.no_grad()
-def lower(gm: QuantGraphModule, weights: str = "integer") -> Lowered:
+def lower(gm: QuantGraphModule, weights: str = "integer", opset_version: int = 18) -> Lowered:
     """Lower a calibrated model.
 
     Args:
         gm: the prepared model; not changed.
         weights: ``"integer"`` stores weights as integers, ``"float"`` as floats behind a Q/DQ pair.
-
-    Raises:
-        ExportError: a tensor has a width that cannot be exported.
+        opset_version: opset of the file, which decides on the integer types.
     """
     work = copy.deepcopy(gm).cpu().eval().requires_grad_(False)
     select_mode(work.graph, training=False)
-    state = _Lowering(work, weights)
+    state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
         if isinstance(module, FakeQuantizeBase):
@@ -114,9 +109,10 @@ def _names_in(value: object, prefix: str) -> Iterator[str]:
 class _Lowering:
     """The graph being lowered and what was found in it."""
 
-    def __init__(self, gm: fx.GraphModule, weights: str) -> None:
+    def __init__(self, gm: fx.GraphModule, weights: str, opset_version: int) -> None:
         self.gm = gm
         self.weights = weights
+        self.opset_version = opset_version
         self.tensors: dict[str, QuantizedTensor] = {}
         self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
@@ -124,10 +120,10 @@ class _Lowering:
     def lower_activation(self, node: fx.Node, quant: FakeQuantizeBase) -> None:
         """A fake-quant call becomes a Q/DQ pair."""
         name = str(node.kwargs["tensor_name"])
-        _check_width(quant.scheme, name)
         scale, zero_point = quant.qparams()
-        path = self._add(QuantizeDequantize(quant.scheme, scale, zero_point))
-        self.tensors[path] = _record(name, "activation", str(node.target), quant.scheme, None, scale, zero_point)
+        path = self._add(QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version))
+        dtype = quant.scheme.storage(self.opset_version)
+        self.tensors[path] = _record(name, "activation", str(node.target), dtype, quant.scheme, None, scale, zero_point)
         with self.gm.graph.inserting_after(node):
             self._replace(node, self.gm.graph.call_module(path, (node.args[0],)))
 
@@ -164,7 +160,6 @@ class _Lowering:
     def _weight(self, path: str, layer: QATLayer, weight: Tensor, scale: Tensor) -> str:
         """The path of a layer's weight; calls of a shared layer share it unless their scales differ."""
         quant = layer.weight_fake_quant
-        _check_width(quant.scheme, f"{path}.weight")
         _, zero_point = quant.qparams()
         known = self._weight_paths.setdefault(id(layer), [])
         for known_scale, known_path in known:
@@ -172,13 +167,14 @@ class _Lowering:
                 return known_path
         weight = quant.target(weight, used_scale=scale)
         module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, layer.op.axis)
+        axis = layer.op.axis if scale.dim() else None
         if self.weights == "float":
-            axis = layer.op.axis if scale.dim() else None
-            module = RoundedTensor(weight, QuantizeDequantize(quant.scheme, scale, zero_point, axis))
+            pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version, axis)
+            module = RoundedTensor(weight, pair)
         found = self._add(module)
         name = f"{path}.weight" + (f"_{len(known)}" if known else "")
-        axis = layer.op.axis if scale.dim() else None
-        self.tensors[found] = _record(name, "weight", path, quant.scheme, axis, scale, zero_point)
+        dtype = quant.scheme.storage(self.opset_version)
+        self.tensors[found] = _record(name, "weight", path, dtype, quant.scheme, axis, scale, zero_point)
         known.append((scale, found))
         return found
 
@@ -192,7 +188,7 @@ class _Lowering:
         while any(record.name == name for record in self.tensors.values()):
             count += 1
             name = f"{path}.bias_{count}"
-        self.tensors[found] = _record(name, "bias", path, None, 0, scale, torch.zeros_like(scale))
+        self.tensors[found] = _record(name, "bias", path, "int32", None, 0, scale, torch.zeros_like(scale))
         return found
 
     def _add(self, module: nn.Module) -> str:
@@ -224,19 +220,11 @@ def _record(
     name: str,
     kind: str,
     module: str,
+    dtype: str,
     scheme: QuantizeScheme | None,
     axis: int | None,
     scale: Tensor,
     zero_point: Tensor,
 ) -> QuantizedTensor:
-    dtype = "int32" if scheme is None else scheme.storage
     scales = tuple(scale.reshape(-1).tolist())
     return QuantizedTensor(name, kind, module, dtype, scheme, axis, scales, tuple(map(int, zero_point.reshape(-1))))
-
-
-def _check_width(scheme: QuantizeScheme, name: str) -> None:
-    if scheme.bit_width != EXPORTED_WIDTH:
-        raise ExportError(
-            f"{name} is {scheme}: this version exports 8-bit tensors only. Train and evaluate other widths in "
-            "simulation, or set bit_width 8 for this tensor."
-        )
