@@ -563,10 +563,12 @@ def test_full_range_schemes_need_no_clip(backend: str, tmp_path: Path) -> None:
         ({"extra_qconfig_dict": {"a_qscheme": {"bit": 16}}}, "x"),
     ],
 )
-def test_another_width_is_refused_with_the_tensors_name(config: dict[str, Any], tensor: str, tmp_path: Path) -> None:
+def test_a_width_that_the_opset_lacks_is_refused_with_the_tensors_name(
+    config: dict[str, Any], tensor: str, tmp_path: Path
+) -> None:
     gm = prepared("residual", "TSQAT", config)
-    with pytest.raises(ExportError) as caught:
-        convert_export(gm, inputs_of("residual"), tmp_path / "model.onnx", tmp_path / "model.json")
+    with pytest.raises(ExportError, match="since opset 21; opset_version is 20") as caught:
+        convert_export(gm, inputs_of("residual"), tmp_path / "model.onnx", tmp_path / "model.json", opset_version=20)
     assert str(caught.value).startswith(f"{tensor} is int")
     assert list(tmp_path.iterdir()) == []
 
@@ -798,46 +800,46 @@ def path_of(lowered: Lowered, name: str) -> str:
     return next(path for path, tensor in lowered.tensors.items() if tensor.name == name)
 
 
-def scale_only_in_the_file(gm: QuantGraphModule, weights: str) -> Lowered:
-    lowered = lower(gm, weights)
+def scale_only_in_the_file(gm: QuantGraphModule, *options: Any) -> Lowered:
+    lowered = lower(gm, *options)
     lowered.module.get_submodule(path_of(lowered, "conv")).scale.mul_(1.01)
     return lowered
 
 
-def zero_point_only_in_the_file(gm: QuantGraphModule, weights: str) -> Lowered:
-    lowered = lower(gm, weights)
+def zero_point_only_in_the_file(gm: QuantGraphModule, *options: Any) -> Lowered:
+    lowered = lower(gm, *options)
     lowered.module.get_submodule(path_of(lowered, "conv")).zero_point.add_(1)
     return lowered
 
 
-def scale_in_file_and_json(gm: QuantGraphModule, weights: str) -> Lowered:
+def scale_in_file_and_json(gm: QuantGraphModule, *options: Any) -> Lowered:
     changed = copy.deepcopy(gm)
     with torch.no_grad():
         changed.conv_act_fake_quant.scale.mul_(1.25)
-    return lower(changed, weights)
+    return lower(changed, *options)
 
 
-def shuffled_weights(gm: QuantGraphModule, weights: str) -> Lowered:
-    lowered = lower(gm, weights)
+def shuffled_weights(gm: QuantGraphModule, *options: Any) -> Lowered:
+    lowered = lower(gm, *options)
     stored = lowered.module.get_submodule(path_of(lowered, "stem.0.weight"))
     stored.integers.copy_(stored.integers.flip(0))
     return lowered
 
 
-def one_bias(gm: QuantGraphModule, weights: str) -> Lowered:
-    lowered = lower(gm, weights)
+def one_bias(gm: QuantGraphModule, *options: Any) -> Lowered:
+    lowered = lower(gm, *options)
     lowered.module.get_submodule(path_of(lowered, "head.bias")).integers[2] += 4000
     return lowered
 
 
-def forgotten_batch_norm(gm: QuantGraphModule, weights: str) -> Lowered:
+def forgotten_batch_norm(gm: QuantGraphModule, *options: Any) -> Lowered:
     changed = copy.deepcopy(gm)
     changed.conv.bn.running_mean.zero_()
-    return lower(changed, weights)
+    return lower(changed, *options)
 
 
-def forgotten_rounding(gm: QuantGraphModule, weights: str) -> Lowered:
-    lowered = lower(gm, weights)
+def forgotten_rounding(gm: QuantGraphModule, *options: Any) -> Lowered:
+    lowered = lower(gm, *options)
     lowered.module.set_submodule(path_of(lowered, "head"), nn.Identity())
     return lowered
 
@@ -855,7 +857,7 @@ def forgotten_rounding(gm: QuantGraphModule, weights: str) -> Lowered:
     ],
 )
 def test_a_wrong_file_is_caught_and_not_written(
-    wrong: Callable[[QuantGraphModule, str], Lowered], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wrong: Callable[..., Lowered], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gm, inputs = known("residual", "TSQAT")
     (tmp_path / "model.onnx").write_text("old")

@@ -89,7 +89,7 @@ def test_signatures_are_those_of_the_guide(function: Callable[..., object], para
 def test_defaults_are_those_of_the_guide() -> None:
     export = inspect.signature(fxqat.convert_export).parameters
     assert [export[name].default for name in ("opset_version", "dynamic_batch", "verify", "weights")] == [
-        18,
+        None,
         False,
         True,
         "integer",

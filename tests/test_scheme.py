@@ -18,8 +18,10 @@ from fxqat.scheme import QConfig, QuantizedTensor, QuantizeScheme, TensorQConfig
         ({"narrow_range": True}, -127, 127, "int8"),
         ({"signed": False}, 0, 255, "uint8"),
         ({"signed": False, "narrow_range": True}, 1, 255, "uint8"),
-        ({"bit_width": 2}, -2, 1, "int8"),
-        ({"bit_width": 4, "signed": False}, 0, 15, "uint8"),
+        ({"bit_width": 2}, -2, 1, "int4"),
+        ({"bit_width": 3, "narrow_range": True}, -3, 3, "int4"),
+        ({"bit_width": 4, "signed": False}, 0, 15, "uint4"),
+        ({"bit_width": 5}, -16, 15, "int8"),
         ({"bit_width": 9}, -256, 255, "int16"),
         ({"bit_width": 16}, -32768, 32767, "int16"),
         ({"bit_width": 16, "signed": False}, 0, 65535, "uint16"),
@@ -30,17 +32,20 @@ def test_range_follows_from_width_and_sign(
 ) -> None:
     scheme = QuantizeScheme(**arguments)
     assert (scheme.quant_min, scheme.quant_max) == (quant_min, quant_max)
-    assert scheme.storage == storage
+    assert scheme.storage(21) == storage
 
 
+@pytest.mark.parametrize("opset", [18, 21, 25])
 @pytest.mark.parametrize("bits", range(2, 17))
-def test_every_width_fits_its_storage_and_no_smaller_one(bits: int) -> None:
+def test_every_width_fits_its_storage_and_fills_it_or_no_smaller_one_is_there(bits: int, opset: int) -> None:
+    widths = [width for width in ((2, 4, 8, 16) if opset == 25 else (4, 8, 16)) if width >= bits]
     for signed in (True, False):
         scheme = QuantizeScheme(bit_width=bits, signed=signed)
-        limits = np.iinfo(scheme.storage)
-        assert limits.min <= scheme.quant_min < scheme.quant_max <= limits.max
         assert scheme.quant_max - scheme.quant_min + 1 == 2**bits
-        assert limits.bits == (8 if bits <= 8 else 16)
+        assert scheme.storage_width(opset) == widths[0]
+        assert scheme.storage(opset) == ("int" if signed else "uint") + str(widths[0])
+        assert scheme.fills_storage(opset) == (bits in widths)
+        assert not dataclasses.replace(scheme, narrow_range=True).fills_storage(opset)
 
 
 @pytest.mark.parametrize(("bits", "signed", "expected"), [(8, True, 0), (8, False, 128), (4, False, 8), (16, True, 0)])

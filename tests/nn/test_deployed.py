@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from fxqat.fake_quantize import ops
 from fxqat.fake_quantize.functional import dequantize, fake_quantize, quantize
-from fxqat.nn.deployed import STORAGE, QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
+from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, integer_type, stored_bias, stored_weight
 from fxqat.scheme import QuantizeScheme
 
 SCHEMES = [
@@ -15,6 +15,9 @@ SCHEMES = [
     for signed, narrow in ((True, False), (True, True), (False, False), (False, True))
     for per_channel in (True, False)
 ]
+HELD = {2: torch.int8, 4: torch.int8, 8: torch.int8, 12: torch.int16, 16: torch.int16}
+UNSIGNED = {torch.int8: torch.uint8, torch.int16: torch.uint16}
+EVERY_OPSET = pytest.mark.parametrize("opset", [21, 25])
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 
 
@@ -32,32 +35,41 @@ def values(scheme: QuantizeScheme, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 2.0**scheme.bit_width
 
 
+def held_in(scheme: QuantizeScheme) -> torch.dtype:
+    """The type that torch holds the integers of a scheme in."""
+    dtype = HELD[scheme.bit_width]
+    return dtype if scheme.signed else UNSIGNED[dtype]
+
+
+@EVERY_OPSET
 @EVERY_SCHEME
-def test_a_pair_rounds_as_training_did_within_and_beyond_the_range(scheme: QuantizeScheme) -> None:
+def test_a_pair_rounds_as_training_did_within_and_beyond_the_range(scheme: QuantizeScheme, opset: int) -> None:
     axis = 1 if scheme.per_channel else None
     scale, zero_point = parameters(scheme, 4)
     x = values(scheme, (50, 4, 5))
-    pair = QuantizeDequantize(scheme, scale, zero_point, axis)
+    pair = QuantizeDequantize(scheme, scale, zero_point, opset, axis)
     limits = (scheme.quant_min, scheme.quant_max)
     assert torch.equal(pair(x), fake_quantize(x, scale, zero_point, *limits, axis))
-    assert pair.zero_point.dtype == STORAGE[scheme.storage]
-    fills = scheme.bit_width in (8, 16) and not scheme.narrow_range
-    assert pair.fills_storage == fills
+    assert pair.zero_point.dtype == held_in(scheme) == integer_type(scheme)
+    filled = (4, 8, 16) if opset < 25 else (2, 4, 8, 16)
+    assert pair.fills_storage == (scheme.bit_width in filled and not scheme.narrow_range)
 
 
+@EVERY_OPSET
 @EVERY_SCHEME
 def test_a_value_is_clipped_to_the_scheme_before_a_pair_that_saturates_to_the_type(
-    scheme: QuantizeScheme, monkeypatch: pytest.MonkeyPatch
+    scheme: QuantizeScheme, opset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale, zero_point = parameters(scheme, 4)
     axis = 0 if scheme.per_channel else None
-    limits = torch.iinfo(STORAGE[scheme.storage])
+    width = int(scheme.storage(opset).removeprefix("u").removeprefix("int"))
+    low = -(2 ** (width - 1)) if scheme.signed else 0
 
     def saturating(x: torch.Tensor, *arguments: object) -> torch.Tensor:
-        return fake_quantize(x, scale, zero_point, limits.min, limits.max, axis)
+        return fake_quantize(x, scale, zero_point, low, low + 2**width - 1, axis)
 
     monkeypatch.setattr(ops, "quantize_dequantize", saturating)
-    pair = QuantizeDequantize(scheme, scale, zero_point, axis)
+    pair = QuantizeDequantize(scheme, scale, zero_point, opset, axis)
     reached = pair(torch.stack([torch.full((4,), -1e30), torch.full((4,), 1e30)], dim=1))
     for column, limit in enumerate((scheme.quant_min, scheme.quant_max)):
         assert torch.equal(reached[:, column], ((limit - zero_point) * scale).expand(4))
@@ -71,7 +83,7 @@ def test_a_stored_weight_is_the_simulated_one(scheme: QuantizeScheme, axis: int)
     stored = stored_weight(weight, scheme, scale, zero_point, axis)
     limits = (scheme.quant_min, scheme.quant_max)
     channel = axis if scheme.per_channel else None
-    assert stored.integers.dtype == stored.zero_point.dtype == STORAGE[scheme.storage]
+    assert stored.integers.dtype == stored.zero_point.dtype == held_in(scheme)
     assert torch.equal(stored(), fake_quantize(weight, scale, zero_point, *limits, channel))
     whole = stored.integers.to(torch.int32).float()
     assert torch.equal(whole, quantize(weight, scale, zero_point, *limits, channel))
@@ -81,7 +93,7 @@ def test_a_stored_weight_is_the_simulated_one(scheme: QuantizeScheme, axis: int)
 def test_a_rounded_tensor_is_the_stored_one(scheme: QuantizeScheme) -> None:
     scale, zero_point = parameters(scheme, 4)
     weight = values(scheme, (4, 6))
-    pair = QuantizeDequantize(scheme, scale, zero_point, 0 if scheme.per_channel else None)
+    pair = QuantizeDequantize(scheme, scale, zero_point, 21, 0 if scheme.per_channel else None)
     held = RoundedTensor(weight, pair)
     assert torch.equal(held(), stored_weight(weight, scheme, scale, zero_point, 0)())
     assert torch.equal(held.values, weight)

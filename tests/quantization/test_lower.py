@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat.errors import ExportError
 from fxqat.nn.deployed import QuantizeDequantize, StoredTensor
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
@@ -103,11 +102,12 @@ def test_the_model_is_not_changed():
     assert not any(p.requires_grad for p in lowered.module.parameters())
 
 
-@pytest.mark.parametrize("part", ["weight", "output"])
-def test_widths_that_cannot_be_stored_are_errors(part):
-    config = {"overrides": [{"match": {"module": "conv2"}, part: {"bit": 4}}]}
-    gm = calibrated("conv_bn_relu", "TSQAT", config)
-    with pytest.raises(ExportError, match="conv2") as caught:
-        lower(gm)
-    assert "int4" in str(caught.value)
-    assert lower(calibrated("conv_bn_relu")).tensors
+@pytest.mark.parametrize(("bits", "opset", "dtype"), [(2, 21, "int4"), (2, 25, "int2"), (4, 18, "int4"), (16, 21, "int16")])
+@pytest.mark.parametrize(("part", "tensor"), [("weight", "conv2.weight"), ("output", "conv2")])
+def test_a_tensor_is_recorded_with_the_type_that_the_opset_stores_it_in(part, tensor, bits, opset, dtype):
+    config = {"overrides": [{"match": {"module": "conv2"}, part: {"bit": bits}}]}
+    lowered = lower(calibrated("conv_bn_relu", "TSQAT", config), "integer", opset)
+    recorded = {record.name: record.dtype for record in lowered.tensors.values()}
+    assert recorded.pop(tensor) == dtype
+    shared = {"add", "relu", "conv2_relu"}  # what has conv2's scale
+    assert {recorded[name] for name in recorded if name not in shared} == {"int8", "int32"}
