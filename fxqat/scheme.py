@@ -102,8 +102,12 @@ class QuantizeScheme:
         return f"{'int' if self.signed else 'uint'}{self.storage_width(opset_version)}"
 
     def fills_storage(self, opset_version: int) -> bool:
-        """Whether the range is the whole of that type, so that saturating to the type is clamping to the range."""
-        return self.bit_width == self.storage_width(opset_version) and not self.narrow_range
+        """Whether the range is the whole of that type, so that saturating to the type is clamping to the range.
+
+        A type of 2 bits is not relied upon: ONNX Runtime's kernel (seen in 1.31) wraps around beyond 2**31 steps.
+        """
+        width = self.storage_width(opset_version)
+        return width > 2 and self.bit_width == width and not self.narrow_range
 
     def __str__(self) -> str:
         parts = [f"{'int' if self.signed else 'uint'}{self.bit_width}", "sym" if self.symmetric else "asym"]

@@ -45,7 +45,7 @@ def with_integers_in(
     for node in result.graph.node:
         name = node.output[0]
         if node.op_type == "QuantizeLinear" and name in names:
-            feeds[name + GIVEN] = integers[node.input[0]]
+            feeds[name + GIVEN] = integers[node.input[0]].astype(np.int32, copy=False)
             result.graph.input.append(_integers(name + GIVEN, feeds[name + GIVEN].shape))
             result.graph.output.append(_integers(name + COMPUTED))
             before.append(_cast(name + GIVEN, name, types[node.input[2]]))

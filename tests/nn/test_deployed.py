@@ -51,8 +51,7 @@ def test_a_pair_rounds_as_training_did_within_and_beyond_the_range(scheme: Quant
     limits = (scheme.quant_min, scheme.quant_max)
     assert torch.equal(pair(x), fake_quantize(x, scale, zero_point, *limits, axis))
     assert pair.zero_point.dtype == held_in(scheme) == integer_type(scheme)
-    filled = (4, 8, 16) if opset < 25 else (2, 4, 8, 16)
-    assert pair.fills_storage == (scheme.bit_width in filled and not scheme.narrow_range)
+    assert pair.fills_storage == (scheme.bit_width in (4, 8, 16) and not scheme.narrow_range)
 
 
 @EVERY_OPSET

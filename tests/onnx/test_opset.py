@@ -9,7 +9,8 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fxqat.errors import ExportError
-from fxqat.onnx.opset import OLDEST, check_opset, convert, newest, opset_of
+from fxqat.onnx.opset import DEFAULT, OLDEST, check_opset, convert, newest, opset_for, opset_of
+from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from tests.export_models import constants, node_types, run_session, session
 
 
@@ -107,6 +108,30 @@ def test_other_opsets_are_errors(opset: Any, message: str) -> None:
     with pytest.raises(ExportError, match=message) as caught:
         check_opset(opset)
     assert "opset_version" in str(caught.value)
+
+
+def quantized(name: str, bits: int, dtype: str) -> QuantizedTensor:
+    return QuantizedTensor(name, "activation", name, dtype, QuantizeScheme(bits), None, (1.0,), (0,))
+
+
+BIAS = QuantizedTensor("bias", "bias", "head", "int32", None, 0, (1.0,), (0,))
+OF_8_BITS = [quantized("a", 8, "int8"), quantized("b", 5, "int8"), BIAS]
+
+
+@pytest.mark.parametrize("bits", range(2, 17))
+def test_the_default_opset_is_raised_to_what_a_width_needs(bits: int) -> None:
+    tensors = [*OF_8_BITS, quantized("c", bits, "")]
+    assert opset_for(tensors, None) == (DEFAULT if 5 <= bits <= 8 else 21)
+    assert opset_for(OF_8_BITS, None) == DEFAULT == 18
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(2, "int4"), (4, "int4"), (9, "int16"), (16, "int16")])
+def test_an_opset_without_the_type_of_a_tensor_is_refused(bits: int, dtype: str) -> None:
+    tensors = [*OF_8_BITS, quantized("layer.conv.weight", bits, dtype), quantized("late", 16, "int16")]
+    with pytest.raises(ExportError, match=f"^layer.conv.weight is int{bits} .* {dtype}, .* since opset 21; .* is 20"):
+        opset_for(tensors, 20)
+    assert [opset_for(tensors, opset) for opset in (21, 25)] == [21, 25]
+    assert opset_for(OF_8_BITS, 13) == 13
 
 
 @pytest.mark.parametrize("domain", ["", "ai.onnx"])

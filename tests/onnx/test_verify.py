@@ -17,7 +17,7 @@ ROWS, COLUMNS = 100, 10
 SIZE = ROWS * COLUMNS
 
 
-def chain() -> onnx.ModelProto:
+def chain(dtype: int = TensorProto.INT8) -> onnx.ModelProto:
     """x (100, 10) is quantized; ``mid = relu(x)`` is quantized; ``late = 2 * mid`` is quantized; ``y = late + 1``."""
     nodes = []
     steps = {"x": [], "mid": [("Relu", ["x_dq"])], "late": [("Mul", ["mid_dq", "two"])]}
@@ -29,7 +29,8 @@ def chain() -> onnx.ModelProto:
     nodes.append(helper.make_node("Add", ["late_dq", "one"], ["y"]))
     held = {"two": np.array(2, np.float32), "one": np.array(1, np.float32)}
     for name, scale in SCALES.items():
-        held |= {f"{name}_scale": np.array(scale, np.float32), f"{name}_zero": np.array(0, np.int8)}
+        held |= {f"{name}_scale": np.array(scale, np.float32)}
+        held |= {f"{name}_zero": np.array(0, helper.tensor_dtype_to_np_dtype(dtype))}
     graph = helper.make_graph(
         nodes,
         "graph",
@@ -37,7 +38,10 @@ def chain() -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", COLUMNS])],
         [numpy_helper.from_array(array, name) for name, array in held.items()],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    opset = 18 if dtype == TensorProto.INT8 else 25
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=13 if opset > 18 else 10
+    )
     onnx.checker.check_model(model, full_check=True)
     return model
 
@@ -116,7 +120,7 @@ def test_in_a_small_tensor_one_value_on_a_rounding_boundary_is_no_failure(rows: 
     assert late.passed
 
 
-def at_boundaries(distance: float, wrong: int = 0) -> ParityCertificate:
+def at_boundaries(distance: float, wrong: int = 0, dtype: int = TensorProto.INT8) -> ParityCertificate:
     """Half of ``mid`` lies so many steps from a rounding boundary, and was rounded to the other side of it."""
     x, integers, y = truth()
     above = (x > 0) & (np.arange(SIZE).reshape(x.shape) % 2 == 0)
@@ -125,7 +129,7 @@ def at_boundaries(distance: float, wrong: int = 0) -> ParityCertificate:
     integers["x"] = np.rint(x / 0.25).astype(np.int32)
     integers["mid"] = np.where(above, integers["mid"] // 2 * 2 + 1, integers["mid"]).astype(np.int32)
     integers["mid"].reshape(-1)[np.flatnonzero(~above)[:wrong]] += 1
-    model = chain()
+    model = chain(dtype)
     del model.graph.node[:2]  # x itself is read, so that the distance is not rounded
     relu = next(node for node in model.graph.node if node.op_type == "Relu")
     relu.input[0] = "x"
@@ -140,6 +144,29 @@ def test_values_on_a_rounding_boundary_are_not_counted(distance: float, passed: 
     assert mid.step.off_by_1 > 0.2
     assert mid.step.ties == (mid.step.off_by_1 if passed else 0.0)
     assert mid.passed is passed
+
+
+@pytest.mark.parametrize(("distance", "passed"), [(9e-5 * 256, True), (2e-4 * 256, False), (0.2, False)])
+def test_a_rounding_boundary_of_16_bits_is_as_wide_as_one_of_8_bits_in_reals(distance: float, passed: bool) -> None:
+    mid = tensor(at_boundaries(distance, dtype=TensorProto.INT16), "mid")
+    assert mid.step.ties == (mid.step.off_by_1 if passed else 0.0)
+    assert mid.passed is passed
+    assert not tensor(at_boundaries(distance), "mid").passed
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.INT4, TensorProto.INT2, TensorProto.INT16])
+def test_integers_of_every_type_are_given_and_compared(dtype: int) -> None:
+    limit = {TensorProto.INT4: 7, TensorProto.INT2: 1, TensorProto.INT16: 1000}[dtype]
+    x = np.random.default_rng(0).integers(-limit, limit + 1, (ROWS, COLUMNS))
+    mid = np.clip(np.maximum(x * 0.25, 0) / 0.5, None, limit).round()  # half to even
+    integers = {name: value.astype(np.int32) for name, value in {"x": x, "mid": mid, "late": mid}.items()}
+    reals = (x * 0.25).astype(np.float32)
+    certificate = verify(chain(dtype), [reals], integers, [(mid + 1).astype(np.float32)])
+    assert certificate.passed
+    assert certificate.off_share == 0.0
+    integers["late"][3, 3] -= 1
+    wrong = verify(chain(dtype), [reals], integers, [(mid + 1).astype(np.float32)])
+    assert tensor(wrong, "late").step.off_by_1 == 1 / SIZE
 
 
 @pytest.mark.parametrize(("wrong", "passed"), [(5, True), (6, False)])

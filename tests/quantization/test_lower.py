@@ -102,7 +102,9 @@ def test_the_model_is_not_changed():
     assert not any(p.requires_grad for p in lowered.module.parameters())
 
 
-@pytest.mark.parametrize(("bits", "opset", "dtype"), [(2, 21, "int4"), (2, 25, "int2"), (4, 18, "int4"), (16, 21, "int16")])
+@pytest.mark.parametrize(
+    ("bits", "opset", "dtype"), [(2, 21, "int4"), (2, 25, "int2"), (4, 18, "int4"), (16, 21, "int16")]
+)
 @pytest.mark.parametrize(("part", "tensor"), [("weight", "conv2.weight"), ("output", "conv2")])
 def test_a_tensor_is_recorded_with_the_type_that_the_opset_stores_it_in(part, tensor, bits, opset, dtype):
     config = {"overrides": [{"match": {"module": "conv2"}, part: {"bit": bits}}]}
