@@ -89,7 +89,8 @@ def run(
 def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
     """The outputs at full optimization; None where ONNX Runtime's own optimizer breaks the model.
 
-    It does for int8 activations before a Linear on a 3-D input from opset 21 on (seen in 1.31).
+    It does for int8 activations before a Linear on a 3-D input from opset 21 on, and where it gives integers of 4 or 2
+    bits to operators that do not take them (seen in 1.31).
     """
     try:
         return run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)

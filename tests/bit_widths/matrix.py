@@ -48,7 +48,7 @@ are 1/65536 of their range: float32 sums in another order differ by some hundred
 
 The last column is for information: whether the outputs of the row's file at ONNX Runtime's full optimization have a
 cosine similarity above {same} with those of the fake-quant model, or its optimizer fails. See :doc:`export` for the
-remedy.
+remedy. 8-bit weights with 8-bit activations differ where the processor has no VNNI, whose sums saturate.
 
 {table}
 
