@@ -155,7 +155,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_training(spec: BackendSpec) -> BackendSpec:
-    return replace(spec, weight=not_learned(spec.weight), activation=not_learned(spec.activation))
+    return spec.with_configs(not_learned, not_learned)
 
 
 def _preserve(model: nn.Module, result: nn.Module, names: tuple[str, ...]) -> None:

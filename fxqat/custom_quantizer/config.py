@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,7 @@ class PrepareConfig:
 
     def applied_to(self, spec: BackendSpec) -> BackendSpec:
         """The backend with the user's weight and activation configuration."""
-        return replace(
-            spec, weight=self.weight.applied_to(spec.weight), activation=self.activation.applied_to(spec.activation)
-        )
+        return spec.with_configs(self.weight.applied_to, self.activation.applied_to)
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:

@@ -121,7 +121,7 @@ class BackendQuantizer:
         if kinds[node] is Kind.OTHER:
             return Wish(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
         if rule is None:
-            return Wish(op, None, FAMILY_REASONS.get(op.family, f"{self.spec.name} has no rule for {op.name}"))
+            return Wish(op, None, FAMILY_REASONS.get(op.family, self.spec.why_float(op.name, op.family)))
         excluded = next((match for match in self.config.exclude if match(node)), None)
         if excluded is not None:
             return Wish(op, None, f"left float by {excluded.where}")
@@ -130,7 +130,7 @@ class BackendQuantizer:
             problem = unsupported(node)
             if problem:
                 return Wish(op, None, problem)
-            wish.weight = self.spec.weight
+            wish.weight = self.spec.weight_of(op.name)
         if rule.inputs != "none":
             wish.activation = self.spec.activation
         if rule.output and op.family not in (PASS_THROUGH, IDENTITY):
@@ -159,7 +159,8 @@ class BackendQuantizer:
         for rank, rule in enumerate(self.config.overrides, start=1):
             if not rule.match(node):
                 continue
-            base = {"weight": self.spec.weight, "activation": self.spec.activation, "output": self.spec.activation}
+            weight, activation = self.spec.weight_of(wish.op.name), self.spec.activation
+            base = {"weight": weight, "activation": activation, "output": activation}
             acted = False
             for part, change in rule.changes.items():
                 if not can_change(wish, part, node):

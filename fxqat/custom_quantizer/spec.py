@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -37,10 +37,12 @@ class BackendSpec:
         name: its name, as users write it.
         weight: scheme and parts for weights.
         activation: scheme and parts for activations.
+        weights: the same as ``weight`` for ops whose weight differs, by op name.
         rules: by op name or family (see ``fxqat.quantization.op_table``); the name wins. No rule means float.
         fused_activations: ops that run inside the op before them, so that the value between is not rounded.
         fuses_into: families of the ops that such an activation can be part of.
         fixed_ranges: real range of the ops whose range is known, by op name.
+        left_float: why ops without a rule stay float, by op name or family; the name wins.
         source: where the table comes from.
     """
 
@@ -51,8 +53,28 @@ class BackendSpec:
     fused_activations: frozenset[str] = frozenset({"relu", "relu6"})
     fuses_into: frozenset[str] = frozenset({"weighted", "binary", "norm"})
     fixed_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
+    weights: Mapping[str, TensorQConfig] = field(default_factory=lambda: MappingProxyType({}))
+    left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     source: str = ""
 
     def rule(self, name: str, family: str) -> Rule | None:
         """The rule for an op, None if the backend leaves it float."""
         return self.rules.get(name) or self.rules.get(family)
+
+    def why_float(self, name: str, family: str) -> str:
+        """The words for an op without a rule."""
+        why = self.left_float.get(name) or self.left_float.get(family)
+        return f"{self.name} has no rule for {name}" + (f": {why}" if why else "")
+
+    def weight_of(self, name: str) -> TensorQConfig:
+        """Scheme and parts of the weight of an op."""
+        return self.weights.get(name, self.weight)
+
+    def with_configs(
+        self,
+        weight: Callable[[TensorQConfig], TensorQConfig],
+        activation: Callable[[TensorQConfig], TensorQConfig],
+    ) -> BackendSpec:
+        """The same placement, with every scheme for weights and that for activations passed through a function."""
+        weights = MappingProxyType({name: weight(config) for name, config in self.weights.items()})
+        return replace(self, weight=weight(self.weight), activation=activation(self.activation), weights=weights)

@@ -5,29 +5,44 @@ from __future__ import annotations
 import difflib
 from enum import Enum
 
+from fxqat.custom_quantizer.backends.arm_cpu import ARM_CPU
 from fxqat.custom_quantizer.backends.experimental import EXPERIMENTAL
-from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
+from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_AVX2
+from fxqat.custom_quantizer.backends.openvino import OPENVINO, OPENVINO_AVX2
+from fxqat.custom_quantizer.backends.qnn import QNN, QNN_A16
 from fxqat.custom_quantizer.backends.tensorrt import TENSORRT
 from fxqat.custom_quantizer.backends.tsqat import TSQAT
+from fxqat.custom_quantizer.backends.vitis import VITIS
+from fxqat.custom_quantizer.backends.x86 import X86
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 
 
 class BackendType(Enum):
-    """The deployment targets; the value is the name to write in text."""
+    """The deployment targets; the value is the name to write in text.
+
+    A name with an underscore is a variant of the target before it.
+    """
 
     TSQAT = "TSQAT"
     Experimental = "Experimental"
     ONNXRuntime = "ONNXRuntime"
     TensorRT = "TensorRT"
+    OpenVINO = "OpenVINO"
+    QNN = "QNN"
+    Vitis = "Vitis"
+    ArmCPU = "ArmCPU"
+    X86 = "X86"
+    ONNXRuntime_AVX2 = "ONNXRuntime_AVX2"
+    OpenVINO_AVX2 = "OpenVINO_AVX2"
+    QNN_A16 = "QNN_A16"
 
 
-BACKENDS: dict[BackendType, BackendSpec] = {
-    BackendType.TSQAT: TSQAT,
-    BackendType.Experimental: EXPERIMENTAL,
-    BackendType.ONNXRuntime: ONNXRUNTIME,
-    BackendType.TensorRT: TENSORRT,
-}
+TABLES = (
+    *(TSQAT, EXPERIMENTAL, ONNXRUNTIME, TENSORRT, OPENVINO, QNN, VITIS, ARM_CPU, X86),
+    *(ONNXRUNTIME_AVX2, OPENVINO_AVX2, QNN_A16),
+)
+BACKENDS: dict[BackendType, BackendSpec] = {BackendType(spec.name): spec for spec in TABLES}
 
 
 def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:

@@ -39,5 +39,21 @@ ONNXRUNTIME = BackendSpec(
             "identity": MOVES,
         }
     ),
+    left_float=MappingProxyType(
+        dict.fromkeys(
+            ("weighted", "binary", "pool", "activation", "norm", "math", "resize"),
+            "no int8 kernel that is faster with its Q/DQ than float",
+        )
+        | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
+    ),
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc",
 )
+
+ONNXRUNTIME_AVX2 = replace(
+    ONNXRUNTIME,
+    name="ONNXRuntime_AVX2",
+    weight=ONNXRUNTIME.weight.with_scheme(bit_width=7),
+    source=f"{ONNXRUNTIME.source}; ONNX Runtime documentation, 'Quantize ONNX models', reduce_range: weights of 7 bits "
+    "on CPUs without VNNI; microsoft/onnxruntime#14642",
+)
+"""Reduced range: two products of uint8 and -63 to 63 fit into the int16 sum of ``pmaddubsw``, those of int8 do not."""

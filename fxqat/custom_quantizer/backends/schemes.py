@@ -4,11 +4,14 @@ Scales have few significant bits: 5 for weights, 4 for activations. A product of
 needs so few bits that a float32 sum of a thousand of them is as good as always exact, and so the same in every runtime,
 whatever the order it adds in. With float32 scales the last bit of a sum depends on that order; about one value in a
 million falls on the other side of a rounding boundary, and a deep network spreads that over its output. A weight scale
-is up to 1/16 larger than the range needs, an activation scale up to 1/16 off in either direction.
+per channel is up to 1/16 larger than the range needs, one per tensor up to 1/32 off in either direction, an activation
+scale up to 1/16. Activations of 16 bits get 12: their sums are not exact anyhow, and 1/16 of the range is many steps.
 ``scale_bits: 24`` gives float32 scales.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from fxqat.scheme import QuantizeScheme
 
@@ -17,3 +20,7 @@ INT8_WEIGHT = QuantizeScheme(
 )
 INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=4)
 UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False, scale_bits=4)
+
+INT8_WEIGHT_PER_TENSOR = replace(INT8_WEIGHT, per_channel=False)
+UINT16_ACTIVATION = QuantizeScheme(bit_width=16, signed=False, symmetric=False, scale_bits=12)
+INT8_POWER_OF_TWO = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=1)

@@ -31,5 +31,12 @@ TENSORRT = BackendSpec(
             "identity": FOLLOWS,
         }
     ),
+    left_float=MappingProxyType(
+        dict.fromkeys(
+            ("binary", "concat", "activation", "norm", "math", "resize"),
+            "TensorRT fuses it or chooses its type; Q/DQ around it would forbid both",
+        )
+        | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
+    ),
     source="NVIDIA TensorRT documentation, 'Working with quantized types', Q/DQ placement recommendations",
 )

@@ -1,0 +1,32 @@
+"""ArmCPU: the int8 kernels of Paddle-Lite on ARM processors, one scale per tensor."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT_PER_TENSOR
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.scheme import TensorQConfig
+
+READS = Rule(output=False, reason="in the platform's list: the int8 kernel rounds its input and gives floats")
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: what is rounded before it stays so")
+NOT_LISTED = "not in the platform's list of quantized ops"
+
+ARM_CPU = BackendSpec(
+    name="ArmCPU",
+    weight=TensorQConfig(INT8_WEIGHT_PER_TENSOR, observer="MinMax", fake_quantize="Learnable"),
+    activation=TensorQConfig(INT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    rules=MappingProxyType({"conv2d": READS, "linear": READS, "pass_through": FOLLOWS, "identity": FOLLOWS}),
+    left_float=MappingProxyType(
+        {
+            "conv1d": "the platform's list has convolutions over two dimensions only",
+            "conv3d": "the platform's list has convolutions over two dimensions only",
+        }
+        | dict.fromkeys(
+            ("weighted", "matmul", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup"),
+            NOT_LISTED,
+        )
+    ),
+    source="PaddleSlim's quantization FAQ, table of platforms, row ARM (Paddle-Lite): weights abs_max, activations "
+    "moving_average_abs_max, ops conv2d, depthwise_conv2d, mul",
+)

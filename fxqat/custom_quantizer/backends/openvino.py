@@ -1,0 +1,47 @@
+"""OpenVINO: FakeQuantize where the CPU and GPU plugins have integer kernels, as NNCF's description of both says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.scheme import TensorQConfig
+
+READS = Rule(output=False, reason="has quantized inputs in NNCF's list; the plugin places the output's rounding itself")
+RESIZES = Rule(output=False, share="all", reason="stays within the range of its input, and so on its scale")
+JOINS = Rule(output=False, share="all", reason="unified scales: joining the operands copies integers")
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="does not change values: runs in the type of its input")
+
+OPENVINO = BackendSpec(
+    name="OpenVINO",
+    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
+    activation=TensorQConfig(UINT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    rules=MappingProxyType(
+        dict.fromkeys(("weighted", "matmul", "pool"), READS)
+        | dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "remainder"), READS)
+        | dict.fromkeys(("pow", "square", "sum", "norm", "normalize"), READS)
+        | dict.fromkeys(("layer_norm", "group_norm", "instance_norm"), READS)
+        | {"interpolate": RESIZES, "cat": JOINS, "stack": JOINS, "pass_through": FOLLOWS, "identity": FOLLOWS}
+    ),
+    left_float=MappingProxyType(
+        dict.fromkeys(("binary", "concat", "math", "norm", "resize"), "not in NNCF's list of ops with quantized inputs")
+        | {
+            "activation": "not in NNCF's list: part of the layer before it, or computed in float",
+            "scaled_dot_product_attention": "NNCF asks for symmetric inputs there, which this table has nowhere else",
+            "lookup": "a table that is looked up is not multiplied: only its size would shrink",
+        }
+    ),
+    source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "
+    "symmetric weights per channel, activations per tensor)",
+)
+
+OPENVINO_AVX2 = replace(
+    OPENVINO,
+    name="OpenVINO_AVX2",
+    weight=OPENVINO.weight.with_scheme(bit_width=7, narrow_range=False),
+    source=f"{OPENVINO.source}; OpenVINO documentation, 'Saturation (overflow) issue workaround': weights of 7 bits on "
+    "CPUs without VNNI",
+)
+"""Half range: two products of uint8 and -64 to 63 fit into the int16 sum of ``pmaddubsw``, those of int8 do not."""

@@ -1,0 +1,44 @@
+"""Vitis: the DPU of Vitis AI, whose scales are powers of two, one per tensor.
+
+Scales come from the observer and stay: the gradient of LSQ is one for a scale that moves in small steps. What else the
+DPU does is not simulated: biases of 8 bits, halves rounded upwards, averages by a multiplication and a shift.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.backends.schemes import INT8_POWER_OF_TWO
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.scheme import TensorQConfig
+
+COMPUTES = Rule(reason="runs on the DPU: inputs and output are integers")
+RESIZES = Rule(share="all", reason="runs on the DPU; stays within the range of its input, and so on its scale")
+JOINS = Rule(share="all", reason="operands and result have one scale, so that joining them copies integers")
+MOVES = Rule(share="all", reason="moves values: the output has the scale of the input")
+
+LEAST_SQUARES = TensorQConfig(
+    INT8_POWER_OF_TWO, observer="MSE", fake_quantize="Fixed", observer_args=MappingProxyType({"p": 2.0})
+)
+
+VITIS = BackendSpec(
+    name="Vitis",
+    weight=LEAST_SQUARES,
+    activation=LEAST_SQUARES,
+    rules=MappingProxyType(
+        dict.fromkeys(("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "linear"), COMPUTES)
+        | dict.fromkeys(("add", "mul", "avg_pool2d", "adaptive_avg_pool2d", "mean"), COMPUTES)
+        | dict.fromkeys(("relu", "relu6", "leaky_relu", "hardsigmoid", "hardswish"), COMPUTES)
+        | {"interpolate": RESIZES, "cat": JOINS, "pass_through": MOVES, "identity": MOVES}
+    ),
+    fused_activations=frozenset({"relu", "relu6", "leaky_relu"}),
+    left_float=MappingProxyType(
+        dict.fromkeys(
+            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup"),
+            "not an op of the DPU: runs on the host processor",
+        )
+        | {"matmul": "the DPU multiplies by constant weights only: runs on the host processor"}
+    ),
+    source="AMD PG338 and PG389 (features of the DPU), UG1414 'Operators supported by PyTorch' (fused activations) and "
+    "'Quantizing with float scale' (power-of-two, symmetric, per tensor); MQBench documentation, 'Vitis' (-128 to 127)",
+)

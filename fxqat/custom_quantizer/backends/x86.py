@@ -1,0 +1,17 @@
+"""X86: the int8 kernels of MKL-DNN in Paddle on x86 processors; ArmCPU's table and products of activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.backends.arm_cpu import ARM_CPU, READS
+
+X86 = replace(
+    ARM_CPU,
+    name="X86",
+    rules=MappingProxyType({**ARM_CPU.rules, "matmul": READS}),
+    left_float=MappingProxyType({key: why for key, why in ARM_CPU.left_float.items() if key != "matmul"}),
+    source="PaddleSlim's quantization FAQ, table of platforms, row x86 (MKL-DNN): weights abs_max, activations "
+    "moving_average_abs_max, ops conv2d, depthwise_conv2d, mul, matmul",
+)
