@@ -11,7 +11,7 @@ from fxqat.scheme import TensorQConfig
 
 READS = Rule(output=False, reason="has quantized inputs in NNCF's list; the plugin places the output's rounding itself")
 RESIZES = Rule(output=False, share="all", reason="stays within the range of its input, and so on its scale")
-JOINS = Rule(output=False, share="all", reason="unified scales: joining the operands copies integers")
+JOINS = Rule(share="all", reason="unified scales: joining the operands copies integers")
 FOLLOWS = Rule(inputs="none", output=False, share="all", reason="does not change values: runs in the type of its input")
 
 OPENVINO = BackendSpec(
@@ -21,7 +21,7 @@ OPENVINO = BackendSpec(
     rules=MappingProxyType(
         dict.fromkeys(("weighted", "matmul", "pool"), READS)
         | dict.fromkeys(("add", "sub", "mul", "div", "maximum", "minimum", "remainder"), READS)
-        | dict.fromkeys(("pow", "square", "sum", "norm", "normalize"), READS)
+        | dict.fromkeys(("pow", "square", "sum", "normalize"), READS)
         | dict.fromkeys(("layer_norm", "group_norm", "instance_norm"), READS)
         | {"interpolate": RESIZES, "cat": JOINS, "stack": JOINS, "pass_through": FOLLOWS, "identity": FOLLOWS}
     ),
