@@ -100,7 +100,7 @@ def test_defaults_are_those_of_the_guide() -> None:
     assert inspect.signature(fxqat.enable_calibration_quantization).parameters["quantizer_type"].default == "fake_quant"
 
 
-@pytest.mark.parametrize("name", ["TSQAT", "Experimental", "ONNXRuntime", "TensorRT"])
+@pytest.mark.parametrize("name", ["TSQAT", "Experimental", "ONNXRuntime", "TensorRT", "QNN", "OpenVINO_AVX2"])
 def test_a_backend_is_known_by_its_name(name: str) -> None:
     member = fxqat.BackendType(name)
     assert member is getattr(fxqat.BackendType, name)

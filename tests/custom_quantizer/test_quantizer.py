@@ -521,3 +521,66 @@ def test_arguments_that_are_no_tensors_are_not_quantized():
     calibrate(gm, (x,))
     assert (gm(x) - model(x)).abs().max() < 0.1
     assert (gm(x, 1.0) - model(x, 1.0)).abs().max() < 0.1
+
+
+# weights of single ops, and the schemes of further backends
+
+
+def weights_of(gm):
+    """The scheme of every weight, by the kind of its layer."""
+    layers = [module for module in gm.modules() if isinstance(module, QATLayer)]
+    return {layer.layer_type: str(layer.weight_fake_quant.scheme) for layer in layers}
+
+
+def test_the_weight_of_a_linear_layer_has_one_scale_on_qnn():
+    assert weights_of(prepared("residual", "QNN")) == {
+        "Conv2d": "int8 sym per-channel narrow",
+        "Linear": "int8 sym per-tensor narrow",
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "conv", "linear"),
+    [
+        ({"extra_qconfig_dict": {"w_qscheme": {"bit": 4}}}, "int4 sym per-channel", "int4 sym per-tensor"),
+        ({"extra_qconfig_dict": {"w_qscheme": {"per_channel": True}}}, "int8 sym per-channel", "int8 sym per-channel"),
+        (
+            {"overrides": [{"match": {"type": "Linear"}, "weight": {"bit": 6}}]},
+            "int8 sym per-channel",
+            "int6 sym per-tensor",
+        ),
+    ],
+    ids=["bit", "per_channel", "override"],
+)
+def test_the_configuration_reaches_a_weight_with_a_scheme_of_its_own(config, conv, linear):
+    expected = {"Conv2d": f"{conv} narrow", "Linear": f"{linear} narrow"}
+    assert weights_of(prepared("residual", "QNN", config)) == expected
+
+
+def test_no_weight_is_learned_without_training():
+    gm = prepare_by_platform(build("residual"), "QNN", is_qat=False)
+    layers = [module for module in gm.modules() if isinstance(module, QATLayer)]
+    assert {layer.layer_type for layer in layers} == {"Conv2d", "Linear"}
+    assert {type(layer.weight_fake_quant).__name__ for layer in layers} == {"FixedFakeQuantize"}
+
+
+@pytest.mark.parametrize(("backend", "bits"), [("QNN", 8), ("QNN_A16", 16)])
+def test_sigmoid_and_tanh_are_on_the_scales_that_qnn_requires(backend, bits):
+    """Sigmoid 2**-bits from 0, tanh 2**(1 - bits) from the middle, as ONNX Runtime's quant_config.py sets them."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sigmoid(), nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Conv2d(4, 2, 1)).eval()
+    gm = prepare_by_platform(model, backend)
+    found = {}
+    for kind, node in (("sigmoid", "_1"), ("tanh", "_3")):
+        quant = gm.get_submodule(str(quantizer_after(gm, node).target))
+        found[kind] = tuple(parameter.item() for parameter in quant.qparams())
+    assert found == {"sigmoid": (2.0**-bits, 0.0), "tanh": (2.0 ** (1 - bits), 2.0 ** (bits - 1))}
+
+
+def test_a_scale_of_sixteen_bit_activations_keeps_their_range():
+    gm = prepare_by_platform(build("residual"), "QNN_A16")
+    calibrate(gm, inputs("residual"))
+    (x,) = inputs("residual")
+    scale, zero_point = gm.x_act_fake_quant.qparams()
+    low, high = (-zero_point * scale).item(), ((65535 - zero_point) * scale).item()
+    assert abs(low - x.min().item()) < 2**-11 * (high - low)
+    assert abs(high - x.max().item()) < 2**-11 * (high - low)

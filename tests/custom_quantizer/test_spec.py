@@ -13,6 +13,16 @@ from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 FAMILIES = {value for name, value in vars(op_table).items() if name.isupper() and isinstance(value, str)}
 INT8 = TensorQConfig(QuantizeScheme())
+SCALE_BITS = {"ONNXRuntime": (6, 4), "ONNXRuntime_AVX2": (6, 4), "QNN_A16": (5, 12), "Vitis": (1, 1)}
+ALWAYS_FLOAT = (op_table.CONSTRUCTOR, op_table.NOT_FLOAT, op_table.RECURRENT)
+RANGES = {
+    ("int8", False): (-128, 127),
+    ("int8", True): (-127, 127),
+    ("int7", False): (-64, 63),
+    ("int7", True): (-63, 63),
+    ("uint8", False): (0, 255),
+    ("uint16", False): (0, 65535),
+}
 
 
 def test_the_name_wins_over_the_family():
@@ -27,13 +37,43 @@ def test_the_name_wins_over_the_family():
 def test_a_table_speaks_of_known_ops_and_gives_reasons(backend):
     spec = BACKENDS[backend]
     assert spec.name == backend.value
-    assert {key for key in spec.rules if op_named(key) is None} <= FAMILIES
-    expected = (6, 4) if backend is BackendType.ONNXRuntime else (5, 4)
+    keys = {*spec.rules, *spec.left_float, *spec.weights}
+    assert {key for key in keys if op_named(key) is None} <= FAMILIES
+    expected = SCALE_BITS.get(backend.value, (5, 4))
     assert (spec.weight.scheme.scale_bits, spec.activation.scheme.scale_bits) == expected
     assert set(spec.fixed_ranges) | spec.fused_activations <= {op.name for op in OPS}
     assert spec.fuses_into <= FAMILIES
     assert all(rule.reason for rule in spec.rules.values())
     assert spec.source
+
+
+@pytest.mark.parametrize("backend", BackendType)
+def test_a_table_says_why_of_every_op_that_it_leaves_float(backend):
+    spec = BACKENDS[backend]
+    left = [op for op in OPS if op.family not in ALWAYS_FLOAT and spec.rule(op.name, op.family) is None]
+    assert [op.name for op in left if not (spec.left_float.get(op.name) or spec.left_float.get(op.family))] == []
+    for key in spec.left_float:
+        assert key not in spec.rules
+        assert any(key in (op.name, op.family) for op in left), key
+
+
+def test_the_reason_for_an_op_without_a_rule_is_that_of_its_name_then_of_its_family():
+    spec = BackendSpec("Mine", INT8, INT8, {}, left_float={"math": "slow", "exp": "wrong"})
+    assert spec.why_float("exp", "math") == "Mine has no rule for exp: wrong"
+    assert spec.why_float("log", "math") == "Mine has no rule for log: slow"
+    assert spec.why_float("relu", "activation") == "Mine has no rule for relu"
+
+
+def test_the_weight_of_an_op_can_have_a_scheme_of_its_own():
+    own = INT8.with_scheme(per_channel=True)
+    spec = BackendSpec("Mine", INT8, INT8, {}, weights={"conv2d": own})
+    assert spec.weight_of("conv2d") is own
+    assert spec.weight_of("linear") is INT8
+    changed = spec.with_configs(lambda config: config.with_scheme(bit_width=4), TensorQConfig.not_learned)
+    assert str(changed.weight_of("conv2d").scheme) == "int4 sym per-channel"
+    assert str(changed.weight_of("linear").scheme) == "int4 sym per-tensor"
+    assert (changed.activation.fake_quantize, changed.weight.fake_quantize) == ("Fixed", "Learnable")
+    assert changed.rules is spec.rules
 
 
 @pytest.mark.parametrize("backend", BackendType)
@@ -55,6 +95,14 @@ def test_a_table_cannot_be_changed(backend):
         (BackendType.Experimental, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
         (BackendType.ONNXRuntime, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
         (BackendType.TensorRT, "int8 sym per-channel narrow", "int8 sym per-tensor", "Learnable"),
+        (BackendType.OpenVINO, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
+        (BackendType.QNN, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
+        (BackendType.Vitis, "int8 sym per-tensor pot", "int8 sym per-tensor pot", "Fixed"),
+        (BackendType.ArmCPU, "int8 sym per-tensor narrow", "int8 sym per-tensor", "Learnable"),
+        (BackendType.X86, "int8 sym per-tensor narrow", "int8 sym per-tensor", "Learnable"),
+        (BackendType.ONNXRuntime_AVX2, "int7 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
+        (BackendType.OpenVINO_AVX2, "int7 sym per-channel", "uint8 asym per-tensor", "Learnable"),
+        (BackendType.QNN_A16, "int8 sym per-channel narrow", "uint16 asym per-tensor", "Learnable"),
     ],
 )
 def test_the_schemes_are_those_of_the_design(backend, weight, activation, learned):
@@ -62,7 +110,14 @@ def test_the_schemes_are_those_of_the_design(backend, weight, activation, learne
     assert str(spec.weight.scheme) == weight
     assert str(spec.activation.scheme) == activation
     assert (spec.weight.fake_quantize, spec.activation.fake_quantize) == (learned, learned)
-    if not spec.activation.scheme.symmetric:
-        assert (spec.activation.scheme.quant_min, spec.activation.scheme.quant_max) == (0, 255)
-    else:
-        assert (spec.activation.scheme.quant_min, spec.activation.scheme.quant_max) == (-128, 127)
+    for scheme in (spec.weight.scheme, spec.activation.scheme):
+        assert (scheme.quant_min, scheme.quant_max) == RANGES[str(scheme).split()[0], scheme.narrow_range]
+
+
+def test_two_products_of_the_half_range_fit_into_int16_and_those_of_int8_do_not():
+    """``pmaddubsw`` adds two products of uint8 and int8 in int16."""
+    limit, largest = 2**15 - 1, 255
+    for kind in ("ONNXRuntime", "OpenVINO"):
+        weights = [BACKENDS[BackendType(name)].weight.scheme for name in (kind, f"{kind}_AVX2")]
+        sums = [2 * largest * max(-scheme.quant_min, scheme.quant_max) for scheme in weights]
+        assert sums[0] > limit >= sums[1]

@@ -9,16 +9,16 @@ from fxqat.custom_quantizer.backends.tsqat import TSQAT
 from fxqat.custom_quantizer.table import BACKENDS, BackendType, backend_spec
 from fxqat.errors import ConfigError
 from tests.models import BACKENDS as NAMES
-from tests.models import prepared
+from tests.models import FURTHER_BACKENDS, VARIANTS, prepared
 
 
 def test_every_member_has_a_table():
     assert set(BACKENDS) == set(BackendType)
-    assert {"TSQAT", "Experimental", "ONNXRuntime", "TensorRT"} <= {member.value for member in BackendType}
+    assert {*NAMES, *FURTHER_BACKENDS, *VARIANTS} == {member.value for member in BackendType}
     assert tuple(member.name for member in BackendType) == tuple(member.value for member in BackendType)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "QNN", "OpenVINO_AVX2"])
 def test_member_and_name_mean_the_same(name):
     assert backend_spec(name) is backend_spec(BackendType(name))
     assert prepared("residual", name).quant_report == prepared("residual", BackendType(name)).quant_report
@@ -41,6 +41,13 @@ def test_a_table_of_ones_own_is_taken_as_it_is():
         ("onnxruntime", "ONNXRuntime"),
         ("tsqat", "TSQAT"),
         ("TRT", "TensorRT"),
+        ("open_vino", "OpenVINO"),
+        ("OpenVINO-AVX2", "OpenVINO_AVX2"),
+        ("onnxruntime avx2", "ONNXRuntime_AVX2"),
+        ("qnn-a16", "QNN_A16"),
+        ("vitisai", "Vitis"),
+        ("arm", "ArmCPU"),
+        ("x86_64", "X86"),
     ],
 )
 def test_an_unknown_name_names_the_nearest(wrong, nearest):

@@ -1,0 +1,172 @@
+"""Writes the page of the backends from their tables; the committed page is compared with it in test_backends_page.py.
+
+python tests/custom_quantizer/generate_backends.py --output docs/backends.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.table import TABLES
+from fxqat.quantization.op_families import CONSTRUCTOR, NOT_FLOAT, RECURRENT
+from fxqat.quantization.op_table import OPS, Op
+from fxqat.scheme import FLOAT32_BITS, TensorQConfig
+
+COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/backends.rst"
+INTRODUCTION = f"""Backends
+========
+
+A backend is a table (:doc:`add_a_backend`). This page is written from the tables by
+``{COMMAND}``, and a test compares the two.
+
+``backend=`` takes a ``BackendType`` or its name, such as ``"OpenVINO_AVX2"``. A name with an underscore is a variant:
+the table of the backend before the underscore with other schemes.
+
+"""
+READS = {"all": "all operands", "none": "nothing anew", "residual": "all operands but the one a layer writes for it"}
+SHARES = {"none": "no", "inputs": "the operands have one scale", "all": "operands and result have one scale"}
+FAMILIES_NOTE = """An op counts as what it does with its arguments: interpolation to the nearest neighbour only moves
+values, and a pad that puts in something other than zeros is not an op of the table. On every backend recurrent layers
+and ops outside the table stay float, masks of infinities are not rounded, and sizes, indices and booleans are no
+values. The value of an op that stays float is rounded all the same where a quantized op reads it."""
+
+PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT, RECURRENT)]
+
+
+def scheme_of(config: TensorQConfig) -> str:
+    """The words for a scheme with its range."""
+    scheme = config.scheme
+    bits = {1: "powers of two", FLOAT32_BITS: "any float32"}.get(scheme.scale_bits, f"{scheme.scale_bits} bits")
+    return f"{scheme}: {scheme.quant_min} to {scheme.quant_max}; scales: {bits}"
+
+
+def parts_of(config: TensorQConfig) -> str:
+    """The words for observer and fake-quant."""
+    observer, fake_quantize = (
+        f"``{name}``" + (f" ({', '.join(f'{key}={value}' for key, value in args.items())})" if args else "")
+        for name, args in (
+            (config.observer, config.observer_args),
+            (config.fake_quantize, config.fake_quantize_args),
+        )
+    )
+    return f"{observer}, {fake_quantize}"
+
+
+def family_ops(family: str) -> list[Op]:
+    """The ops of a family."""
+    return [op for op in PLACED if op.family == family]
+
+
+def names_of(ops: Sequence[Op]) -> str:
+    """Whole families by their name, other ops by theirs."""
+    words = []
+    for family in dict.fromkeys(op.family for op in ops):
+        here = [op for op in ops if op.family == family]
+        whole = len(here) == len(family_ops(family))
+        words += [f"*{family}*"] if whole else [f"``{op.name}``" for op in here]
+    return ", ".join(words)
+
+
+def rows_of_rules(spec: BackendSpec) -> Iterator[tuple[str, ...]]:
+    """A row for every different rule."""
+    rules: dict[Rule, list[Op]] = {}
+    for op in PLACED:
+        rule = spec.rule(op.name, op.family)
+        if rule is not None:
+            rules.setdefault(rule, []).append(op)
+    for rule, ops in rules.items():
+        moves = rule.inputs == "none" and rule.share == "all"
+        output = "as the operand" if moves else "yes" if rule.output else "where a quantized op reads it"
+        yield names_of(ops), READS[rule.inputs], output, SHARES[rule.share], rule.reason
+
+
+def rows_of_float(spec: BackendSpec) -> Iterator[tuple[str, str]]:
+    """A row for every reason for which ops stay float."""
+    found: dict[str, list[Op]] = {}
+    for op in PLACED:
+        if spec.rule(op.name, op.family) is None:
+            why = spec.why_float(op.name, op.family).partition(": ")[2]
+            found.setdefault(why, []).append(op)
+    for why, ops in found.items():
+        yield names_of(ops), why
+
+
+def rows_of_schemes(spec: BackendSpec) -> Iterator[tuple[str, str, str]]:
+    """A row for every kind of tensor."""
+    yield "weights", scheme_of(spec.weight), parts_of(spec.weight)
+    for name, config in spec.weights.items():
+        yield f"weight of ``{name}``", scheme_of(config), parts_of(config)
+    yield "activations", scheme_of(spec.activation), parts_of(spec.activation)
+    for name, (low, high) in spec.fixed_ranges.items():
+        yield f"output of ``{name}``", f"the range {low:g} to {high:g} is known", "not calibrated"
+
+
+def list_table(header: Sequence[str], widths: Sequence[int], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a list table."""
+    yield from (".. list-table::", "   :header-rows: 1", f"   :widths: {' '.join(map(str, widths))}", "")
+    for row in (header, *rows):
+        for position, cell in enumerate(row):
+            yield f"   {'*' if position == 0 else ' '} - {cell}".rstrip()
+    yield ""
+
+
+def heading(text: str, line: str) -> list[str]:
+    """The lines of a heading."""
+    return [text, line * len(text), ""]
+
+
+def section(spec: BackendSpec) -> Iterator[str]:
+    """The lines of one backend."""
+    yield from heading(spec.name, "-")
+    yield from (f"Source: {spec.source}.", "")
+    yield from list_table(("Tensor", "Scheme", "Observer, fake-quant"), (22, 50, 28), rows_of_schemes(spec))
+    fused = ", ".join(f"``{name}``" for name in sorted(spec.fused_activations))
+    families = ", ".join(f"*{name}*" for name in sorted(spec.fuses_into))
+    yield from (f"Part of the op before them, if that is one of {families} and they alone read it: {fused}.", "")
+    header = ("Ops", "Reads quantized", "Gives quantized", "Shares a scale", "Why")
+    yield from list_table(header, (30, 14, 14, 14, 28), rows_of_rules(spec))
+    left = list(rows_of_float(spec))
+    if left:
+        yield from list_table(("Left float", "Why"), (50, 50), left)
+
+
+def variant(spec: BackendSpec, base: BackendSpec) -> Iterator[str]:
+    """The lines of a variant: what differs."""
+    yield from heading(spec.name, "-")
+    yield from (f"{base.name} with other schemes. Source: {spec.source}.", "")
+    known = set(rows_of_schemes(base))
+    rows = [row for row in rows_of_schemes(spec) if row not in known]
+    yield from list_table(("Tensor", "Scheme", "Observer, fake-quant"), (22, 50, 28), rows)
+
+
+def page() -> str:
+    """The whole page."""
+    by_name = {spec.name: spec for spec in TABLES}
+    lines = []
+    overview = [(f"``{spec.name}``", str(spec.weight.scheme), str(spec.activation.scheme)) for spec in TABLES]
+    lines += list_table(("Backend", "Weights", "Activations"), (30, 35, 35), overview)
+    for spec in TABLES:
+        base = by_name.get(spec.name.rpartition("_")[0])
+        lines += section(spec) if base is None else variant(spec, base)
+    lines += [*heading("Families of ops", "-"), FAMILIES_NOTE, ""]
+    families = dict.fromkeys(op.family for op in PLACED)
+    rows = [(f"*{family}*", ", ".join(f"``{op.name}``" for op in family_ops(family))) for family in families]
+    lines += list_table(("Family", "Ops"), (20, 80), rows)
+    return INTRODUCTION + "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="the page to write")
+    parser.parse_args().output.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
