@@ -57,6 +57,10 @@ from tests.export_models import (
 EXPORT = importlib.import_module("fxqat.convert_export")  # the package has the function under this name
 OPSETS = (18, 21, newest_opset())
 INT32_MAX = 2**31 - 1
+FURTHER = [
+    *(("branches", "OpenVINO"), ("attention", "OpenVINO"), ("mobile", "QNN"), ("upscale", "QNN")),
+    *(("residual", "Vitis"), ("upscale", "Vitis"), ("several", "ArmCPU"), ("attention", "X86")),
+]
 
 
 @cache
@@ -108,6 +112,44 @@ def test_the_file_computes_what_the_model_computes(name: str, backend: str, opse
     check_optimized(tmp_path, inputs, deployed_outputs(gm, inputs), opset)
 
 
+@pytest.mark.parametrize(("name", "backend"), FURTHER)
+def test_the_files_for_further_backends_compute_what_the_model_computes(
+    name: str, backend: str, tmp_path: Path
+) -> None:
+    gm, inputs = known(name, backend)
+    report, model, document = export(gm, inputs, tmp_path)
+    check_values(gm, inputs, report, model)
+    check_weights(gm, model, document)
+    check_files(report, model, document, 18)
+    check_optimized(tmp_path, inputs, deployed_outputs(gm, inputs), 18)
+
+
+@pytest.mark.parametrize("backend", ["ONNXRuntime_AVX2", "OpenVINO_AVX2"])
+def test_seven_bits_are_stored_in_eight(backend: str, tmp_path: Path) -> None:
+    """Two neighbouring products with uint8 then fit into int16, which is what processors without VNNI add them in."""
+    gm, inputs = known("residual", backend)
+    report, model, document = export(gm, inputs, tmp_path)
+    check_values(gm, inputs, report, model)
+    check_weights(gm, model, document)
+    stored = [array for key, array in constants(model).items() if key.endswith("weight_quantized")]
+    assert max(np.abs(array.astype(np.int64)).max() for array in stored) == 63
+    entries = [entry for entry in document["tensors"].values() if entry["kind"] == "weight"]
+    assert {(entry["dtype"], entry["bit_width"], entry["quant_max"]) for entry in entries} == {("int8", 7, 63)}
+    optimized = run_session(session(tmp_path / "model.onnx", optimized_to=tmp_path / "optimized.onnx"), inputs)
+    for produced, wanted in zip(optimized, deployed_outputs(gm, inputs), strict=True):
+        assert cosine(produced, wanted) > 0.99  # whatever the processor
+
+
+def test_scales_for_vitis_are_powers_of_two_in_the_file(tmp_path: Path) -> None:
+    gm, inputs = known("mobile", "Vitis")
+    report, model, document = export(gm, inputs, tmp_path)
+    check_values(gm, inputs, report, model)
+    exponents = np.log2(np.concatenate([entry["scale"] for entry in document["tensors"].values()]))
+    assert np.array_equal(exponents, np.rint(exponents))
+    assert len(set(exponents)) > 3
+    assert {entry["axis"] for entry in document["tensors"].values() if entry["kind"] != "bias"} == {None}
+
+
 def check_values(gm: QuantGraphModule, inputs: Inputs, report: ExportReport, model: onnx.ModelProto) -> None:
     """Every rounded value and every output within one step."""
     expected, outputs = rounded_values(gm, inputs)
@@ -135,14 +177,16 @@ def check_weights(gm: QuantGraphModule, model: onnx.ModelProto, document: dict[s
     for path, layer in layers.items():
         weight, scale = layer.folded()[0].detach().numpy(), held[f"{path}.weight_scale"]
         shape = [-1 if axis == layer.op.axis else 1 for axis in range(weight.ndim)]
-        integers = np.clip(np.rint(weight / scale.reshape(shape)), -127, 127)
+        scheme = layer.weight_fake_quant.scheme
+        integers = np.clip(np.rint(weight / scale.reshape(shape)), scheme.quant_min, scheme.quant_max)
         stored = held[f"{path}.weight_quantized"]
         assert stored.dtype == np.int8
         assert np.array_equal(stored, integers)
         assert not held[f"{path}.weight_zero_point"].any()
     kinds = [entry["kind"] for entry in document["tensors"].values()]
     types = [array.dtype.name for array in held.values() if array.ndim]
-    assert types.count("int8") == 2 * kinds.count("weight")  # with its zero points
+    axes = [entry["axis"] for entry in document["tensors"].values() if entry["kind"] == "weight"]
+    assert types.count("int8") == 2 * len(axes) - axes.count(None)  # with its zero points, where there are several
     assert types.count("int32") == 2 * kinds.count("bias")
     floats = sum(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)) for module in gm.modules())
     floats += sum(isinstance(module, nn.ConvTranspose1d) for module in gm.modules()) + hasattr(gm, "position")
