@@ -35,9 +35,9 @@ INTRODUCTION = """The op table
 
 Every op that fxqat knows by name, in every way to write it, and what each backend does with it. The page is written by
 ``python tests/op_table/generate.py --output docs/op_table.rst``, which runs every spelling on TSQAT and the first one
-of each line on the other backends: prepare, calibrate, one training step, export, and the comparison of the exported
-file with the fake-quant model in ONNX Runtime. The same cases are tests (``tests/op_table``), and their whole placement
-is in ``tests/golden/op_table-<backend>.txt``.
+of each line on the other backends of its columns: prepare, calibrate, one training step, export, and the comparison of
+the exported file with the fake-quant model in ONNX Runtime. The same cases are tests (``tests/op_table``), and their
+whole placement, also that on the backends without a column, is in ``tests/golden/op_table-<backend>.txt``.
 
 In a spelling, ``x`` and ``y`` are values that a layer computes, ``w`` and ``b`` are parameters, ``boxes`` regions; a
 module is called on ``x``. Each spelling stands between two layers that are quantized. A backend's column says what
