@@ -23,7 +23,9 @@ from torch import nn
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
+from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.rounding import Reconstruction, learn
 from fxqat.tools.segments import Segment, Values, inputs_of, needed_after, split
@@ -62,12 +64,13 @@ def reconstruct(
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: unknown method, or no batches.
+        ConfigError: unknown method, no batches, or a weight's fake-quant that rounds something else than the weight.
     """
     setting = _setting(method)
     if not batches:
         raise ConfigError("reconstruct: needs at least one batch of inputs")
     enable_quantization(gm)
+    _require_plain_weights(gm)
     found: dict[str, tuple[float, float]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
@@ -92,6 +95,16 @@ def _setting(method: str | Reconstruction) -> Reconstruction:
     if method not in METHODS:
         raise ConfigError(f"unknown reconstruction {method!r}; known: {', '.join(METHODS)}")
     return METHODS[method]
+
+
+def _require_plain_weights(gm: QuantGraphModule) -> None:
+    """Raise if a weight's fake-quant rounds another tensor: what is learned could not be written into the weight."""
+    for path, layer in gm.named_modules():
+        if isinstance(layer, QATLayer) and type(layer.weight_fake_quant).target is not FakeQuantizeBase.target:
+            raise ConfigError(
+                f"reconstruct: {type(layer.weight_fake_quant).__name__} of {path} rounds a function of the weight; "
+                "prepare the model with another w_fakequantize, such as Fixed or Learnable"
+            )
 
 
 @contextmanager

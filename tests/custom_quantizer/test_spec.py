@@ -6,6 +6,7 @@ import pytest
 
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.table import BACKENDS, BackendType
+from fxqat.fake_quantize.table import not_learned
 from fxqat.quantization import op_table
 from fxqat.quantization.op_table import OPS
 from fxqat.quantization.ops import op_named
@@ -69,7 +70,7 @@ def test_the_weight_of_an_op_can_have_a_scheme_of_its_own():
     spec = BackendSpec("Mine", INT8, INT8, {}, weights={"conv2d": own})
     assert spec.weight_of("conv2d") is own
     assert spec.weight_of("linear") is INT8
-    changed = spec.with_configs(lambda config: config.with_scheme(bit_width=4), TensorQConfig.not_learned)
+    changed = spec.with_configs(lambda config: config.with_scheme(bit_width=4), not_learned)
     assert str(changed.weight_of("conv2d").scheme) == "int4 sym per-channel"
     assert str(changed.weight_of("linear").scheme) == "int4 sym per-tensor"
     assert (changed.activation.fake_quantize, changed.weight.fake_quantize) == ("Fixed", "Learnable")
@@ -97,7 +98,7 @@ def test_a_table_cannot_be_changed(backend):
         (BackendType.TensorRT, "int8 sym per-channel narrow", "int8 sym per-tensor", "Learnable"),
         (BackendType.OpenVINO, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
         (BackendType.QNN, "int8 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),
-        (BackendType.Vitis, "int8 sym per-tensor pot", "int8 sym per-tensor pot", "Fixed"),
+        (BackendType.Vitis, "int8 sym per-tensor pot", "int8 sym per-tensor pot", "TQT"),
         (BackendType.ArmCPU, "int8 sym per-tensor narrow", "int8 sym per-tensor", "Learnable"),
         (BackendType.X86, "int8 sym per-tensor narrow", "int8 sym per-tensor", "Learnable"),
         (BackendType.ONNXRuntime_AVX2, "int7 sym per-channel narrow", "uint8 asym per-tensor", "Learnable"),

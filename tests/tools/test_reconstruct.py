@@ -134,6 +134,9 @@ def test_methods():
         reconstruct(gm, batches, "Adaround")
     with pytest.raises(ConfigError, match="at least one batch"):
         reconstruct(gm, [])
+    gm, batches = low_bit(config={"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}})
+    with pytest.raises(ConfigError, match="DoReFaFakeQuantize of stem rounds a function of the weight"):
+        reconstruct(gm, batches)
     with pytest.raises(CalibrationError, match="saw no data"):
         reconstruct(fxqat.prepare_by_platform(nn.Linear(3, 3)), [(torch.randn(2, 3),)])
 

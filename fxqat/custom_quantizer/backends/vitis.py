@@ -1,7 +1,7 @@
 """Vitis: the DPU of Vitis AI, whose scales are powers of two, one per tensor.
 
-Scales come from the observer and stay: the gradient of LSQ is one for a scale that moves in small steps. What else the
-DPU does is not simulated: biases of 8 bits, halves rounded upwards, averages by a multiplication and a shift.
+Their thresholds are learned (TQT): the gradient of LSQ is one for a scale that moves in small steps. What else the DPU
+does is not simulated: biases of 8 bits, halves rounded upwards, averages by a multiplication and a shift.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ JOINS = Rule(share="all", reason="operands and result have one scale, so that jo
 MOVES = Rule(share="all", reason="moves values: the output has the scale of the input")
 
 LEAST_SQUARES = TensorQConfig(
-    INT8_POWER_OF_TWO, observer="MSE", fake_quantize="Fixed", observer_args=MappingProxyType({"p": 2.0})
+    INT8_POWER_OF_TWO, observer="MSE", fake_quantize="TQT", observer_args=MappingProxyType({"p": 2.0})
 )
 
 VITIS = BackendSpec(
