@@ -1,0 +1,212 @@
+"""Accuracy after quantization without training, by method and width: CIFAR ResNet20 and MobileNetV2.
+
+Needs a folder with ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
+``mobilenet_v2_imagenet.py``). Not part of pytest. Results are added to a file of JSON lines; rows in it are not run
+again.
+
+    python tests/accuracy/ptq.py run --data DIR --results tests/accuracy/results/ptq.jsonl
+    python tests/accuracy/ptq.py report --results tests/accuracy/results/ptq.jsonl --output docs/accuracy_ptq.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from prettytable import PrettyTable
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fxqat.tools import ptq
+from fxqat.tools.reconstruct import METHODS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mobilenet_v2_imagenet as mobilenet  # noqa: E402
+import resnet20_cifar10 as resnet  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize one model.
+
+    Args:
+        model: ``"ResNet20"`` or ``"MobileNetV2"``.
+        backend: a backend.
+        weight_bits: width of weights.
+        activation_bits: width of activations.
+        observer: of weights and of activations below 8 bits; empty: the backend's.
+        method: of reconstruction; empty: calibration alone.
+        wanted: the top-1 that the row should reach, 0 if none is set.
+    """
+
+    model: str
+    backend: str
+    weight_bits: int
+    activation_bits: int
+    observer: str = ""
+    method: str = ""
+    wanted: float = 0.0
+
+    def config(self) -> dict[str, Any]:
+        """The ``prepare_custom_config_dict``."""
+        qconfig: dict[str, Any] = {"w_qscheme": {"bit": self.weight_bits}, "a_qscheme": {"bit": self.activation_bits}}
+        if self.weight_bits < 8:
+            qconfig["w_qscheme"]["narrow_range"] = False
+        if self.activation_bits < 8:
+            qconfig["a_qscheme"] |= {"signed": False, "symmetry": False}
+        if self.observer and self.weight_bits < 8:
+            qconfig["w_observer"] = self.observer
+        if self.observer and self.activation_bits < 8:
+            qconfig["a_observer"] = self.observer
+        return {"extra_qconfig_dict": qconfig}
+
+
+ROWS = (
+    Row("ResNet20", "ONNXRuntime", 4, 8, "MinMax"),
+    Row("ResNet20", "ONNXRuntime", 4, 8, "MSE"),
+    Row("ResNet20", "ONNXRuntime", 4, 8, "MSE", "QDrop", 91.0),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MinMax"),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE"),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "AdaRound"),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "BRECQ"),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", 86.0),
+    Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "QDrop"),
+    Row("MobileNetV2", "ONNXRuntime", 8, 8, wanted=86.5),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MinMax"),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE"),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", 83.0),
+    Row("MobileNetV2", "Vitis", 8, 8),
+    Row("MobileNetV2", "Vitis", 8, 8, "", "QDrop", 85.5),
+)
+
+
+@dataclass
+class Task:
+    """A float model, batches to calibrate on, and images to evaluate on."""
+
+    model: nn.Module
+    batches: list[Tensor]
+    images: Tensor
+    labels: Tensor
+
+    @torch.no_grad()
+    def accuracy(self, model: nn.Module) -> float:
+        """Top-1 in percent."""
+        found = torch.cat([model(x).argmax(1) for x in tqdm(self.images.split(50), leave=False)])
+        return 100 * float((found == self.labels).float().mean())
+
+
+def load(name: str, folder: Path) -> Task:
+    """The model of a row with its data: 256 images of CIFAR-10 in batches of 32, or 64 photos in batches of 8."""
+    generator = torch.Generator().manual_seed(0)
+    if name == "ResNet20":
+        data = resnet.load_data(folder / "cifar10")
+        pick = torch.randperm(len(data.train_x), generator=generator)[:256]
+        return Task(resnet.load_model(folder / "cifar10"), list(data.train_x[pick].split(32)), data.test_x, data.test_y)
+    images, labels = mobilenet.load_data(folder)
+    order = torch.randperm(len(images), generator=generator)
+    count = mobilenet.CALIBRATION_IMAGES
+    rest = order[count:]
+    return Task(mobilenet.load_model(folder), list(images[order[:count]].split(8)), images[rest], labels[rest])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the rows that have no result yet."""
+    torch.set_num_threads(arguments.threads)
+    results = read(arguments.results)
+    tasks: dict[str, Task] = {}
+    for row in ROWS:
+        known = any(result["row"] == asdict(row) and result["iterations"] == arguments.iterations for result in results)
+        if known or row.model not in arguments.models:
+            continue
+        if row.model not in tasks:
+            tasks[row.model] = load(row.model, arguments.data)
+        task = tasks[row.model]
+        method = replace(METHODS[row.method], iterations=arguments.iterations) if row.method else None
+        start = time.perf_counter()
+        gm = ptq(task.model, task.batches, row.backend, row.config(), reconstruct=method, progress=True)
+        seconds = time.perf_counter() - start
+        result = {
+            "row": asdict(row),
+            "iterations": arguments.iterations,
+            "float": task.accuracy(task.model),
+            "top1": task.accuracy(gm),
+            "seconds": seconds,
+            "torch": torch.__version__,
+        }
+        tqdm.write(json.dumps(result))
+        arguments.results.parent.mkdir(exist_ok=True)
+        with arguments.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The results so far."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the documentation page."""
+    results = read(arguments.results)
+    header = [
+        "model",
+        "backend",
+        "bits",
+        "weight ranges",
+        "reconstruction",
+        "float",
+        "top-1",
+        "wanted",
+        "iterations",
+        "s",
+    ]
+    table = PrettyTable(header, align="l", hrules=1)
+    for result in results:
+        row = Row(**result["row"])
+        bits = f"W{row.weight_bits}A{row.activation_bits}"
+        wanted, iterations = row.wanted or "", result["iterations"] if row.method else ""
+        figures = (f"{result['float']:.2f}", f"{result['top1']:.2f}", wanted, iterations, f"{result['seconds']:.0f}")
+        table.add_row([row.model, row.backend, bits, row.observer or "backend's", row.method, *figures])
+    text = f"""Accuracy without training
+=========================
+
+Generated by ``tests/accuracy/ptq.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
+
+:doc:`ptq`, every layer at the widths given, no labels. ResNet20 (akamaster/pytorch_resnet_cifar10): 256 images of
+CIFAR-10 in batches of 32, evaluated on 1017. MobileNetV2 (google-coral/test_data): 64 ImageNet photos
+(EliSchwartz/imagenet-sample-images) in batches of 8, evaluated on the other 936. Top-1 in percent; *iterations* for
+each segment; seconds of quantizing on CPU, beside other programs.
+
+{table.get_string()}
+"""
+    arguments.output.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Run rows or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    runs = commands.add_parser("run", help="run rows")
+    runs.add_argument("--data", type=Path, required=True)
+    runs.add_argument("--models", nargs="*", default=["ResNet20", "MobileNetV2"])
+    runs.add_argument("--iterations", type=int, default=200)
+    runs.add_argument("--threads", type=int, default=2)
+    runs.set_defaults(function=run)
+    reports = commands.add_parser("report", help="write the page")
+    reports.add_argument("--output", type=Path, required=True)
+    reports.set_defaults(function=report)
+    for command in (runs, reports):
+        command.add_argument("--results", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()
