@@ -11,7 +11,7 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
-from fxqat.nn.weighted import WeightedLayer, weighted_op
+from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.torch_compat import BatchNorm, tensor_version
 
 BN_TRAIN = "train"
@@ -92,6 +92,11 @@ class QATLayer(nn.Module):
         if self.bn is None:
             return self.weight, self.bias
         return fold_bn(self.op, self.weight, self.bias, self.bn)
+
+    def float_layer(self) -> WeightedLayer:
+        """The plain layer, without BatchNorm and activation; its parameters are the very ones of this."""
+        layer = weighted_layer(self.op.layer, self.op.options, self.weight, self.bias)
+        return layer.train(self.training)
 
     def deployed_scales(
         self, bias: Tensor | None, input_fake_quant: FakeQuantizeBase | None

@@ -35,10 +35,14 @@ class WeightedOp:
         axis: the weight axis of the output channels (of one group, for transposed convolutions).
         groups: number of groups if the weight axis holds the channels of one group only, else 1.
         padding: explicit padding before the function, as ``(pads, mode)`` of ``F.pad``, or None.
+        layer: the layer's type.
+        options: what that is made with, besides its channels and its kernel size.
     """
 
     function: Callable[..., Tensor]
     arguments: dict[str, Any]
+    layer: type[nn.Module]
+    options: dict[str, Any]
     axis: int = 0
     groups: int = 1
     padding: tuple[tuple[int, ...], str] | None = None
@@ -66,17 +70,38 @@ def weighted_op(layer: WeightedLayer) -> WeightedOp:
     """Describe a layer of one of ``WEIGHTED_TYPES`` (exactly these types, not subclasses)."""
     kind = type(layer)
     if isinstance(layer, nn.Linear):
-        return WeightedOp(F.linear, {})
+        return WeightedOp(F.linear, {}, kind, {})
     names = ("stride", "padding", "dilation", "groups")
     arguments = {name: getattr(layer, name) for name in names}
     if kind in CONVS:
-        padding = None
+        padding, options = None, arguments | {"padding_mode": layer.padding_mode}
         if layer.padding_mode != "zeros":
             padding = (_explicit_padding(layer), str(layer.padding_mode))
             arguments["padding"] = 0
-        return WeightedOp(CONVS[kind], arguments, padding=padding)
+        return WeightedOp(CONVS[kind], arguments, kind, options, padding=padding)
     arguments["output_padding"] = layer.output_padding
-    return WeightedOp(TRANSPOSED[kind], arguments, axis=1, groups=layer.groups)
+    return WeightedOp(TRANSPOSED[kind], arguments, kind, dict(arguments), axis=1, groups=layer.groups)
+
+
+def weighted_layer(
+    kind: type[nn.Module], options: dict[str, Any], weight: nn.Parameter, bias: nn.Parameter | None
+) -> WeightedLayer:
+    """The layer of one of ``WEIGHTED_TYPES`` that holds these very parameters.
+
+    Args:
+        kind: its type.
+        options: arguments of its constructor, without channels and kernel size.
+        weight: as the type has it, e.g. ``(out, in / groups, *kernel)``.
+        bias: ``(out,)`` or None.
+    """
+    channels = [weight.shape[1], weight.shape[0]]
+    if kind is not nn.Linear:
+        per_group = weight.shape[1] * options.get("groups", 1)
+        channels = [weight.shape[0], per_group] if kind in TRANSPOSED else [per_group, weight.shape[0]]
+        options = {"kernel_size": tuple(weight.shape[2:])} | options
+    layer: Any = kind(*channels, bias=bias is not None, device="meta", **options)
+    layer.weight, layer.bias = weight, bias
+    return layer  # type: ignore[no-any-return]
 
 
 def _explicit_padding(conv: Any) -> tuple[int, ...]:

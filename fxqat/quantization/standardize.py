@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxqat.nn.weighted import weighted_layer
 from fxqat.quantization import values
 from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
 from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
@@ -115,7 +116,7 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     if key not in made:
         owner = str(bound["weight"].target).rpartition(".")[0]
         made[key] = _free_path(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
-        gm.add_submodule(made[key], _build(kind, weight, bias, options, gm.training))
+        gm.add_submodule(made[key], weighted_layer(kind, options, weight, bias).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(made[key], (bound["input"],))
     _replace(node, new)
@@ -132,20 +133,6 @@ def _add_behind(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) ->
             added.prepend(shaped)
     added.meta = dict(node.meta)
     node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
-
-
-def _build(
-    kind: type[nn.Module], weight: nn.Parameter, bias: nn.Parameter | None, options: dict[str, Any], training: bool
-) -> nn.Module:
-    """A module of the given kind that holds these very parameters."""
-    channels = [weight.shape[1], weight.shape[0]]
-    if kind is not nn.Linear:
-        per_group = weight.shape[1] * options.get("groups", 1)
-        channels = [weight.shape[0], per_group] if "Transpose" in kind.__name__ else [per_group, weight.shape[0]]
-        options = {"kernel_size": tuple(weight.shape[2:])} | options
-    layer: Any = kind(*channels, bias=bias is not None, device="meta", **options)
-    layer.weight, layer.bias = weight, bias
-    return layer.train(training)  # type: ignore[no-any-return]
 
 
 def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> None:

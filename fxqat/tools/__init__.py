@@ -6,5 +6,6 @@ from fxqat.tools.equalize import equalize
 from fxqat.tools.ptq import ptq
 from fxqat.tools.reconstruct import reconstruct
 from fxqat.tools.rounding import Reconstruction
+from fxqat.tools.to_float import to_float
 
-__all__ = ["Reconstruction", "correct_bias", "equalize", "ptq", "reconstruct", "reestimate_batch_norm"]
+__all__ = ["Reconstruction", "correct_bias", "equalize", "ptq", "reconstruct", "reestimate_batch_norm", "to_float"]
