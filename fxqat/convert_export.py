@@ -29,7 +29,8 @@ from fxqat.onnx.storage import store_narrow
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.lower import Lowered, default_output_names, lower
+from fxqat.quantization.lower import Lowered, default_output_names, lower, normalize_inputs
+from fxqat.quantization.raw_inputs import InputStats, Normalizers, normalized_inputs, parse_input_stats, raw_inputs
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.files import atomic_path, check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
@@ -74,6 +75,7 @@ def convert_export(
     dynamic_batch: bool = False,
     verify: bool = True,
     weights: str = "integer",
+    input_stats: InputStats | None = None,
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
@@ -93,6 +95,9 @@ def convert_export(
         dynamic_batch: leave the first dimension of every input open.
         verify: run the file in ONNX Runtime and compare; writes the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` to keep float weights behind Q/DQ pairs.
+        input_stats: ``(mean, std)`` of each input, or None for one that is left as it is. The model was trained on
+            ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes these as uint8, in the layout
+            of the model, and so does ``example_inputs``. A number each, or a list of one per channel (dimension 1).
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -116,16 +121,19 @@ def convert_export(
     if input_names and output_names and set(input_names) & set(output_names):
         raise ExportError(f"input_names and output_names have {set(input_names) & set(output_names)} in common")
     _check_paths(file_path, file_path_json)
+    normalizers = parse_input_stats(input_stats, inputs)
+    inputs = raw_inputs(inputs, normalizers)
     require_calibrated(gm)
     lowered = lower(gm, weights, opset_version or DEFAULT)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
-    program = _run_exporter(lowered, inputs, input_names, output_names, dynamic_batch)
+    deployed = normalize_inputs(lowered, normalizers)
+    program = _run_exporter(deployed, inputs, input_names, output_names, dynamic_batch)
     _check_count("input_names", input_names, len(program.graph.inputs))
     _check_count("output_names", output_names, len(program.graph.outputs))
     if output_names is None:
         name_outputs(program, default_output_names(gm))
-    names = name_tensors(program, lowered.tensors)
-    lost = sorted(lowered.tensors[path].name for path in set(lowered.tensors) - set(names))
+    names = name_tensors(program, deployed.tensors)
+    lost = sorted(deployed.tensors[path].name for path in set(deployed.tensors) - set(names))
     if lost:
         raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
     proto = ir.to_proto(program)
@@ -136,8 +144,9 @@ def convert_export(
     if weights == "integer":
         check_params(proto, names.values())
     in_file = {lowered.tensors[path].name: tensor.name for path, tensor in names.items()}
-    certificate = _certify(gm, proto, inputs, in_file) if verify else None
-    document = params_document(names.values(), gm.provenance.backend, opset_version)
+    certificate = _certify(gm, proto, inputs, normalizers, in_file) if verify else None
+    raw = _raw_by_name(proto, inputs, normalizers)
+    document = params_document(names.values(), gm.provenance.backend, opset_version, raw)
     return _write(proto, document, certificate, Path(file_path), file_path_json, tuple(names.values()))
 
 
@@ -237,9 +246,13 @@ def _check_model(proto: onnx.ModelProto, opset_version: int) -> None:
 
 
 def _certify(
-    gm: QuantGraphModule, proto: onnx.ModelProto, inputs: tuple[Any, ...], names: dict[str, str]
+    gm: QuantGraphModule,
+    proto: onnx.ModelProto,
+    inputs: tuple[Any, ...],
+    normalizers: Normalizers,
+    names: dict[str, str],
 ) -> ParityCertificate:
-    integers, outputs = capture(gm, inputs)
+    integers, outputs = capture(gm, normalized_inputs(inputs, normalizers))
     in_file = {names[name]: values for name, values in integers.items() if name in names}
     certificate = parity.verify(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
     if not certificate.passed:
@@ -247,6 +260,15 @@ def _certify(
             f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
         )
     return certificate
+
+
+def _raw_by_name(
+    proto: onnx.ModelProto, inputs: tuple[Any, ...], normalizers: Normalizers
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Mean and std of each raw input, by its name in the file, where nested inputs are several."""
+    owners = [place for place, value in enumerate(inputs) for _ in flatten_tensors(value)]
+    pairs = [(value.name, normalizers[place]) for value, place in zip(proto.graph.input, owners, strict=True)]
+    return {name: (n.mean.reshape(-1).tolist(), n.std.reshape(-1).tolist()) for name, n in pairs if n is not None}
 
 
 def _write(

@@ -23,6 +23,27 @@ def integer_type(scheme: QuantizeScheme) -> torch.dtype:
     return torch.int16 if scheme.signed else torch.uint16
 
 
+class Normalize(nn.Module):
+    """``(x - mean) / std`` in float32, of raw values.
+
+    Args:
+        mean: of the raw values, ``()`` or ``(channels, 1, ...)``.
+        std: likewise.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` of any type."""
+        return (x.to(torch.float32) - self.mean) / self.std
+
+
 class QuantizeDequantize(nn.Module):
     """A Q/DQ pair with constant parameters.
 

@@ -16,6 +16,12 @@ OLDEST = 13
 DEFAULT = 18
 """What is written if none is asked for and no tensor needs a newer one."""
 
+WIDENED_IN_14 = ("Add", "Div", "Mul", "Relu", "Sub")
+"""Opset 14 let these take more integer types, and changed nothing else; ONNX's converter has no way back."""
+
+KEPT = "fxqat.kept"
+"""Domain of nodes that the converter is to leave as they are."""
+
 
 def newest() -> int:
     """The newest opset the installed onnx package knows."""
@@ -66,14 +72,17 @@ def opset_of(model: onnx.ModelProto) -> int:
 def convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
     """Convert to another opset with ONNX's own converter.
 
-    Two things are prepared for it: it reads what used to be attributes (axes) only from Constant nodes, so small
-    integer initializers are turned into such nodes; and it passes on attributes that an older operator does not have,
-    so those that say no more than the default are dropped.
+    Three things are prepared for it: it reads what used to be attributes (axes) only from Constant nodes, so small
+    integer initializers are turned into such nodes; it passes on attributes that an older operator does not have, so
+    those that say no more than the default are dropped; and operators that are in opset 13 what they are in 14 are kept
+    from it.
 
     Raises:
         ExportError: the converter cannot express the model in that version.
     """
     model = _without_default_attributes(_small_integers_as_constants(model))
+    if opset_version < 14:
+        _move_widened(model, "", KEPT)
     try:
         converted = version_converter.convert_version(model, opset_version)
     except Exception as cause:  # the converter raises whatever its C++ side does
@@ -81,9 +90,21 @@ def convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
             "Use opset_version=18."
         ) from cause
+    _move_widened(converted, KEPT, "")
     # what runtimes of that time read; version 13 has the types of 2 bits
     converted.ir_version = 8 if opset_version < 18 else 10 if opset_version < STORAGE_OPSETS[2] else 13
     return converted
+
+
+def _move_widened(model: onnx.ModelProto, source: str, target: str) -> None:
+    """Move the nodes of ``WIDENED_IN_14`` from a domain to another one, in place."""
+    for node in model.graph.node:
+        if node.op_type in WIDENED_IN_14 and node.domain == source:
+            node.domain = target
+    for entry in [entry for entry in model.opset_import if entry.domain == KEPT]:
+        model.opset_import.remove(entry)
+    if target == KEPT:
+        model.opset_import.append(onnx.helper.make_opsetid(KEPT, 1))
 
 
 def _small_integers_as_constants(model: onnx.ModelProto, limit: int = 16) -> onnx.ModelProto:

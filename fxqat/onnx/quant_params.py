@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from fxqat.errors import CheckpointError, ParityError
 from fxqat.scheme import QuantizedTensor
 
 FORMAT = "fxqat.quant_params"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
+"""Version 1 does not say which inputs are raw; there were none."""
+
 ENTRY_TYPES: dict[str, type] = {
     "kind": str,
     "module": str,
@@ -31,16 +34,29 @@ ENTRY_TYPES: dict[str, type] = {
 }
 
 
-def params_document(tensors: Iterable[QuantizedTensor], backend: str, opset: int) -> dict[str, Any]:
+def params_document(
+    tensors: Iterable[QuantizedTensor],
+    backend: str,
+    opset: int,
+    raw_inputs: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+) -> dict[str, Any]:
     """The document of an exported model; its form is ``schema.json`` beside this file.
 
     Scales are float32 values written as the shortest decimal of their float64 image, which reads back bit for bit.
+
+    Args:
+        tensors: the quantized tensors.
+        backend: the backend's name.
+        opset: of the file.
+        raw_inputs: mean and std of each input that the file takes as uint8 and normalises, by its name.
     """
+    raw = (raw_inputs or {}).items()
     return {
         "format": FORMAT,
         "version": VERSION,
         "backend": backend,
         "opset": opset,
+        "inputs": {name: {"dtype": "uint8", "mean": list(mean), "std": list(std)} for name, (mean, std) in raw},
         "tensors": {tensor.name: tensor.as_json() for tensor in tensors},
     }
 
@@ -64,8 +80,11 @@ def read_params(path: str | os.PathLike[str]) -> dict[str, Any]:
     except ValueError as cause:
         raise CheckpointError(f"{path} is not JSON: {cause}") from cause
     found = (document.get("format"), document.get("version")) if isinstance(document, dict) else (None, None)
-    if found != (FORMAT, VERSION):
-        raise CheckpointError(f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} {found[1]!r}")
+    if found[0] != FORMAT or found[1] not in READABLE:
+        raise CheckpointError(
+            f"{path}: expected format {FORMAT!r} version {' or '.join(map(str, READABLE))}, found {found[0]!r} "
+            f"{found[1]!r}"
+        )
     tensors = document.get("tensors")
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{path}: 'tensors' must be a mapping, found {type(tensors).__name__}")

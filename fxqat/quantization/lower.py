@@ -3,7 +3,8 @@
 1. what runs in training only is dropped;
 2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of their products;
 3. each call of a fake-quant becomes a Q/DQ pair of its own, so that every quantized value keeps its name;
-4. fused layers that stayed float are folded too.
+4. fused layers that stayed float are folded too;
+5. an input that is to be raw is normalised first.
 
 The prepared model is copied; the copy is on the CPU, in eval mode, and without autograd.
 """
@@ -11,8 +12,8 @@ The prepared model is copied; the copy is on the CPU, in eval mode, and without 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
-from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
+from fxqat.nn.deployed import Normalize, QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.mode_branches import graph_of_mode, select_mode
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
-from fxqat.utils.fx_graph import called_module, set_module
+from fxqat.utils.fx_graph import called_module, set_module, unique_name
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,31 @@ def lower(gm: QuantGraphModule, weights: str = "integer", opset_version: int = 1
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     return Lowered(fx.GraphModule(work, work.graph, type(gm).__name__).eval(), tensors)
+
+
+def normalize_inputs(lowered: Lowered, normalizers: Sequence[Normalize | None]) -> Lowered:
+    """Let a lowered graph take raw inputs, in place.
+
+    Args:
+        lowered: the graph.
+        normalizers: what each input passes through, None for nothing. What is quantized then is ``<input>_normalized``.
+    """
+    gm, tensors = lowered.module, dict(lowered.tensors)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, normalizer in zip(placeholders, normalizers, strict=False):  # arguments that are left out come last
+        if normalizer is None:
+            continue
+        path = unique_name(gm, f"{node.target}_normalized")
+        gm.add_submodule(path, normalizer)
+        for user in node.users:
+            if user.target in tensors:
+                record = tensors[str(user.target)]
+                tensors[str(user.target)] = replace(record, name=f"{record.name}_normalized")
+        with gm.graph.inserting_after(placeholders[-1]):
+            value = gm.graph.call_module(path, (node,))
+        node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+    gm.recompile()
+    return Lowered(gm, tensors)
 
 
 def default_output_names(gm: fx.GraphModule) -> list[str]:

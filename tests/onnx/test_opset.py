@@ -47,6 +47,37 @@ def test_a_converted_model_computes_the_same(opset: int) -> None:
     assert np.abs(expected).max() > 0
 
 
+def test_arithmetic_goes_to_opset_13_as_it_is() -> None:
+    """ONNX's converter alone stops at "No Adapter From Version $14 for Relu"."""
+    nodes = [
+        helper.make_node("Sub", ["x", "b"], ["a"]),
+        helper.make_node("Div", ["a", "c"], ["d"]),
+        helper.make_node("Mul", ["d", "b"], ["e"]),
+        helper.make_node("Add", ["e", "c"], ["f"]),
+        helper.make_node("Relu", ["f"], ["y"]),
+    ]
+    model = model_of(nodes, {"b": np.array([0.5], np.float32), "c": np.array([3.0], np.float32)})
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    for opset in (13, 14):
+        older = convert(model, opset)
+        onnx.checker.check_model(older, full_check=True)
+        assert [(entry.domain, entry.version) for entry in older.opset_import] == [("", opset)]
+        assert node_types(older) == ["Sub", "Div", "Mul", "Add", "Relu"]
+        found = run_session(session(older), [x])[0]
+        np.testing.assert_allclose(found, np.maximum((x.numpy() - 0.5) / 3 * 0.5 + 3, 0), rtol=1e-6)
+
+
+def test_integers_that_opset_13_cannot_add_are_refused() -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["a"], to=TensorProto.INT16),
+        helper.make_node("Add", ["a", "a"], ["b"]),
+        helper.make_node("Cast", ["b"], ["y"], to=TensorProto.FLOAT),
+    ]
+    onnx.checker.check_model(convert(model_of(nodes, {}), 14), full_check=True)
+    with pytest.raises(Exception, match="int16"):
+        onnx.checker.check_model(convert(model_of(nodes, {}), 13), full_check=True)
+
+
 def test_axes_become_the_attribute_they_were_and_the_default_is_dropped() -> None:
     older = convert(reduce_mean(), 17)
     reduction = next(node for node in older.graph.node if node.op_type == "ReduceMean")

@@ -26,7 +26,7 @@ TENSORS = (replace(ACTIVATION, scale=(float(np.float32(0.1)),)), WEIGHT, replace
 
 
 def document(tensors: tuple[QuantizedTensor, ...] = TENSORS) -> dict[str, Any]:
-    return params_document(tensors, "TSQAT", 18)
+    return params_document(tensors, "TSQAT", 18, {"image": ([127.5], [58.0, 57.0, 57.5])})
 
 
 def matching_model() -> onnx.ModelProto:
@@ -80,6 +80,8 @@ def test_the_document_is_what_the_schema_says() -> None:
         "scale": [0.5, 0.25],
         "zero_point": [0, 0],
     }
+    assert made["inputs"] == {"image": {"dtype": "uint8", "mean": [127.5], "std": [58.0, 57.0, 57.5]}}
+    assert params_document((), "TSQAT", 18)["inputs"] == {}
     bias = made["tensors"]["head.bias"]
     assert (bias["bit_width"], bias["quant_min"], bias["quant_max"]) == (32, -(2**31), 2**31 - 1)
 
@@ -88,7 +90,7 @@ def test_the_document_is_what_the_schema_says() -> None:
     ("path", "value"),
     [
         (("format",), "other"),
-        (("version",), 2),
+        (("version",), 1),
         (("opset",), 12),
         (("surplus",), 1),
         (("tensors", "x", "kind"), "parameter"),
@@ -97,6 +99,10 @@ def test_the_document_is_what_the_schema_says() -> None:
         (("tensors", "x", "zero_point"), [0.5]),
         (("tensors", "x", "dtype"), "float32"),
         (("tensors", "x", "surplus"), 1),
+        (("inputs", "image", "dtype"), "float32"),
+        (("inputs", "image", "mean"), []),
+        (("inputs", "image", "std"), [0.0]),
+        (("inputs", "image", "surplus"), 1),
     ],
 )
 def test_the_schema_refuses_what_is_not_the_format(path: tuple[str, ...], value: Any) -> None:
@@ -139,6 +145,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert read_params(str(path))["tensors"]["x"]["zero_point"] == [7]
 
 
+def test_documents_of_version_1_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    older = document() | {"version": 1}
+    del older["inputs"]
+    path.write_text(json.dumps(older))
+    assert read_params(path)["tensors"] == document()["tensors"]
+    assert VERSION == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -146,7 +161,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
         ("", "is not JSON"),
         ("[]", "expected format"),
         ("{}", "expected format .* found None None"),
-        ('{"format": "fxqat.quant_params", "version": 2, "tensors": {}}', "found 'fxqat.quant_params' 2"),
+        ('{"format": "fxqat.quant_params", "version": 3, "tensors": {}}', "found 'fxqat.quant_params' 3"),
         ('{"format": "fxqat.parity", "version": 1, "tensors": {}}', "found 'fxqat.parity' 1"),
         ('{"format": "fxqat.quant_params", "version": 1}', "tensors"),
         ('{"format": "fxqat.quant_params", "version": 1, "tensors": []}', "tensors"),
