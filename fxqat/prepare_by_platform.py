@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.custom_quantizer.config import PrepareConfig, parse_config
+from fxqat.custom_quantizer.parts import check_calibration_only
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.table import BackendType, backend_spec
@@ -101,6 +102,8 @@ def prepare_by_platform(
     gm = fuse(standardize(traced.gm, traced.fixed), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
     quantizer.annotate(gm)
+    if not is_qat:
+        check_calibration_only(gm)
     report = build_report(gm, spec.name)
     if report.num_quantized == 0:
         raise ConfigError(
@@ -121,6 +124,7 @@ def prepare_by_platform(
         joined={name: Joined(tuple(where[id(part)] for part in it.parts), it.dim) for name, it in joined.items()},
         unread=unread,
         preserved=config.preserve_attr,
+        config=quantizer.in_force,
     )
     _preserve(model, result, config.preserve_attr)
     if (

@@ -14,8 +14,11 @@ from torch import fx
 from fxqat.errors import ConfigError
 from fxqat.nn.fused import FusedLayer
 from fxqat.quantization.ops import SPELLING, identify
-from fxqat.scheme import TensorQConfig
+from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
+
+PARTS = ("weight", "activation", "output", "value")
+"""What a rule can change of a node: its weight, the values it reads, and the value it produces (two ways)."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,18 @@ class TensorChange:
     parts: Mapping[str, Any] = field(default_factory=dict)
 
     def applied_to(self, config: TensorQConfig) -> TensorQConfig:
-        """The changed configuration; a new observer or fake-quant does not inherit the old one's arguments."""
-        parts = dict(self.parts)
+        """The changed configuration.
+
+        A new observer or fake-quant does not inherit the old one's arguments, and has no use for a range that is known.
+        """
+        parts, scheme = dict(self.parts), dict(self.scheme)
         if "observer" in parts:
             parts.setdefault("observer_args", {})
         if "fake_quantize" in parts:
             parts.setdefault("fake_quantize_args", {})
-        return replace(config, scheme=replace(config.scheme, **self.scheme), **parts)
+        if "observer" in parts or parts.get("fake_quantize", "Fixed") != "Fixed":
+            scheme.setdefault("fixed_range", None)
+        return replace(config, scheme=replace(config.scheme, **scheme), **parts)
 
 
 @dataclass(frozen=True)
@@ -96,11 +104,23 @@ class OverrideRule:
     Args:
         match: the nodes meant.
         changes: for ``"weight"``, ``"activation"`` (values the node reads), ``"output"`` (the value it produces): the
-            change, or None to leave it float. What is not named stays as it was.
+            change, or None to leave it float. What is not named stays as it was. ``"value"`` is the value it produces,
+            too, but only how it is quantized where somebody wants it quantized anyhow.
+        function: gives the changes of a node instead: of its path and its configuration so far.
     """
 
     match: Match
-    changes: Mapping[str, TensorChange | None]
+    changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
+    function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
+
+    def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
+        """The changes for one of the nodes meant."""
+        return self.changes if self.function is None else self.function(path_of(node), current)
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the module that a node calls, else the name of the node."""
+    return str(node.target) if node.op == "call_module" else node.name
 
 
 def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:

@@ -15,14 +15,17 @@ from dataclasses import replace
 from torch import fx
 
 from fxqat.custom_quantizer.config import PrepareConfig
+from fxqat.custom_quantizer.effective import config_in_force
+from fxqat.custom_quantizer.first_last import rules_of_ends
 from fxqat.custom_quantizer.overrides import check_all_match
+from fxqat.custom_quantizer.parts import check_arguments
+from fxqat.custom_quantizer.rules import Rules, check_listed, check_shared_weights
 from fxqat.custom_quantizer.sharing import Groups, group_config
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.values import NO_RANGE, Kind, always_float, untrained, value_kinds
 from fxqat.custom_quantizer.wishes import (
+    LEFT_FLOAT,
     Wish,
-    can_change,
-    changed,
     claim_order,
     ends_in_activation,
     is_written_for,
@@ -34,7 +37,6 @@ from fxqat.custom_quantizer.wishes import (
     unsupported,
     wanted_behind,
 )
-from fxqat.errors import ConfigError
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.quantization.mode_branches import by_mode
@@ -71,6 +73,9 @@ class BackendQuantizer:
     Args:
         spec: the backend.
         config: the user's configuration.
+
+    Attributes:
+        in_force: after annotating, the effective configuration (see ``fxqat.custom_quantizer.effective``).
     """
 
     def __init__(self, spec: BackendSpec, config: PrepareConfig | None = None) -> None:
@@ -81,7 +86,8 @@ class BackendQuantizer:
         """Write an :class:`~fxqat.quantization.annotation.Annotation` on every node; nothing else changes.
 
         Raises:
-            ConfigError: an exclusion or override matches no node.
+            ConfigError: an exclusion, addition or override matches no node or has no effect, or asks for something
+                impossible.
         """
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(rule.match for rule in config.overrides)])
@@ -89,20 +95,25 @@ class BackendQuantizer:
         self._outside = always_float(gm)
         kinds |= dict.fromkeys(self._outside, Kind.OTHER)
         self._untrained = untrained(gm)
-        self._acting: set[int] = set()
+        self._rules = Rules(self.spec, (*rules_of_ends(config.ends, kinds), *config.overrides))
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
-        self._check_rules_act()
+        check_listed(wishes, config.additional, config.exclude)
+        check_shared_weights(wishes)
         self._pass_on_outputs(wishes)
         self._refused = refusals(wishes)
         for node, wish in wishes.items():
             wish.operands = [operand for operand in wish.operands if (operand, node) not in self._refused]
         values = self._values(wishes, kinds)
+        self._rules.check_effects()
         groups = self._join(wishes, values)
         for node in [n for n in values if n.users and all(kinds[user] is Kind.OTHER for user in n.users)]:
             if not any(user.op == "output" or user.target is by_mode for user in node.users):
                 del values[node]  # only its size is read
         self._write(wishes, values, groups)
+        self._rules.check_ranges(values)
+        check_arguments(gm)
+        self.in_force = config_in_force(gm, config, self._rules.applied)
         return gm
 
     # 1. wishes
@@ -117,14 +128,14 @@ class BackendQuantizer:
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL
         if node.op in ("placeholder", "get_attr", "output"):
-            return self._overridden(node, Wish(op, None, f"{node.op} of the model"))
+            return self._rules.apply(node, Wish(op, None, f"{node.op} of the model"))
         if kinds[node] is Kind.OTHER:
             return Wish(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
         if rule is None:
             return Wish(op, None, FAMILY_REASONS.get(op.family, self.spec.why_float(op.name, op.family)))
         excluded = next((match for match in self.config.exclude if match(node)), None)
         if excluded is not None:
-            return Wish(op, None, f"left float by {excluded.where}")
+            return Wish(op, None, f"{LEFT_FLOAT} {excluded.where}")
         wish = Wish(op, rule, rule.reason)
         if op.family == WEIGHTED:
             problem = unsupported(node)
@@ -135,7 +146,7 @@ class BackendQuantizer:
             wish.activation = self.spec.activation
         if rule.output and op.family not in (PASS_THROUGH, IDENTITY):
             wish.output = self._output_config(node, op)
-        wish = self._overridden(node, wish)
+        wish = self._rules.apply(node, wish)
         if wish.activation is not None:
             wish.operands = self._operands(node, op, rule, kinds)
         return wish
@@ -155,26 +166,6 @@ class BackendQuantizer:
             return None
         return reader if identify(reader).name in self.spec.fused_activations else None
 
-    def _overridden(self, node: fx.Node, wish: Wish) -> Wish:
-        for rank, rule in enumerate(self.config.overrides, start=1):
-            if not rule.match(node):
-                continue
-            weight, activation = self.spec.weight_of(wish.op.name), self.spec.activation
-            base = {"weight": weight, "activation": activation, "output": activation}
-            acted = False
-            for part, change in rule.changes.items():
-                if not can_change(wish, part, node):
-                    continue
-                acted = True
-                current = getattr(wish, part) or base[part]
-                setattr(wish, part, changed(current, change))
-                if part != "weight":
-                    setattr(wish, f"{part}_rank", rank)
-            if acted:
-                self._acting.add(rank)
-                wish.reason = f"{wish.reason}; changed by {rule.match.where}" if wish.reason else rule.match.where
-        return wish
-
     def _operands(self, node: fx.Node, op: Op, rule: Rule, kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
         """The operands to quantize, in order and once each; keyword arguments count."""
         found: list[fx.Node] = []
@@ -187,15 +178,6 @@ class BackendQuantizer:
             if written_for_it:
                 found.remove(written_for_it[0])
         return found
-
-    def _check_rules_act(self) -> None:
-        """A rule that matches but cannot change anything is a mistake of its writer."""
-        for rank, rule in enumerate(self.config.overrides, start=1):
-            if rank not in self._acting:
-                raise ConfigError(
-                    f"{rule.match.where}: has no effect: what it matches stays float on {self.spec.name} or has no "
-                    f"{' or '.join(rule.changes)} of its own. Name it in extra_quantizer_dict, or drop the rule."
-                )
 
     def _pass_on_outputs(self, wishes: dict[fx.Node, Wish]) -> None:
         """The output of an op whose activation runs inside it is the activation's value."""
@@ -226,10 +208,11 @@ class BackendQuantizer:
             names = readers_of(node, wishes, readers.get(node, []), self._refused)
             if names is not None and not names:
                 continue
-            self._claims[node.name] = max(asked, key=claim_order)
-            config = self._claims[node.name][0]
+            config, rank = max(asked, key=claim_order)
             if wish.output is not None and wish.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=wish.output.scheme.fixed_range)
+            config, rank = self._rules.value_config(node, wish, config, rank)
+            self._claims[node.name] = config, rank
             values[node] = ValueQuant(config, group=-1, readers=names)
         return values
 

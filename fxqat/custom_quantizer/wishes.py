@@ -18,6 +18,7 @@ from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
 from fxqat.utils.torch_compat import has_hooks
 
+LEFT_FLOAT = "left float by"
 TOLD = "told to be read float"
 NEAR_ZERO = "read by an op with a pole at zero, to which rounding would send what is near it"
 
@@ -26,7 +27,7 @@ NEAR_ZERO = "read by an op with a pole at zero, to which rounding would send wha
 class Wish:
     """What the rules and the user want of one node.
 
-    ``rank`` says who decided: 0 the backend, i + 1 the user's rule number i.
+    ``rank`` says who decided: 0 the backend, i the user's rule number i, from 1.
     """
 
     op: Op
@@ -35,6 +36,7 @@ class Wish:
     weight: TensorQConfig | None = None
     activation: TensorQConfig | None = None
     output: TensorQConfig | None = None
+    weight_rank: int = 0
     activation_rank: int = 0
     output_rank: int = 0
     operands: list[fx.Node] = field(default_factory=list)

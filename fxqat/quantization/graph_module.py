@@ -38,6 +38,7 @@ class Provenance:
         joined: name in the float model's state dict -> its parts (``fxqat.quantization.parameter_parts``).
         unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
         preserved: names of attributes of the float model that were carried over.
+        config: how every tensor is quantized (``fxqat.custom_quantizer.effective``).
     """
 
     backend: str
@@ -46,6 +47,7 @@ class Provenance:
     joined: dict[str, Joined]
     unread: dict[str, Tensor]
     preserved: tuple[str, ...] = field(default=())
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 class QuantGraphModule(ModalGraphModule):

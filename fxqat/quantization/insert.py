@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +73,20 @@ def build_fake_quant(
     return quant
 
 
+@contextmanager
+def _named(config: TensorQConfig, tensor: str) -> Iterator[None]:
+    """Say of which tensor and parts an error is."""
+    try:
+        yield
+    except ConfigError as cause:
+        parts = f"observer {_name(config.observer)!r}, fake_quantize {_name(config.fake_quantize)!r}"
+        raise ConfigError(f"{tensor}, {parts}: {cause}") from cause
+
+
+def _name(part: Any) -> str:
+    return str(getattr(part, "__name__", part))
+
+
 def _resolve(name: Any, table: Mapping[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
     if isinstance(name, str):
         if name not in table:
@@ -95,7 +110,9 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         value = found.value
         if value.group not in paths:
             path = unique_name(gm, f"{node.name}_act_fake_quant")
-            gm.add_submodule(path, _placed(build_fake_quant(value.config, ACTIVATION), device, gm.training))
+            with _named(value.config, f"value of {node.name!r} ({found.reason})"):
+                quant_module = build_fake_quant(value.config, ACTIVATION)
+            gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
@@ -169,8 +186,9 @@ def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, pat
         )
     weight = layer.weight
     axis = weighted_op(layer).axis
-    quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
-    quant.attach(weight)
+    with _named(config, f"weight of {path!r}"):
+        quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
+        quant.attach(weight)
     return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
 
 

@@ -13,6 +13,7 @@ What fails at the model itself raises :class:`~fxqat.errors.TraceError` with the
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -158,10 +159,11 @@ def _check_leaves(
         raise ConfigError(f"custom_tracer must be a torch.fx.Tracer object, got {custom_tracer!r}")
     if custom_tracer is not None and leaf_modules:
         raise ConfigError("leaf_module and custom_tracer exclude each other: let the custom tracer name the leaves")
-    paths = {name for name, _ in model.named_modules()}
+    paths = [name for name, _ in model.named_modules()]
     for leaf in leaf_modules:
         if isinstance(leaf, str) and leaf not in paths:
-            raise ConfigError(f"leaf_module: the model has no module {leaf!r}")
+            close = difflib.get_close_matches(leaf, paths, n=1, cutoff=0.0)
+            raise ConfigError(f"leaf_module: the model has no module {leaf!r}; did you mean {close[0]!r}?")
         if not isinstance(leaf, (str, type)):
             raise ConfigError(f"leaf_module: expected a module type or a dotted path, got {leaf!r}")
 
@@ -170,7 +172,10 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
     known = list(inspect.signature(model.forward).parameters)
     for name in concrete_args:
         if name not in known:
-            raise ConfigError(f"concrete_args: forward has no argument {name!r}; it has {', '.join(map(repr, known))}")
+            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            arguments = ", ".join(map(repr, known))
+            raise ConfigError(f"concrete_args: forward has no argument {name!r}; {hint}It has {arguments}")
 
 
 def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:

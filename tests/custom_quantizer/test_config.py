@@ -40,6 +40,9 @@ EVERYTHING = {
     "preserve_attr": ["note"],
     "leaf_module": ["layer1.1"],
     "bn_mode": 5,
+    "first_last": {"activation": {"bit": 8}},
+    "first": {"weight": {"bit": 7}},
+    "last": {"output": {"bit": 10}},
     "overrides": [
         {"match": {"module": "layer1.0.conv2"}, "weight": {"bit": 3}},
         {"match": {"module": "fc"}, "weight": None, "output": {"bit": 9}},
@@ -400,7 +403,7 @@ WRONG = {
     "bn_mode below 0": ({"bn_mode": -1}, "bn_mode"),
     "bn_mode as bool": ({"bn_mode": True}, "bn_mode"),
     "fusion": ({"extra_fuse_dict": {"exclude_fusion_pattern": [["conv2d", "silu"]]}}, "no fusion.*silu"),
-    "fusion as text": ({"extra_fuse_dict": {"exclude_fusion_pattern": ["conv2d"]}}, "no fusion"),
+    "fusion as text": ({"extra_fuse_dict": {"exclude_fusion_pattern": ["conv2d"]}}, "expected a list of op names"),
 }
 
 
