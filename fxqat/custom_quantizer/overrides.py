@@ -77,7 +77,7 @@ class Match:
         return all(test(node) for value, test in tests if value is not None)
 
     def _is_module(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and _fits(str(self.module), str(node.target))
+        return node.op == "call_module" and _fits(str(self.module), str(node.target), self.where)
 
     def _is_type(self, node: fx.Node) -> bool:
         module = called_module(node)
@@ -94,7 +94,7 @@ class Match:
         return self.function in (target, name, identify(node).name)
 
     def _is_node(self, node: fx.Node) -> bool:
-        return _fits(str(self.node), node.name)
+        return _fits(str(self.node), node.name, self.where)
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
         raise ConfigError(f"{match.where}: {what} matches no node of the model.{hint}")
 
 
-def _fits(pattern: str, text: str) -> bool:
+def _fits(pattern: str, text: str, where: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.fullmatch(pattern[3:], text) is not None
         except re.error as cause:
-            raise ConfigError(f"{pattern!r} is not a regular expression: {cause}") from cause
+            raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {cause}") from cause
     return fnmatch.fnmatchcase(text, pattern)
