@@ -85,6 +85,27 @@ def test_naming_an_observer_gives_up_a_known_range():
     assert (quant.scheme.fixed_range, type(quant.observer).__name__) == (None, "MSEObserver")
 
 
+@pytest.mark.parametrize(
+    ("name", "match", "node"),
+    [("squeeze_excite", {"type": "Hardsigmoid"}, "gate"), ("attention", {"function": "softmax"}, "softmax")],
+)
+def test_disable_an_op_type(name, match, node):
+    """TinyNeuralNetwork's action ``disable``, as the page of the configuration writes it."""
+    assert prepared(name).quant_report.row(node).output
+    gm = prepared(name, config={"overrides": [{"match": match, "activation": None, "output": None}]})
+    call = next(n for n in gm.graph.nodes if n.name == node)
+    assert gm.quant_report.row(node).status == "float"
+    assert not any("fake_quant" in str(n.target) for n in (*call.all_input_nodes, *call.users))
+
+
+def test_rewrite_an_op_type():
+    """TinyNeuralNetwork's action ``rewrite``: float itself, with quantized inputs and output."""
+    gm = prepared("residual", config={"overrides": [{"match": {"type": "Linear"}, "weight": None}]})
+    call = next(n for n in gm.graph.nodes if n.name == "fc")
+    assert type(gm.fc).__name__ == "FusedLayer" or type(gm.fc) is torch.nn.Linear
+    assert all("fake_quant" in str(n.target) for n in (*call.all_input_nodes, *call.users))
+
+
 class Twice(torch.nn.Module):
     def __init__(self):
         super().__init__()
