@@ -44,7 +44,7 @@ def effective_config(gm: nn.Module, path: str | os.PathLike[str] | None = None) 
         >>> from fxqat import prepare_by_platform
         >>> gm = prepare_by_platform(nn.Sequential(nn.Linear(4, 2)), "ONNXRuntime")
         >>> [rule["match"] for rule in effective_config(gm)["overrides"]]
-        [{'module': '0'}, {'node': 'input_1'}, {'node': '_0'}]
+        [{'node': 'input_1'}, {'module': '0'}]
     """
     if not isinstance(gm, QuantGraphModule):
         raise ConfigError(f"effective_config needs a model of prepare_by_platform, got {type(gm).__name__}")
