@@ -244,8 +244,8 @@ def test_no_training_breaks_the_scale(kind: type[FakeQuantizeBase], tensor: str)
     ("config", "message"),
     [
         ({"w_fakequantize": "TQT"}, "TQT trains power-of-two scales"),
-        ({"a_fakequantize": "DoReFa"}, "DoReFaFakeQuantize is for weights"),
-        ({"a_fakequantize": "Oscillation"}, "OscillationFakeQuantize is for weights"),
+        ({"a_fakequantize": "DoReFa"}, "'DoReFa' is for weights"),
+        ({"a_fakequantize": "Oscillation"}, "'Oscillation' is for weights"),
         ({"w_fakequantize": "EWGS", "w_fakeq_params": {"delta": -1.0}}, "delta"),
         ({"w_fakequantize": "DSQ", "w_fakeq_params": {"delta": 1.0}}, "delta"),
     ],
