@@ -149,6 +149,8 @@ class _Writer:
             self._values[node] = self._values[node.all_input_nodes[0]]  # case 1
         elif isinstance(module, (QATLayer, FusedLayer)):
             self._values[node] = self._write_layer(node, module)
+        elif type(module) in WEIGHTED_TYPES and self._home(module, str(node.target)) is None:
+            self._values[node] = self._call_layer(node, module, str(node.target), self._values[node.all_input_nodes[0]])
         elif module is not None:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
             self._values[node].target = self._home(module, str(node.target)) or str(node.target)
@@ -183,7 +185,7 @@ class _Writer:
         read = [None if tensor is None else self._read(node, tensor) for tensor in (layer.weight, layer.bias)]
         return self._create(node, "call_function", op.function, (value, *read), op.arguments)
 
-    def _home(self, module: nn.Module, path: str) -> str | None:
+    def _home(self, module: Any, path: str) -> str | None:
         """Where a module stands so that its tensors have the names of the user's; None if there is no such place.
 
         Args:

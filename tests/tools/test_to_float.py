@@ -120,6 +120,15 @@ def test_what_is_shared_stays_shared():
     assert [n.target for n in functional.graph.nodes if n.op == "call_function"].count(F.linear) == 2
 
 
+def test_functions_that_stayed_float_stay_functions():
+    config = {"extra_quantizer_dict": {"exclude_function_type": [F.linear]}}
+    gm = prepare_by_platform(build("functional_weights"), "TSQAT", config)
+    assert not [m for m in gm.modules() if isinstance(m, QATLayer) and m.layer_type == "Linear"]
+    model, users = to_float(gm), build("functional_weights", seed=5)
+    users.load_state_dict(model.state_dict(), strict=True)
+    assert_same(model, users, inputs("functional_weights"))
+
+
 def test_both_modes_survive_copy_and_pickle():
     gm = prepare_by_platform(build("auxiliary_head").train(), "TSQAT", example_inputs=inputs("auxiliary_head"))
     model = to_float(gm)
