@@ -134,10 +134,19 @@ def _between(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
 
 
 def _balance(first: QATLayer, second: QATLayer) -> None:
-    """Equation 11 for one pair. Channels that are all zero on either side stay as they are."""
+    """Equation 11 for one pair.
+
+    Of a channel that is all zero on one side, any factor does: its other side is made no larger than what is largest
+    elsewhere. A dead channel may be read with weights far beyond all others.
+    """
     outgoing, incoming = _by_output(first).abs().amax((1, 2)), _by_input(second).abs().amax((1, 2))
-    factor = torch.sqrt(outgoing * incoming) / incoming
-    factor = torch.where((outgoing > 0) & (incoming > 0), factor, torch.ones_like(factor))
+    equalized = torch.sqrt(outgoing * incoming)
+    largest = equalized.max()
+    if not largest > 0:
+        return
+    factor = torch.where(outgoing > 0, torch.clamp(outgoing / largest, min=1.0), torch.clamp(largest / incoming, max=1))
+    factor = torch.where(equalized > 0, equalized / incoming, factor)
+    factor = torch.where((outgoing > 0) | (incoming > 0), factor, torch.ones_like(factor))
     if first.bn is not None:
         first.bn.weight.div_(factor)
         first.bn.bias.div_(factor)

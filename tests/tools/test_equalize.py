@@ -77,14 +77,24 @@ def test_the_factor_is_the_papers():
     np.testing.assert_allclose(gm.get_submodule("2").weight.detach().flatten(), [4, 2])
 
 
-def test_channels_that_are_zero_stay():
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 1, 1))
-    model[0].weight.data[0] = 0
-    model[2].weight.data[:, 1] = 0
+def test_channels_that_are_zero_on_one_side_do_not_stand_out():
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    model[0].weight.data.copy_(torch.tensor([0.0, 60.0, 1.0, 0.0]).reshape(4, 1, 1, 1))
+    model[2].weight.data.copy_(torch.tensor([50.0, 0.0, 4.0, 0.0]).reshape(1, 4, 1, 1))
     gm, x = fxqat.prepare_by_platform(model), torch.randn(1, 1, 2, 2)
     equalize(gm)
-    torch.testing.assert_close(outputs(gm, x), model(x))
-    assert all(torch.isfinite(p).all() for p in gm.parameters())
+    torch.testing.assert_close(outputs(gm, x), model(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gm.get_submodule("0").weight.detach().flatten(), [0, 2, 2, 0], rtol=1e-5)
+    np.testing.assert_allclose(gm.get_submodule("2").weight.detach().flatten(), [2, 0, 2, 0], rtol=1e-5)
+
+
+def test_a_layer_without_a_channel_that_is_read_stays():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 1, 1))
+    model[2].weight.data.zero_()
+    gm = fxqat.prepare_by_platform(model)
+    equalize(gm)
+    assert torch.equal(gm.get_submodule("0").weight, model[0].weight)
+    assert not gm.get_submodule("2").weight.any()
 
 
 @pytest.mark.parametrize("bias", [True, False])
