@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The default job with one epoch: the folder of its files, and what it printed."""
     folder = tmp_path_factory.mktemp("digits")
     command = [sys.executable, str(EXAMPLE / "main.py"), "--epochs", "1", "--output-dir", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # other tests have the other cores
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=one_thread)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
 
