@@ -26,17 +26,17 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
     Args:
         quant: the calibrated fake-quant.
         weight: the (folded) weight that is rounded.
-        used_scale: the scale that the weight is deployed with, ``()`` or ``(channels,)``.
 
     Attributes:
         rounding: ``V``, of the weight's shape.
     """
 
-    def __init__(self, quant: FakeQuantizeBase, weight: Tensor, used_scale: Tensor) -> None:
+    def __init__(self, quant: FakeQuantizeBase, weight: Tensor) -> None:
         super().__init__(quant.scheme, quant.observer, quant.kind, quant.axis)
         self.fake_quant_enabled = True
-        self.register_buffer("scale", used_scale.detach().clone())
-        self.register_buffer("zero_point", quant.qparams()[1])
+        scale, zero_point = quant.qparams()
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero_point", zero_point)
         steps = weight.detach() / per_axis(self.scale, weight.dim(), self.axis)
         self.register_buffer("floor", steps.floor())
         part = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
@@ -55,7 +55,7 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
     def quantize(
         self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
     ) -> Tensor:
-        """The weight as it is rounded so far. ``x``, ``factor`` and ``used_scale`` are those of the constructor."""
+        """The weight as it is rounded so far. ``x`` is the constructor's."""
         return self._dequantized(self.fraction())
 
     @torch.no_grad()

@@ -19,7 +19,6 @@ from fxqat.tools.correct_bias import correct_bias as correct_every_bias
 from fxqat.tools.equalize import equalize as equalize_layers
 from fxqat.tools.reconstruct import reconstruct as reconstruct_segments
 from fxqat.tools.rounding import Reconstruction
-from fxqat.utils.modes import eval_mode
 
 
 def ptq(
@@ -68,7 +67,7 @@ def ptq(
     if equalize:
         equalize_layers(gm, replace_relu6=replace_relu6)
     enable_calibration(gm)
-    with torch.no_grad(), eval_mode(gm):
+    with torch.no_grad():
         for batch in inputs:
             gm(*batch)
     enable_quantization(gm)

@@ -122,7 +122,7 @@ def _softened(layer: QATLayer) -> Iterator[AdaRoundFakeQuantize]:
     """The learned rounding in the place of a layer's weight fake-quant; afterwards it is in the layer's weight."""
     weight, _ = layer.folded()
     quant = layer.weight_fake_quant
-    soft = AdaRoundFakeQuantize(quant, weight, quant.used_scale())
+    soft = AdaRoundFakeQuantize(quant, weight)
     layer.weight_fake_quant = soft
     try:
         yield soft
