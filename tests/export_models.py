@@ -4,7 +4,7 @@ The comparison here is written against the ONNX file alone and shares no code wi
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from fxqat import enable_all, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.graph_module import QuantGraphModule
+from tests.models import EVERY_LAYER
 
 BACKENDS = ("TSQAT", "Experimental", "ONNXRuntime", "TensorRT")
 WEIGHTED_NODES = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
@@ -174,7 +175,7 @@ def calibrate(gm: QuantGraphModule, *batches: Sequence[Any]) -> QuantGraphModule
     return gm
 
 
-def prepared(name: str, backend: str = "TSQAT", config: dict[str, Any] | None = None) -> QuantGraphModule:
+def prepared(name: str, backend: str = "TSQAT", config: Mapping[str, Any] = EVERY_LAYER) -> QuantGraphModule:
     """A toy model, prepared and calibrated."""
     return calibrate(prepare_by_platform(build(name), backend, config), inputs_of(name))
 

@@ -7,6 +7,7 @@ inputs, and ``calibrated`` a prepared model that is ready to train or export. Al
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ BACKENDS = ("TSQAT", "Experimental", "ONNXRuntime", "TensorRT")
 FURTHER_BACKENDS = ("OpenVINO", "QNN", "Vitis", "ArmCPU", "X86")
 VARIANTS = {"ONNXRuntime_AVX2": "ONNXRuntime", "OpenVINO_AVX2": "OpenVINO", "QNN_A16": "QNN"}
 """Backends that differ from another one in a scheme only."""
+EVERY_LAYER = MappingProxyType({"extra_quantizer_dict": {"least_work": 0}})
+"""No layer of a toy is so large that it would be worth converting values for it."""
 
 
 class ConvBnRelu(nn.Module):
@@ -488,7 +491,7 @@ def inputs(name: str, *, seed: int = 0) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, generator=generator) for shape in TOYS[name].shapes)
 
 
-def prepared(name: str, backend: Any = "TSQAT", config: Any = None, **options: Any) -> nn.Module:
+def prepared(name: str, backend: Any = "TSQAT", config: Any = EVERY_LAYER, **options: Any) -> nn.Module:
     """A toy model after ``prepare_by_platform``."""
     return prepare_by_platform(build(name), backend, config, **options)
 

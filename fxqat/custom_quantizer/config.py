@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ TOP_KEYS = (
 )
 QCONFIG_PARTS = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
 QCONFIG_KEYS = tuple(f"{letter}_{part}" for letter in "wa" for part in QCONFIG_PARTS)
-QUANTIZER_KEYS = (
+QUANTIZER_LISTS = (
     "additional_function_type",
     "additional_module_type",
     "additional_node_name",
@@ -41,6 +41,7 @@ QUANTIZER_KEYS = (
     "exclude_function_type",
     "exclude_node_name",
 )
+QUANTIZER_KEYS = (*QUANTIZER_LISTS, "least_work")
 MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "module": ((str,), "a module path or pattern"),
     "type": ((type, str), "a module type or its class name"),
@@ -60,6 +61,7 @@ class PrepareConfig:
         activation: change to the backend's activation configuration.
         additional: matches of what is quantized although the backend's table leaves it float.
         exclude: matches of what stays float although the table quantizes it.
+        least_work: instead of the backend's, see :class:`~fxqat.custom_quantizer.spec.BackendSpec`; None keeps it.
         ends: per key of ``ENDS`` the changes to the first and last weighted layers.
         overrides: per-layer rules, later wins; after ``ends``.
         unfused: patterns of the fusion table that are not applied.
@@ -73,6 +75,7 @@ class PrepareConfig:
     activation: TensorChange = field(default_factory=TensorChange)
     additional: tuple[Match, ...] = ()
     exclude: tuple[Match, ...] = ()
+    least_work: int | None = None
     ends: Mapping[str, Mapping[str, TensorChange | None]] = field(default_factory=dict)
     overrides: tuple[OverrideRule, ...] = ()
     unfused: frozenset[tuple[str, ...]] = frozenset()
@@ -83,7 +86,8 @@ class PrepareConfig:
 
     def applied_to(self, spec: BackendSpec) -> BackendSpec:
         """The backend with the user's weight and activation configuration."""
-        return spec.with_configs(self.weight.applied_to, self.activation.applied_to)
+        spec = spec.with_configs(self.weight.applied_to, self.activation.applied_to)
+        return spec if self.least_work is None else replace(spec, least_work=self.least_work)
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:
@@ -111,6 +115,7 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         activation=_qconfig_change(qconfig, "a"),
         additional=_matches(quantizer, "additional"),
         exclude=_matches(quantizer, "exclude"),
+        least_work=_least_work(quantizer.get("least_work")),
         ends={key: _changes(config[key], key) for key in ENDS if config.get(key) is not None},
         overrides=tuple(_override(f"overrides[{index}]", rule) for index, rule in enumerate(rules)),
         unfused=_unfused(config.get("extra_fuse_dict")),
@@ -135,10 +140,19 @@ def _matches(quantizer: Mapping[str, Any], prefix: str) -> tuple[Match, ...]:
     found = []
     for suffix, kind in kinds.items():
         key = f"{prefix}_{suffix}"
-        if key in QUANTIZER_KEYS:
+        if key in QUANTIZER_LISTS:
             values = sequence(quantizer.get(key), key, *MATCH_KINDS[kind][0], words=MATCH_KINDS[kind][1])
             found += [Match(**{kind: value}, where=key) for value in values]
     return tuple(found)
+
+
+def _least_work(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ConfigError(
+        f"extra_quantizer_dict: least_work must be a number of multiply-accumulates for each value that is converted, "
+        f"an integer >= 0 (0 quantizes all that the backend can), got {value!r}"
+    )
 
 
 def _override(where: str, rule: Any) -> OverrideRule:

@@ -37,6 +37,7 @@ from fxqat.custom_quantizer.wishes import (
     unsupported,
     wanted_behind,
 )
+from fxqat.custom_quantizer.worth import worth_it
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.quantization.mode_branches import by_mode
@@ -100,6 +101,8 @@ class BackendQuantizer:
         wishes = {node: self._wish(node, kinds) for node in gm.graph.nodes}
         check_listed(wishes, config.additional, config.exclude)
         check_shared_weights(wishes)
+        if self.spec.least_work:
+            wishes = worth_it(wishes, kinds, self._runs_inside, self.spec.least_work)
         self._pass_on_outputs(wishes)
         self._refused = refusals(wishes)
         for node, wish in wishes.items():
@@ -165,6 +168,10 @@ class BackendQuantizer:
         if reader is None or op.family not in self.spec.fuses_into or ends_in_activation(node):
             return None
         return reader if identify(reader).name in self.spec.fused_activations else None
+
+    def _runs_inside(self, node: fx.Node) -> bool:
+        """Whether a node is an activation that runs inside the op before it."""
+        return any(self._fused_reader(source, identify(source)) is node for source in node.all_input_nodes)
 
     def _operands(self, node: fx.Node, op: Op, rule: Rule, kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
         """The operands to quantize, in order and once each; keyword arguments count."""

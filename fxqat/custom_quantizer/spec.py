@@ -43,6 +43,8 @@ class BackendSpec:
         fuses_into: families of the ops that such an activation can be part of.
         fixed_ranges: real range of the ops whose range is known, by op name.
         left_float: why ops without a rule stay float, by op name or family; the name wins.
+        least_work: a layer beside a float op stays float, too, unless it has so many multiply-accumulates for each
+            value that is converted between them (see ``fxqat.custom_quantizer.worth``).
         source: where the table comes from.
     """
 
@@ -55,6 +57,7 @@ class BackendSpec:
     fixed_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
     weights: Mapping[str, TensorQConfig] = field(default_factory=lambda: MappingProxyType({}))
     left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    least_work: int = 0
     source: str = ""
 
     def rule(self, name: str, family: str) -> Rule | None:

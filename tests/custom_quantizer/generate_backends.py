@@ -131,6 +131,13 @@ def section(spec: BackendSpec) -> Iterator[str]:
     yield from (f"Part of the op before them, if that is one of {families} and they alone read it: {fused}.", "")
     header = ("Ops", "Reads quantized", "Gives quantized", "Shares a scale", "Why")
     yield from list_table(header, (30, 14, 14, 14, 28), rows_of_rules(spec))
+    if spec.least_work:
+        yield from (
+            f"A layer beside a float op stays float, too, unless it has {spec.least_work} multiply-accumulates for "
+            "each value that is converted between them, and any other op with float operands only (``least_work`` of "
+            ":doc:`configuration`).",
+            "",
+        )
     left = list(rows_of_float(spec))
     if left:
         yield from list_table(("Left float", "Why"), (50, 50), left)

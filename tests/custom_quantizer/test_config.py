@@ -10,7 +10,7 @@ from easydict import EasyDict
 from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.custom_quantizer.config import QCONFIG_KEYS, QUANTIZER_KEYS, TOP_KEYS, PrepareConfig, parse_config
+from fxqat.custom_quantizer.config import QCONFIG_KEYS, QUANTIZER_LISTS, TOP_KEYS, PrepareConfig, parse_config
 from fxqat.custom_quantizer.overrides import Match, TensorChange
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
@@ -212,7 +212,7 @@ def test_an_exclusion_stands_above_an_addition():
     assert "exclude_module_name" in row.reason
 
 
-@pytest.mark.parametrize("key", QUANTIZER_KEYS)
+@pytest.mark.parametrize("key", QUANTIZER_LISTS)
 def test_a_name_that_matches_nothing_is_an_error(key):
     with pytest.raises(ConfigError, match=f"{key}: 'nothing.like.this' matches no node") as caught:
         prepared("residual", config=quantizer(**{key: ["nothing.like.this"]}))
@@ -427,7 +427,7 @@ def test_a_width_out_of_range_is_an_error(bit):
 def test_keys_are_those_of_the_design():
     assert set(EVERYTHING) | {"concrete_args"} == set(TOP_KEYS)
     assert set(EVERYTHING["extra_qconfig_dict"]) == set(QCONFIG_KEYS)
-    assert len(QUANTIZER_KEYS) == 6
+    assert len(QUANTIZER_LISTS) == 6
 
 
 # how it is given

@@ -246,7 +246,7 @@ def test_the_order_of_keywords_does_not_matter(call):
     model = model_of(
         lambda self, x: call(F.hardswish(self.a(x)), F.hardswish(self.b(x))), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1)
     )
-    gm = prepare_by_platform(model, "ONNXRuntime")
+    gm = prepare_by_platform(model, "QNN")
     assert read_quantized(gm, "add") == [True, True]
     x = torch.randn(1, 3, 4, 4)
     torch.testing.assert_close(gm(x), model(x))

@@ -11,6 +11,7 @@ from fxqat import convert_export, enable_calibration, enable_quantization, prepa
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import ReportRow
+from tests.models import EVERY_LAYER
 from tests.op_table.cases import Case, build
 
 
@@ -34,7 +35,7 @@ class Spelled:
 def prepare(cases: Sequence[Case], backend: str) -> tuple[QuantGraphModule, tuple[Tensor, ...]]:
     """The prepared model of some cases and its inputs."""
     model, inputs = build(*cases)
-    return prepare_by_platform(model, backend, example_inputs=inputs), inputs
+    return prepare_by_platform(model, backend, EVERY_LAYER, example_inputs=inputs), inputs
 
 
 def calibrate_and_train(gm: QuantGraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import platform
 import statistics
 import tempfile
 import time
@@ -19,8 +20,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import torch
 import torchvision
@@ -41,6 +44,7 @@ SIZE = 224
 INTEGER_OPS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "DynamicQuantizeMatMul")
 """What ONNX Runtime's optimizer makes of quantized layers."""
 
+OPTIMIZED = "optimized.onnx"
 FLOAT_OPS = ("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul")
 
 
@@ -49,12 +53,12 @@ class Measured:
     """What one file gave.
 
     Args:
-        milliseconds: the median over the turns of the median of a turn.
+        milliseconds: the median of each turn.
         integer_share: of the multiply-accumulates of layers, those that run on integers.
-        ops: how many nodes of each kind of integer operator the optimized graph has.
+        ops: how many nodes of each kind the optimized graph has.
     """
 
-    milliseconds: float
+    milliseconds: list[float]
     integer_share: float
     ops: Counter[str]
 
@@ -95,15 +99,16 @@ def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
     return paths
 
 
-def session_of(path: Path, threads: int, profile: Path | None = None) -> ort.InferenceSession:
-    """A session at the default optimization level."""
+def session_of(path: Path, threads: int, folder: Path | None = None) -> ort.InferenceSession:
+    """A session at the default optimization level; its profile and optimized graph go to a folder, if one is given."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if profile is not None:
+    if folder is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
+        options.profile_file_prefix = str(folder / "profile")
+        options.optimized_model_filepath = str(folder / OPTIMIZED)
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -120,8 +125,8 @@ def serve(path: Path, threads: int, connection: Connection) -> None:
         connection.send(statistics.median(found))
 
 
-def latencies(paths: dict[str, Path], arguments: argparse.Namespace) -> dict[str, float]:
-    """Median milliseconds of each file, in turns."""
+def latencies(paths: dict[str, Path], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Median milliseconds of each file in each turn; who begins changes from turn to turn."""
     context = multiprocessing.get_context("spawn")
     workers = {}
     for kind, path in paths.items():
@@ -130,43 +135,49 @@ def latencies(paths: dict[str, Path], arguments: argparse.Namespace) -> dict[str
         process.start()
         workers[kind] = (ours, process)
     found: dict[str, list[float]] = {kind: [] for kind in paths}
+    order = list(workers)
     for turn in range(arguments.turns + 1):
-        for kind, (connection, _) in workers.items():
+        for kind in order:
+            connection, _ = workers[kind]
             connection.send(arguments.runs)
             milliseconds = connection.recv()
             if turn:  # the first warms up
                 found[kind].append(milliseconds)
+        order.append(order.pop(0))
     for connection, process in workers.values():
         connection.send(0)
         process.join()
-    return {kind: statistics.median(values) for kind, values in found.items()}
+    return found
 
 
 def integer_share(path: Path, threads: int, folder: Path) -> tuple[float, Counter[str]]:
-    """The share of multiply-accumulates on integers, and the integer operators, from ONNX Runtime's own profile."""
-    session = session_of(path, threads, folder / "profile")
+    """The share of multiply-accumulates on integers, from a profile, and the ops of the optimized graph."""
+    session = session_of(path, threads, folder)
     session.run(None, {"x": np.zeros((1, 3, SIZE, SIZE), np.float32)})
     file = Path(session.end_profiling())
     events = json.loads(file.read_text(encoding="utf-8"))
     file.unlink()
+    graph = onnx.load(folder / OPTIMIZED).graph
+    sizes = {initializer.name: tuple(initializer.dims) for initializer in graph.initializer}
+    weights = {}
+    for node in graph.node:
+        weights[node.name] = next((sizes[name] for name in node.input if len(sizes.get(name, ())) > 1), None)
     macs: Counter[bool] = Counter()
-    ops: Counter[str] = Counter()
     for event in events:
         kind = event.get("args", {}).get("op_name")
         if event["name"].endswith("_kernel_time") and kind in (*INTEGER_OPS, *FLOAT_OPS):
-            macs[kind in INTEGER_OPS] += macs_of(kind, event["args"])
-            ops[kind] += 1
+            macs[kind in INTEGER_OPS] += macs_of(event["args"], weights[event["name"].removesuffix("_kernel_time")])
+    ops = Counter(node.op_type for node in graph.node)
     return macs[True] / max(1, sum(macs.values())), ops
 
 
-def macs_of(kind: str, arguments: dict[str, object]) -> int:
-    """Multiply-accumulates of a node, from the shapes that the profile gives."""
-    shapes = [next(iter(entry.values())) for entry in arguments["input_type_shape"]]  # type: ignore[attr-defined]
-    output = next(iter(arguments["output_type_shape"][0].values()))  # type: ignore[index]
-    if "Conv" in kind:
-        weight = shapes[3] if kind == "QLinearConv" else shapes[1]
-        return math.prod(output) * math.prod(weight[1:])
-    return math.prod(output) * shapes[0][-1]
+def macs_of(arguments: dict[str, Any], weight: tuple[int, ...] | None) -> int:
+    """Multiply-accumulates of a node, from the shapes that the profile gives and that of its weight, if it has one."""
+    output = next(iter(arguments["output_type_shape"][0].values()))
+    if weight is None:  # of two computed values
+        return math.prod(output) * next(iter(arguments["input_type_shape"][0].values()))[-1]  # type: ignore[no-any-return]
+    channels = weight[0] if "Conv" in arguments["op_name"] else output[-1]
+    return math.prod(output) // channels * math.prod(weight)  # type: ignore[no-any-return]
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Measured]]:
@@ -180,6 +191,18 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
             yield kind, Measured(found[kind], *shares[kind])
 
 
+def ratio(one: Measured, other: Measured) -> float:
+    """How many times as long one takes as the other: the median over the turns."""
+    return statistics.median(a / b for a, b in zip(one.milliseconds, other.milliseconds, strict=True))
+
+
+def processor() -> str:
+    """What of this machine decides on the speed of integers."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
+    found = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
+    return f"{platform.machine()} with {', '.join(found)}." if found else f"{platform.machine()}."
+
+
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     """The documentation page."""
     table.hrules = 1
@@ -189,8 +212,9 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
 Generated by ``tests/performance/ort_latency.py``: onnxruntime {ort.__version__}, torch {torch.__version__}.
 
 Milliseconds of one {SIZE}x{SIZE} image at the default optimization level, {arguments.threads} threads without spinning,
-each file in a process of its own, in {arguments.turns} turns of {arguments.runs} runs: median of the medians. *static*
-is ONNX Runtime's ``quantize_static`` (QDQ, uint8 activations, int8 weights per channel, all it quantizes by default).
+each file in a process of its own, in {arguments.turns} turns of {arguments.runs} runs: the median over the turns of the
+median of a turn, ratios turn by turn. {processor()} *static* is ONNX Runtime's ``quantize_static`` (QDQ, uint8
+activations, int8 weights per channel, all it quantizes by default).
 *On integers*: share of the multiply-accumulates that run in an integer kernel, from ONNX Runtime's profile of the
 optimized graph. Weights are random.
 
@@ -203,18 +227,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=6)
     parser.add_argument("--output", type=Path, help="write the documentation page here")
     arguments = parser.parse_args()
     header = ["model", "float", "static", "fxqat", "float / fxqat", "static / fxqat", "static: on integers"]
-    table = PrettyTable([*header, "fxqat: on integers", "fxqat: integer operators"], align="l")
+    table = PrettyTable([*header, "fxqat: on integers", "fxqat: optimized graph"], align="l")
     for name in tqdm(arguments.models):
         found = dict(measure(name, arguments))
         plain, static, ours = found["float"], found["quantize_static"], found["fxqat"]
-        times = [f"{m.milliseconds:.2f}" for m in (plain, static, ours)]
-        ratios = [f"{m.milliseconds / ours.milliseconds:.2f}" for m in (plain, static)]
-        ops = ", ".join(f"{count} {kind}" for kind, count in sorted(ours.ops.items()) if kind in INTEGER_OPS)
+        times = [f"{statistics.median(m.milliseconds):.2f}" for m in (plain, static, ours)]
+        ratios = [f"{ratio(m, ours):.2f}" for m in (plain, static)]
+        kinds = [kind for kind in sorted(ours.ops) if kind in INTEGER_OPS or "Linear" in kind]
+        ops = ", ".join(f"{ours.ops[kind]} {kind}" for kind in kinds)
         table.add_row([name, *times, *ratios, f"{static.integer_share:.0%}", f"{ours.integer_share:.0%}", ops])
         tqdm.write(str(table))
     if arguments.output:

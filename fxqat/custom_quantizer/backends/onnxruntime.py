@@ -12,6 +12,9 @@ from fxqat.scheme import TensorQConfig
 INT8_WEIGHT_CLOSE_RANGE = replace(INT8_WEIGHT, scale_bits=6)
 """A range at most 1/32 wider than the weights: on uint8 activations it kept MobileNetV2's accuracy, 1/16 did not."""
 
+LEAST_WORK = 128
+"""Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI: ``docs/ort_latency.rst``."""
+
 CONV = Rule(reason="QLinearConv: integers in and out")
 GEMM = Rule(output=False, reason="QGemm / MatMulIntegerToFloat: integers in, the output needs no rounding")
 ADD = Rule(reason="QLinearAdd: integers in and out")
@@ -46,6 +49,7 @@ ONNXRUNTIME = BackendSpec(
         )
         | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
     ),
+    least_work=LEAST_WORK,
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc",
 )
 

@@ -1,0 +1,246 @@
+"""Accuracy of CIFAR ResNet20 after training at few bits, by method and width, over seeds.
+
+Needs the folder that ``resnet20_cifar10.py`` needs. Not part of pytest. Results are added to a file of JSON lines; runs
+in it are not run again, so that several processes may each take some of the seeds.
+
+    python tests/accuracy/qat.py run --data DIR --results tests/accuracy/results/qat.jsonl
+    python tests/accuracy/qat.py report --results tests/accuracy/results/qat.jsonl --output docs/accuracy_qat.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from prettytable import PrettyTable
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from fxqat.fake_quantize import oscillation
+from fxqat.nn.dampening import dampening_loss
+from fxqat.tools import ptq
+from fxqat.tools.reconstruct import METHODS as RECONSTRUCTIONS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import resnet20_cifar10 as resnet  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Width:
+    """Bits of weights and of activations; of all layers, or the first and the last (and the input) at 8.
+
+    Args:
+        wanted: the top-1 that the best method should reach, 0 if none is set.
+        wanted_gain: by how much it should be better than LSQ.
+    """
+
+    weight: int
+    activation: int
+    ends_at_8: bool
+    wanted: float = 0.0
+    wanted_gain: float = 0.0
+
+    def config(self) -> dict[str, Any]:
+        """The part of the configuration that is the same for all methods."""
+        config: dict[str, Any] = {
+            "extra_qconfig_dict": {
+                "w_observer": "MSE",
+                "a_observer": "MSE",
+                "w_qscheme": {"bit": self.weight, "narrow_range": False},
+                "a_qscheme": {"bit": self.activation, "signed": False, "symmetry": False},
+            },
+            "bn_mode": "freeze",
+        }
+        if self.ends_at_8:
+            config["first_last"] = {"weight": {"bit": 8}}
+            config["first"] = {"activation": {"bit": 8, "fake_quantize": "Fixed"}}
+            config["last"] = {"activation": {"bit": 8}}
+        return config
+
+
+WIDTHS = {
+    "W4A4": Width(4, 4, ends_at_8=False, wanted=89.3),
+    "W4A4, ends at 8": Width(4, 4, ends_at_8=True, wanted=91.1),
+    "W3A3, ends at 8": Width(3, 3, ends_at_8=True, wanted_gain=1.0),
+    "W2A4, ends at 8": Width(2, 4, ends_at_8=True, wanted_gain=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Args:
+        weight: the fake-quant of weights.
+        activation: the fake-quant of activations.
+        power_of_two: whether scales are powers of two.
+        reconstruct: start from QDrop, on the calibration images.
+        distill: the loss is the divergence from the float model's probabilities instead of the labels' cross entropy.
+        extra_loss: a further loss, from the model and how far training is, 0 to 1.
+        lr: the learning rate at the start.
+    """
+
+    weight: str = "LSQ"
+    activation: str = "LSQ"
+    power_of_two: bool = False
+    reconstruct: bool = False
+    distill: bool = False
+    extra_loss: Callable[[nn.Module, float], Tensor] | None = None
+    lr: float = 0.01
+
+
+def freeze_oscillations(gm: nn.Module, progress: float) -> Tensor:
+    """Nagel et al. 2022, section 4.3: the threshold falls by a cosine, here from 0.05 to 0.01."""
+    oscillation.set_freeze_threshold(gm, 0.01 + 0.02 * (1 + float(torch.cos(torch.tensor(torch.pi * progress)))))
+    return torch.zeros(())
+
+
+def dampen(gm: nn.Module, progress: float) -> Tensor:
+    """Nagel et al. 2022, section 4.2: the coefficient grows by a cosine, here to 1e-3."""
+    return 0.5e-3 * (1 - float(torch.cos(torch.tensor(torch.pi * progress)))) * dampening_loss(gm)
+
+
+PLAIN = "LSQ"
+METHODS = {
+    PLAIN: Method(),
+    "DoReFa, PACT": Method("DoReFa", "PACT"),
+    "DSQ": Method("DSQ", "DSQ"),
+    "EWGS": Method("EWGS", "EWGS"),
+    "TQT": Method("TQT", "TQT", power_of_two=True),
+    "LSQ, dampening": Method(extra_loss=dampen),
+    "LSQ, freezing": Method("Oscillation", extra_loss=freeze_oscillations),
+    "QDrop, then LSQ": Method(reconstruct=True),
+    "LSQ, distilled": Method(distill=True),
+    "QDrop, then LSQ, distilled": Method(reconstruct=True, distill=True),
+}
+CALIBRATION_IMAGES = 256
+
+
+def prepared(model: nn.Module, width: Width, method: Method, data: resnet.Data, seed: int) -> nn.Module:
+    """The model before training, calibrated (and reconstructed) on a draw of training images."""
+    config = width.config()
+    qconfig = config["extra_qconfig_dict"]
+    qconfig |= {"w_fakequantize": method.weight, "a_fakequantize": method.activation}
+    if method.power_of_two:
+        for scheme in (qconfig["w_qscheme"], qconfig["a_qscheme"]):
+            scheme["pot_scale"] = True
+    pick = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(seed))[:CALIBRATION_IMAGES]
+    reconstruction = replace(RECONSTRUCTIONS["QDrop"], iterations=200) if method.reconstruct else None
+    return ptq(model, data.train_x[pick].split(32), "ONNXRuntime", config, reconstruct=reconstruction)
+
+
+def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, epochs: int, seed: int) -> None:
+    """SGD with momentum and cosine schedule."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(gm.parameters(), lr=method.lr, momentum=0.9, weight_decay=1e-4)
+    steps = epochs * (len(data.train_x) // 128)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    gm.train()
+    bar = tqdm(total=steps, leave=False)
+    for _ in range(epochs):
+        order = torch.randperm(len(data.train_x), generator=generator)
+        for pick in order[: len(order) // 128 * 128].split(128):
+            x = resnet.augment(data.train_x[pick], generator)
+            if method.distill:
+                with torch.no_grad():
+                    target = teacher(x).softmax(1)
+            else:
+                target = F.one_hot(data.train_y[pick], 10).float()
+            loss = F.cross_entropy(gm(x), target)
+            if method.extra_loss is not None:
+                loss = loss + method.extra_loss(gm, bar.n / steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            bar.update()
+    bar.close()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run what has no result yet."""
+    torch.set_num_threads(arguments.threads)
+    data, model = resnet.load_data(arguments.data), resnet.load_model(arguments.data)
+    for width_name in arguments.widths:
+        for method_name in arguments.methods:
+            for seed in arguments.seeds:
+                what = {"width": width_name, "method": method_name, "seed": seed, "epochs": arguments.epochs}
+                if any(what.items() <= result.items() for result in read(arguments.results)):
+                    continue
+                method = METHODS[method_name]
+                start = time.perf_counter()
+                gm = prepared(model, WIDTHS[width_name], method, data, seed)
+                before = resnet.accuracy(gm, data)
+                middle = time.perf_counter()
+                train(gm, model, method, data, arguments.epochs, seed)
+                seconds = {"seconds_before": middle - start, "seconds": time.perf_counter() - middle}
+                found = {"before": before, "top1": resnet.accuracy(gm, data), **seconds, "torch": torch.__version__}
+                tqdm.write(json.dumps(what | found))
+                arguments.results.parent.mkdir(exist_ok=True)
+                with arguments.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(what | found) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The results so far."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation, with the count unless it is 3."""
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}" + (f" ({len(values)})" if len(values) != 3 else "")
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the documentation page."""
+    results = read(arguments.results)
+    table = PrettyTable(["method", *WIDTHS], align="l", hrules=1)
+    for part in ("before", "top1"):
+        for method in METHODS:
+            cells = [[r[part] for r in results if (r["width"], r["method"]) == (width, method)] for width in WIDTHS]
+            if part == "top1" or METHODS[method].reconstruct or method == PLAIN:
+                table.add_row(
+                    [method + (": before" if part == "before" else ""), *(spread(c) if c else "" for c in cells)]
+                )
+    text = """Accuracy of CIFAR ResNet20 at few bits
+======================================
+
+"""
+    arguments.output.write_text(text + table.get_string(), encoding="utf-8")
+
+
+def main() -> None:
+    """Run or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    runs = commands.add_parser("run", help="train")
+    runs.add_argument("--data", type=Path, required=True)
+    runs.add_argument("--widths", nargs="*", default=list(WIDTHS), choices=list(WIDTHS))
+    runs.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    runs.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    runs.add_argument("--epochs", type=int, default=4)
+    runs.add_argument("--threads", type=int, default=2)
+    runs.set_defaults(function=run)
+    reports = commands.add_parser("report", help="write the page")
+    reports.add_argument("--output", type=Path, required=True)
+    reports.set_defaults(function=report)
+    for command in (runs, reports):
+        command.add_argument("--results", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()
