@@ -510,6 +510,6 @@ def calibrate(gm: nn.Module, *batches: tuple[Tensor, ...]) -> nn.Module:
     return gm
 
 
-def calibrated(name: str, backend: Any = "TSQAT", config: Any = None, **options: Any) -> nn.Module:
+def calibrated(name: str, backend: Any = "TSQAT", config: Any = EVERY_LAYER, **options: Any) -> nn.Module:
     """A toy model prepared, calibrated on two batches, in eval mode with quantization on."""
     return calibrate(prepared(name, backend, config, **options), inputs(name, seed=1), inputs(name, seed=2))

@@ -53,6 +53,7 @@ from tests.export_models import (
     session,
     steps_apart,
 )
+from tests.models import EVERY_LAYER
 
 EXPORT = importlib.import_module("fxqat.convert_export")  # the package has the function under this name
 OPSETS = (18, 21, newest_opset())
@@ -924,7 +925,7 @@ def test_a_wrong_file_is_caught_and_not_written(
 def test_parameters_of_the_json_give_the_same_bits(name: str, backend: str, tmp_path: Path) -> None:
     gm, inputs = known(name, backend)
     export(gm, inputs, tmp_path, verify=False)
-    fresh = prepare_by_platform(build(name), backend).eval()
+    fresh = prepare_by_platform(build(name), backend, EVERY_LAYER).eval()
     load_quant_params(fresh, tmp_path / "model.json")
     enable_quantization(fresh)
     with torch.no_grad():
