@@ -29,7 +29,7 @@ class Reconstruction:
         iterations: steps for each segment, of one batch each.
         rounding_lr: learning rate of the rounding variables (Adam).
         scale_lr: learning rate of activation scales, as a part of each scale; 0: they are not learned.
-        drop: probability that an activation stays float in a step.
+        drop: probability that an activation stays float in a step, to 1/256.
         regularization: weight of AdaRound's regularization, the mean over the weights, against the error, which counts
             as 1 before anything is learned.
         beta: its exponent in the beginning and in the end; it begins to fall after ``warmup``.
@@ -147,7 +147,7 @@ def _dropping(quant: FakeQuantizeBase, share: float) -> Iterator[None]:
     """Leave a random part of what a quantizer rounds as it is."""
 
     def drop(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return torch.where(torch.rand_like(output) < share, args[0], output)
+        return _some_of(output, args[0], share)
 
     handle = quant.register_forward_hook(drop)
     try:
@@ -162,9 +162,18 @@ def _mixed(rounded: Values, exact: Values, share: float) -> dict[str, Any]:
     def mix(a: Any, b: Any) -> Any:
         if not share or not isinstance(a, Tensor) or not a.is_floating_point():
             return a
-        return torch.where(torch.rand_like(a) < share, b, a)
+        return _some_of(a, b, share)
 
     return {name: mix(value, exact[name]) for name, value in rounded.items()}
+
+
+def _some_of(a: Tensor, b: Tensor, share: float) -> Tensor:
+    """A value of b with a probability, else that of a, for each place by itself."""
+    words = torch.randint(
+        -(2**63), 2**63 - 1, (a.numel() // 8 + 1,), device=a.device
+    )  # a random byte takes 1/4 the time
+    chosen = words.view(torch.uint8)[: a.numel()].view(a.shape) < round(256 * share)
+    return torch.lerp(a, b, chosen.to(a.dtype))
 
 
 def _distance(values: Values, targets: Values) -> Tensor:
