@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -40,6 +41,8 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
         zero_point = self.qparams()[1] if self.has_zero_point else None
         grid = used_scale if factor is None else used_scale / factor
         x_hat = fake_quantize(x.detach(), grid, zero_point, scheme.quant_min, scheme.quant_max, self.axis)
+        if not torch.is_grad_enabled():
+            return x_hat.to(dtype)
         if factor is None:
             return straight_through(self.surrogate(x, used_scale), x_hat).to(dtype)
         wide = per_axis(factor, x.dim(), self.axis)

@@ -210,6 +210,19 @@ def test_it_compiles_into_one_graph(kind: type[FakeQuantizeBase]) -> None:
 
 
 @KINDS
+def test_without_gradients_it_gives_the_same(kind: type[FakeQuantizeBase]) -> None:
+    quant = make_suitable(kind, QuantizeScheme(4, symmetric=False, per_channel=True), WEIGHT, 0, 6)
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    calibrate(quant, x).attach(x)
+    quant.eval()
+    for factor in (None, torch.linspace(0.5, 2.0, 6)):
+        with torch.no_grad():
+            alone = quant.quantize(x, factor)
+        assert torch.equal(alone, quant.quantize(x, factor))
+        assert not alone.requires_grad
+
+
+@KINDS
 @pytest.mark.parametrize("tensor", [WEIGHT, ACTIVATION])
 def test_no_training_breaks_the_scale(kind: type[FakeQuantizeBase], tensor: str) -> None:
     """Learning rate 10, all-zero gradients, batches of NaN and infinity, 200 steps."""
