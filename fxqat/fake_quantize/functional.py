@@ -47,7 +47,8 @@ ROUNDING_TENSORS = {
 def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Tensor:
     """The scale as it is used: float32, positive, finite and of few significant bits, whatever was trained.
 
-    Formula: ``clamp(round(|scale|), SCALE_MIN, SCALE_MAX)``, with NaN and infinity read as ``SCALE_MAX``.
+    Formula: ``clamp(round(|scale|), SCALE_MIN, SCALE_MAX)``, with NaN and infinity read as ``SCALE_MAX``
+    (NaN as ``SCALE_MIN`` if a single bit is left).
 
     Args:
         scale: any shape.
