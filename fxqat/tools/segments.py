@@ -1,8 +1,9 @@
 """A prepared model as a chain of segments, which can be run one by one on stored values.
 
 A segment ends where a single value goes on: behind a residual block, not inside of it. So the segments of a ResNet are
-its blocks and those of a transformer the halves of its layers, and no name is looked at. Where such a place is long in
-coming (a U-Net), the chain is cut anywhere, and several values go on.
+its blocks and those of a transformer the halves of its layers, and no name is looked at. Layers that follow
+each other one by one are taken a few at a time. Where such a place is long in coming (a U-Net), the chain is cut
+anywhere, and several values go on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.mode_branches import graph_of_mode
 from fxqat.utils.fx_graph import called_module
+
+CHAIN = 3
+"""Layers in a row with a single value between them that make a segment: as many as an inverted residual block has."""
 
 Values = dict[str, Any]
 """Values by name, as segments read and write them."""
@@ -81,9 +85,15 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     going_on = _going_on(nodes)
     parts: list[list[fx.Node]] = []
+    in_chain = 0  # layers of the last part, if it is a chain of single ones
     for block in _cut(nodes, [count == 1 for count in going_on], 1):
         count = sum(map(_is_layer, block))
-        parts += [block] if count <= max_layers else _cut(block, [True] * len(block), max_layers)
+        if count == 1 and 0 < in_chain < min(CHAIN, max_layers):
+            parts[-1] = parts[-1] + block
+        else:
+            parts += [block] if count <= max_layers else _cut(block, [True] * len(block), max_layers)
+            in_chain = 0
+        in_chain = in_chain + 1 if count == 1 else 0
     return [_segment(gm, part) for part in parts]
 
 

@@ -70,10 +70,17 @@ def test_blocks_are_segments():
     assert all(len(segment.writes) == 1 for segment in segments[:-1])
 
 
+def test_layers_one_by_one_are_taken_three_at_a_time():
+    layers = [nn.Conv2d(4, 4, 1) for _ in range(5)]
+    model = nn.Sequential(*layers, BasicBlock(4, 4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).eval()
+    gm = prepare_by_platform(model)
+    counts = {size: [len(segment.layers) for segment in split(gm, size)] for size in (1, 2, 6)}
+    assert counts == {1: [1] * 9, 2: [2, 2, 1, 2, 2], 6: [3, 2, 2, 2]}
+
+
 def test_a_quantizer_is_in_the_segment_that_reads_what_it_rounds():
-    segments = split(
-        prepare_by_platform(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1)))
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1))
+    segments = split(prepare_by_platform(model), max_layers=1)
     assert [len(segment.layers) for segment in segments] == [1, 1]
     assert segments[0].writes == ("_0",)
     assert len(segments[1].quantizers) == 2  # of what the first gives, and of the output
