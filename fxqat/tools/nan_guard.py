@@ -27,13 +27,13 @@ class NaNGuard:
         skipped: how many steps were left out so far.
 
     Example:
-        >>> guard = NaNGuard(gm)
-        >>> for x, y in training_data:
-        ...     optimizer.zero_grad()
-        ...     loss = criterion(gm(x), y)
-        ...     loss.backward()
-        ...     if guard.accepts(loss, x):
-        ...         optimizer.step()
+        >>> from fxqat import prepare_by_platform
+        >>> gm = prepare_by_platform(nn.Linear(4, 2), "TSQAT").train()
+        >>> guard, x = NaNGuard(gm), torch.ones(3, 4)
+        >>> loss = gm(x).square().sum()
+        >>> loss.backward()
+        >>> guard.accepts(loss, x)  # then optimizer.step()
+        True
     """
 
     def __init__(self, model: nn.Module) -> None:
