@@ -4,12 +4,19 @@ Source: Nagel et al. 2019 (arXiv:1906.04721). With an activation for which ``f(s
 layer can be divided by ``s_i`` and input channel i of the next multiplied by it (equations 5 to 7);
 ``s_i = sqrt(r1_i * r2_i) / r2_i`` makes both ranges equal (equation 11). High biases are absorbed by the next layer
 (equations 12 to 15): ``c = max(0, beta - 3 |gamma|)`` passes a ReLU unchanged, but for one value in a thousand.
+
+The paper replaces ReLU6 by ReLU, which can cost more than it gains. Here a ReLU6 may stay: on data, a channel that is
+often clipped keeps its factor 1, and no other is made so large that it would be clipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,6 +29,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.op_table import IDENTITY
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user
+from fxqat.utils.modes import eval_mode
 
 HOMOGENEOUS = frozenset(
     ("relu", "leaky_relu", "max_pool1d", "max_pool2d", "max_pool3d")
@@ -29,6 +37,9 @@ HOMOGENEOUS = frozenset(
     + ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 )
 """Ops that a positive factor of each channel passes through."""
+CLIP = 6.0
+OFTEN = 0.01
+"""Part of a channel's values that ReLU6 clips, from which on the channel is not scaled."""
 
 
 class Pair(NamedTuple):
@@ -45,13 +56,39 @@ class Pair(NamedTuple):
     absorbs: bool
 
 
+@dataclass
+class Room:
+    """How far the channels that a ReLU6 gives can be scaled.
+
+    Args:
+        peak: the largest value of each channel, ``(channels,)``, at most 6; divided by what the channel is divided by.
+        clipped: which channels are clipped often, ``(channels,)``.
+    """
+
+    peak: Tensor
+    clipped: Tensor
+
+    def limited(self, factor: Tensor) -> Tensor:
+        """The nearest divisors of the channels that clip nothing more; they count as applied."""
+        factor = torch.where(self.clipped, torch.ones_like(factor), torch.maximum(factor, self.peak / CLIP))
+        self.peak = self.peak / factor
+        return factor
+
+
 def equalize(
-    gm: QuantGraphModule, *, iterations: int = 20, absorb_bias: bool = True, replace_relu6: bool = False
+    gm: QuantGraphModule,
+    batches: Sequence[Any] = (),
+    *,
+    iterations: int = 20,
+    absorb_bias: bool = True,
+    replace_relu6: bool = False,
 ) -> list[Pair]:
     """Equalize the weights of consecutive layers, in place.
 
     Args:
         gm: a prepared model that is not calibrated yet.
+        batches: inputs of the model, each a tensor or a tuple, to see what each ReLU6 clips. Without them no ReLU6 is
+            between two layers of a pair.
         iterations: times that all pairs are gone through: a layer may be in two of them.
         absorb_bias: let the second layer take over high biases of the first. With zero padding this changes a little at
             the border.
@@ -67,11 +104,12 @@ def equalize(
         raise CalibrationError("equalize changes the ranges of weights and values: call it before calibration")
     if replace_relu6:
         _replace_relu6(gm)
-    pairs = list(_pairs(gm))
     with torch.no_grad():
+        rooms = _rooms(gm, batches)
+        pairs = list(_pairs(gm, rooms))
         for _ in range(iterations):
             for pair in pairs:
-                _balance(_layer(gm, pair.first), _layer(gm, pair.second))
+                _balance(_layer(gm, pair.first), _layer(gm, pair.second), rooms.get(pair.first))
         for pair in pairs if absorb_bias else ():
             if pair.absorbs:
                 _absorb(_layer(gm, pair.first), _layer(gm, pair.second))
@@ -91,11 +129,31 @@ def _replace_relu6(gm: QuantGraphModule) -> None:
             layer.activation = nn.ReLU().train(layer.training)
 
 
-def _pairs(gm: QuantGraphModule) -> Iterator[Pair]:
+def _rooms(gm: QuantGraphModule, batches: Sequence[Any]) -> dict[str, Room]:
+    """By path, of the layers with a ReLU6 that ran."""
+    peaks: dict[str, list[Tensor]] = defaultdict(list)
+    clipped: dict[str, list[Tensor]] = defaultdict(list)
+
+    def watch(path: str, layer: QATLayer, _: Any, output: Tensor) -> None:
+        rows = output.movedim(-1 if layer.weight.dim() == 2 else 1, 0).flatten(1)
+        peaks[path].append(rows.amax(1))
+        clipped[path].append((rows >= CLIP).float().mean(1))
+
+    with eval_mode(gm), ExitStack() as stack:
+        for path, layer in gm.named_modules():
+            if isinstance(layer, QATLayer) and type(layer.activation) is nn.ReLU6:
+                stack.callback(layer.register_forward_hook(partial(watch, path)).remove)
+        for batch in batches:
+            gm(*(batch if isinstance(batch, tuple) else (batch,)))
+    means = {path: torch.stack(shares).mean(0) for path, shares in clipped.items()}
+    return {path: Room(torch.stack(seen).amax(0), means[path] > OFTEN) for path, seen in peaks.items()}
+
+
+def _pairs(gm: QuantGraphModule, rooms: Mapping[str, Room]) -> Iterator[Pair]:
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
     for node in gm.graph.nodes:
         first, reader = called_module(node), _reader(node)
-        if not isinstance(first, QATLayer) or reader is None or not _can_be_scaled(first):
+        if not isinstance(first, QATLayer) or reader is None or not _can_be_scaled(first, str(node.target) in rooms):
             continue
         second = called_module(reader)
         assert isinstance(second, QATLayer)
@@ -104,10 +162,10 @@ def _pairs(gm: QuantGraphModule) -> Iterator[Pair]:
             yield Pair(str(node.target), str(reader.target), directly and _can_absorb(first, second))
 
 
-def _can_be_scaled(first: QATLayer) -> bool:
+def _can_be_scaled(first: QATLayer, has_room: bool) -> bool:
     """Whether a factor for each output channel can be written into the layer, and passes its activation."""
     normalized = first.bn is None or first.bn.weight is not None
-    return normalized and (first.activation is None or type(first.activation) in (nn.ReLU, nn.LeakyReLU))
+    return normalized and (has_room or type(first.activation) in (type(None), nn.ReLU, nn.LeakyReLU))
 
 
 def _can_absorb(first: QATLayer, second: QATLayer) -> bool:
@@ -133,8 +191,8 @@ def _between(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
         following = only_user(following)
 
 
-def _balance(first: QATLayer, second: QATLayer) -> None:
-    """Equation 11 for one pair.
+def _balance(first: QATLayer, second: QATLayer, room: Room | None) -> None:
+    """Equation 11 for one pair, as far as there is room.
 
     Of a channel that is all zero on one side, any factor does: its other side is made no larger than what is largest
     elsewhere. A dead channel may be read with weights far beyond all others.
@@ -147,6 +205,8 @@ def _balance(first: QATLayer, second: QATLayer) -> None:
     factor = torch.where(outgoing > 0, torch.clamp(outgoing / largest, min=1.0), torch.clamp(largest / incoming, max=1))
     factor = torch.where(equalized > 0, equalized / incoming, factor)
     factor = torch.where((outgoing > 0) | (incoming > 0), factor, torch.ones_like(factor))
+    if room is not None:
+        factor = room.limited(factor)
     if first.bn is not None:
         first.bn.weight.div_(factor)
         first.bn.bias.div_(factor)

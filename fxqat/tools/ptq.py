@@ -65,7 +65,7 @@ def ptq(
     inputs = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=inputs[0]).eval()
     if equalize:
-        equalize_layers(gm, replace_relu6=replace_relu6)
+        equalize_layers(gm, inputs, replace_relu6=replace_relu6)
     enable_calibration(gm)
     with torch.no_grad():
         for batch in inputs:

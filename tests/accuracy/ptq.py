@@ -45,7 +45,8 @@ class Row:
         activation_bits: width of activations.
         observer: of weights and of activations below 8 bits; empty: the backend's.
         method: of reconstruction; empty: calibration alone.
-        equalize: cross-layer equalization before calibration, each ReLU6 between two layers a ReLU.
+        equalize: cross-layer equalization before calibration.
+        correct_bias: correct the bias of every layer in the end.
         wanted: the top-1 that the row should reach, 0 if none is set.
         images: to calibrate on and to learn from.
         iterations: of the reconstruction, for each segment.
@@ -58,6 +59,7 @@ class Row:
     observer: str = ""
     method: str = ""
     equalize: bool = False
+    correct_bias: bool = False
     wanted: float = 0.0
     images: int = 0
     iterations: int = 0
@@ -97,8 +99,10 @@ ROWS = (
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0, images=192, iterations=1000),
     Row("MobileNetV2", "Vitis", 8, 8),
+    Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),
-    Row("MobileNetV2", "Vitis", 8, 8, "", "QDrop", equalize=True, wanted=85.5),
+    Row("MobileNetV2", "Vitis", 8, 8, equalize=True, correct_bias=True),
+    Row("MobileNetV2", "Vitis", 8, 8, "", "QDrop", equalize=True, correct_bias=True, wanted=85.5),
 )
 
 
@@ -146,7 +150,7 @@ def run(arguments: argparse.Namespace) -> None:
         task = tasks[which]
         method = replace(METHODS[row.method], iterations=row.iterations) if row.method else None
         start = time.perf_counter()
-        options = {"equalize": row.equalize, "replace_relu6": row.equalize, "reconstruct": method}
+        options = {"equalize": row.equalize, "reconstruct": method, "correct_bias": row.correct_bias}
         gm = ptq(task.model, task.batches, row.backend, row.config(), **options, progress=True)
         seconds = time.perf_counter() - start
         result = {
@@ -175,7 +179,7 @@ def report(arguments: argparse.Namespace) -> None:
         "backend",
         "bits",
         "weight ranges",
-        "reconstruction",
+        "steps",
         "float",
         "top-1",
         "wanted",
@@ -189,7 +193,8 @@ def report(arguments: argparse.Namespace) -> None:
         bits = f"W{row.weight_bits}A{row.activation_bits}"
         figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.wanted or "", row.images]
         figures += [row.iterations or "", f"{result['seconds']:.0f}"]
-        steps = ", ".join(step for step in ("equalized" if row.equalize else "", row.method) if step)
+        flags = {"equalized": row.equalize, row.method: row.method, "bias corrected": row.correct_bias}
+        steps = ", ".join(step for step, done in flags.items() if done)
         table.add_row([row.model, row.backend, bits, row.observer or "backend's", steps, *figures])
     text = f"""Accuracy without training
 =========================

@@ -122,6 +122,25 @@ def test_relu6_stands_between_unless_it_is_replaced():
     assert type(model[2]) is nn.ReLU6
 
 
+def test_relu6_stays_where_it_clips_nothing_more():
+    torch.manual_seed(0)
+    model = uneven(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 2, 1)))
+    x = torch.randn(4, 3, 8, 8)
+    model[1].weight.data.copy_(torch.tensor([0.01, 1.0, 0.5, 30.0]))  # the last is clipped often
+    model[3].weight.data.copy_(torch.tensor([[5.0, 1.0, 0.1, 1.0], [5.0, 1.0, 0.1, 2.0]]).reshape(2, 4, 1, 1))
+    before = model[:3](x).amax((0, 2, 3))
+    gm = fxqat.prepare_by_platform(model.eval())
+    expected = model(x)
+    weight = gm.get_submodule("0").folded()[0].detach()
+    assert [pair[:2] for pair in equalize(gm, [x[:2], (x[2:],)])] == [("0", "3")]
+    torch.testing.assert_close(outputs(gm, x), expected, rtol=1e-4, atol=1e-4)
+    factors = (weight / gm.get_submodule("0").folded()[0].detach()).amax((1, 2, 3))
+    assert float(factors[3]) == pytest.approx(1)
+    assert bool((factors[:3] - 1).abs().min() > 0.01)
+    assert bool((before[:3] / factors[:3] <= 6 + 1e-5).all())
+    assert type(gm.get_submodule("0").activation) is nn.ReLU6
+
+
 @pytest.mark.parametrize(
     "name", ["residual", "concat", "shared_module", "two_readers", "conv1d", "conv3d", "linear_bn"]
 )
