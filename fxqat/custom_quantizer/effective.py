@@ -62,7 +62,7 @@ def config_in_force(gm: fx.GraphModule, config: PrepareConfig, rules: Iterable[O
         config: what the user gave.
         rules: the user's rules as they were applied.
     """
-    quantizer: dict[str, list[Any]] = {}
+    quantizer: dict[str, Any] = {} if config.least_work is None else {"least_work": config.least_work}
     for match in (*config.additional, *config.exclude):
         quantizer.setdefault(match.where, []).extend(_match_entry(match).values())
     entries = {

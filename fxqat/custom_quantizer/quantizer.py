@@ -102,7 +102,10 @@ class BackendQuantizer:
         check_listed(wishes, config.additional, config.exclude)
         check_shared_weights(wishes)
         if self.spec.least_work:
-            wishes = worth_it(wishes, kinds, self._runs_inside, self.spec.least_work)
+            everything = wishes
+            wishes = worth_it(everything, kinds, self._runs_inside, self.spec.least_work)
+            if wishes is everything:
+                config = replace(config, least_work=0)
         self._pass_on_outputs(wishes)
         self._refused = refusals(wishes)
         for node, wish in wishes.items():

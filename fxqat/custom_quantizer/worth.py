@@ -37,7 +37,7 @@ def worth_it(
         least_work: multiply-accumulates for each converted value that a layer must have.
 
     Returns:
-        What is worth it; all of them in a model in which no layer is.
+        What is worth it; the argument itself in a model in which no layer is.
     """
     sides = _Sides(dict(wishes), kinds, is_fused)
     calls: dict[object, list[fx.Node]] = {}

@@ -139,11 +139,12 @@ def _rooms(gm: QuantGraphModule, batches: Sequence[Any]) -> dict[str, Room]:
         peaks[path].append(rows.amax(1))
         clipped[path].append((rows >= CLIP).float().mean(1))
 
+    layers = {path: layer for path, layer in gm.named_modules() if isinstance(layer, QATLayer)}
+    clipping = {path: layer for path, layer in layers.items() if type(layer.activation) is nn.ReLU6}
     with eval_mode(gm), ExitStack() as stack:
-        for path, layer in gm.named_modules():
-            if isinstance(layer, QATLayer) and type(layer.activation) is nn.ReLU6:
-                stack.callback(layer.register_forward_hook(partial(watch, path)).remove)
-        for batch in batches:
+        for path, layer in clipping.items():
+            stack.callback(layer.register_forward_hook(partial(watch, path)).remove)
+        for batch in batches if clipping else ():
             gm(*(batch if isinstance(batch, tuple) else (batch,)))
     means = {path: torch.stack(shares).mean(0) for path, shares in clipped.items()}
     return {path: Room(torch.stack(seen).amax(0), means[path] > OFTEN) for path, seen in peaks.items()}

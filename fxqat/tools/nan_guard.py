@@ -59,7 +59,7 @@ class NaNGuard:
                 self._keep()
                 return True
             self._restore()
-            place = first_not_finite(self.gm, *inputs) or self._bad_gradient()
+            place = first_not_finite(self.gm, *inputs) or self._behind_the_model(loss)
             self._restore()
         self.gm.zero_grad(set_to_none=True)
         self.skipped += 1
@@ -74,7 +74,7 @@ class NaNGuard:
     def _is_finite(self, loss: Tensor, gradients: bool) -> bool:
         """Whether loss and gradients are, on every rank."""
         found = [parameter.grad for parameter in self.gm.parameters() if parameter.grad is not None]
-        total = loss.detach().float()
+        total = loss.detach().float().clone()  # it is added up in place
         if gradients and found:
             total = total + torch.nn.utils.get_total_norm(found)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -90,11 +90,14 @@ class NaNGuard:
         for name, buffer in self.gm.named_buffers():
             buffer.copy_(self._kept[name])
 
-    def _bad_gradient(self) -> str:
+    def _behind_the_model(self, loss: Tensor) -> str:
+        """Where it can be if what the model gives is finite."""
         for name, parameter in self.gm.named_parameters():
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                 return f"the gradient of {name}: what the model gives is finite"
-        return "the loss: what the model gives is finite"
+        if not bool(loss.isfinite()):
+            return "the loss: what the model gives is finite"
+        return "the norm of all gradients, each of which is finite, or on another rank"
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ class Reconstruction:
         iterations: steps for each segment, of one batch each.
         rounding_lr: learning rate of the rounding variables (Adam).
         scale_lr: learning rate of activation scales, as a part of each scale; 0: they are not learned.
-        drop: probability that an activation stays float in a step, to 1/256.
+        drop: probability that an activation stays float in a step, to 1/256; 0 only if it is 0.
         regularization: weight of AdaRound's regularization, the mean over the weights, against the error, which counts
             as 1 before anything is learned.
         beta: its exponent in the beginning and in the end; it begins to fall after ``warmup``.
@@ -169,10 +169,9 @@ def _mixed(rounded: Values, exact: Values, share: float) -> dict[str, Any]:
 
 def _some_of(a: Tensor, b: Tensor, share: float) -> Tensor:
     """A value of b with a probability, else that of a, for each place by itself."""
-    words = torch.randint(
-        -(2**63), 2**63 - 1, (a.numel() // 8 + 1,), device=a.device
-    )  # a random byte takes 1/4 the time
-    chosen = words.view(torch.uint8)[: a.numel()].view(a.shape) < round(256 * share)
+    # random bytes take a quarter of the time of random numbers
+    words = torch.randint(-(2**63), 2**63 - 1, (a.numel() // 8 + 1,), device=a.device)
+    chosen = words.view(torch.uint8)[: a.numel()].view(a.shape) <= max(1, round(256 * share)) - 1
     return torch.lerp(a, b, chosen.to(a.dtype))
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 import fxqat
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
+from fxqat.custom_quantizer.effective import effective_config
 from fxqat.errors import ConfigError
 from tests.models import BasicBlock
 
@@ -138,6 +139,23 @@ def test_the_user_can_have_everything_on_integers():
     for wrong in (-1, "none", 1.5, True):
         with pytest.raises(ConfigError, match="least_work must be a number of multiply-accumulates"):
             fxqat.prepare_by_platform(model, "ONNXRuntime", {"extra_quantizer_dict": {"least_work": wrong}})
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        (Adds(), {"extra_quantizer_dict": {"least_work": 0}}),
+        (Adds(), {"extra_quantizer_dict": {"least_work": 100}}),
+        (Adds(), None),  # nothing is worth it: all are on integers
+    ],
+    ids=["all", "some", "none worth it"],
+)
+def test_the_effective_configuration_places_the_same(model, config):
+    gm = fxqat.prepare_by_platform(model, "ONNXRuntime", config)
+    again = fxqat.prepare_by_platform(model, "ONNXRuntime", effective_config(gm))
+    rows = [(row.node, row.status, row.output, row.weight, row.group) for row in gm.quant_report]
+    assert rows == [(row.node, row.status, row.output, row.weight, row.group) for row in again.quant_report]
+    assert effective_config(again)["overrides"] == effective_config(gm)["overrides"]
 
 
 def test_other_backends_quantize_what_they_can():

@@ -16,7 +16,7 @@ from tests.models import BasicBlock
 
 
 class Net(nn.Module):
-    """Two blocks and a head; ``divide`` is a computation that can overflow."""
+    """A stem, a block and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +162,16 @@ def test_a_gradient_and_a_loss_can_be_it():
         assert not step(gm, optimizer, guard, x)
     assert step(gm, optimizer, guard, x, gradients=False)
     handle.remove()
+
+
+def test_all_ranks_leave_out_what_one_does(monkeypatch):
+    gm = prepared()
+    guard, x, loss = NaNGuard(gm), torch.randn(4, 3, 8, 8), torch.tensor(2.0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(math.nan))
+    with pytest.warns(RuntimeWarning, match="each of which is finite, or on another rank"):
+        assert not guard.accepts(loss, x, gradients=False)
+    assert float(loss) == 2.0
 
 
 def test_wrapped_models_are_taken():

@@ -14,6 +14,7 @@ from fxqat.fake_quantize.adaround import AdaRoundFakeQuantize
 from fxqat.nn.qat import QATLayer
 from fxqat.tools import Reconstruction, reconstruct
 from fxqat.tools.reconstruct import METHODS
+from fxqat.tools.rounding import _some_of
 from tests.builders import INT8_WEIGHT, make_fake_quant
 from tests.models import build, calibrate, inputs
 
@@ -148,3 +149,12 @@ def test_methods():
 def test_wrong_settings_are_errors(name, value):
     with pytest.raises(ConfigError, match=name):
         Reconstruction(**{name: value})
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.25, 0.25), (1e-4, 1 / 256)])
+def test_the_share_of_values_that_are_dropped(share, expected):
+    torch.manual_seed(0)
+    a, b = torch.zeros(301, 333), torch.ones(301, 333)
+    chosen = _some_of(a, b, share)
+    assert set(chosen.unique().tolist()) <= {0.0, 1.0}
+    assert abs(float(chosen.mean()) - expected) <= 4 * math.sqrt(expected * (1 - expected) / a.numel())
