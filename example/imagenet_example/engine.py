@@ -173,8 +173,11 @@ def calibrate(model: nn.Module, loader: DataLoader[Batch]) -> None:
 
 
 def accuracy_of(output: Tensor, target: Tensor) -> Accuracy:
-    """Accuracy of one batch. output: (batch, classes); target: (batch,)."""
-    ranked = output.topk(min(5, output.shape[1]), dim=1).indices
+    """Accuracy of one batch; of equal outputs, common in 8 bits, the lower class is first, as in ``argmax``.
+
+    output: (batch, classes); target: (batch,).
+    """
+    ranked = output.argsort(dim=1, descending=True, stable=True)[:, :5]
     hits = ranked.eq(target.unsqueeze(1))
     return Accuracy(100 * hits[:, 0].float().mean().item(), 100 * hits.any(dim=1).float().mean().item())
 

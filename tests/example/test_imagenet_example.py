@@ -140,6 +140,16 @@ def scale_of_output(path: Path) -> float:
     return float(scale)
 
 
+def test_equal_outputs_are_ranked_as_argmax_ranks_them(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    output = torch.randint(0, 4, (500, 10)).float()  # many ties
+    for target in (output.argmax(1), torch.randint(0, 10, (500,))):
+        accuracy = sys.modules["engine"].accuracy_of(output, target)
+        assert accuracy.acc1 == pytest.approx(100 * (output.argmax(1) == target).float().mean().item())
+    assert sys.modules["engine"].accuracy_of(torch.zeros(8, 10), torch.full((8,), 5)).acc5 == 0
+    assert sys.modules["engine"].accuracy_of(torch.zeros(8, 10), torch.full((8,), 4)).acc5 == 100
+
+
 def test_evaluate_a_checkpoint(
     digits_run: tuple[Path, str], example: ModuleType, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
