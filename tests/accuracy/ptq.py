@@ -11,7 +11,6 @@ again.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from fxqat.tools.reconstruct import METHODS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import experiments  # noqa: E402
 import mobilenet_v2_imagenet as mobilenet  # noqa: E402
 import resnet20_cifar10 as resnet  # noqa: E402
 
@@ -49,6 +49,7 @@ class Row:
         correct_bias: correct the bias of every layer in the end.
         wanted: the top-1 that the row should reach, 0 if none is set.
         images: to calibrate on and to learn from.
+        mirrored: with the mirror image of each of them.
         iterations: of the reconstruction, for each segment.
     """
 
@@ -63,6 +64,7 @@ class Row:
     wanted: float = 0.0
     images: int = 0
     iterations: int = 0
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         """Fill in the numbers that most rows have."""
@@ -97,7 +99,14 @@ ROWS = (
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MinMax"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0),
-    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0, images=192, iterations=1000),
+    Row(
+        *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
+        correct_bias=True,
+        wanted=83.0,
+        images=256,
+        iterations=600,
+        mirrored=True,
+    ),
     Row("MobileNetV2", "Vitis", 8, 8),
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),
@@ -138,7 +147,7 @@ def load(name: str, count: int, folder: Path) -> Task:
 def run(arguments: argparse.Namespace) -> None:
     """Run the rows that have no result yet."""
     torch.set_num_threads(arguments.threads)
-    results = read(arguments.results)
+    results = experiments.read(arguments.results)
     tasks: dict[tuple[str, int], Task] = {}
     for row in ROWS:
         known = any(Row(**result["row"]) == row for result in results)
@@ -151,29 +160,16 @@ def run(arguments: argparse.Namespace) -> None:
         method = replace(METHODS[row.method], iterations=row.iterations) if row.method else None
         start = time.perf_counter()
         options = {"equalize": row.equalize, "reconstruct": method, "correct_bias": row.correct_bias}
-        gm = ptq(task.model, task.batches, row.backend, row.config(), **options, progress=True)
+        batches = [part for x in task.batches for part in ((x, x.flip(-1)) if row.mirrored else (x,))]
+        gm = ptq(task.model, batches, row.backend, row.config(), **options, progress=True)
         seconds = time.perf_counter() - start
-        result = {
-            "row": asdict(row),
-            "float": task.accuracy(task.model),
-            "top1": task.accuracy(gm),
-            "seconds": seconds,
-            "torch": torch.__version__,
-        }
-        tqdm.write(json.dumps(result))
-        arguments.results.parent.mkdir(exist_ok=True)
-        with arguments.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The results so far."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        top1 = {"float": task.accuracy(task.model), "top1": task.accuracy(gm)}
+        experiments.add(arguments.results, {"row": asdict(row), **top1, "seconds": seconds})
 
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
-    results = read(arguments.results)
+    results = experiments.read(arguments.results)
     header = [
         "model",
         "backend",
@@ -191,7 +187,8 @@ def report(arguments: argparse.Namespace) -> None:
     for result in results:
         row = Row(**result["row"])
         bits = f"W{row.weight_bits}A{row.activation_bits}"
-        figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.wanted or "", row.images]
+        images = f"{row.images}, mirrored" if row.mirrored else row.images
+        figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.wanted or "", images]
         figures += [row.iterations or "", f"{result['seconds']:.0f}"]
         flags = {"equalized": row.equalize, row.method: row.method, "bias corrected": row.correct_bias}
         steps = ", ".join(step for step, done in flags.items() if done)
@@ -211,24 +208,6 @@ for each segment; seconds of quantizing on CPU, beside other programs.
     arguments.output.write_text(text, encoding="utf-8")
 
 
-def main() -> None:
-    """Run rows or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    runs = commands.add_parser("run", help="run rows")
-    runs.add_argument("--data", type=Path, required=True)
-    runs.add_argument("--models", nargs="*", default=["ResNet20", "MobileNetV2"])
-    runs.add_argument("--backends", nargs="*", default=["ONNXRuntime", "Vitis"])
-    runs.add_argument("--threads", type=int, default=2)
-    runs.set_defaults(function=run)
-    reports = commands.add_parser("report", help="write the page")
-    reports.add_argument("--output", type=Path, required=True)
-    reports.set_defaults(function=report)
-    for command in (runs, reports):
-        command.add_argument("--results", type=Path, required=True)
-    arguments = parser.parse_args()
-    arguments.function(arguments)
-
-
 if __name__ == "__main__":
-    main()
+    CHOICES = {name: list(dict.fromkeys(getattr(row, name[:-1]) for row in ROWS)) for name in ("models", "backends")}
+    experiments.command_line(str(__doc__), run, report, CHOICES)
