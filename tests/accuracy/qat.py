@@ -22,6 +22,7 @@ import torch
 from prettytable import PrettyTable
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from fxqat.fake_quantize import oscillation
@@ -42,7 +43,8 @@ class Width:
     Args:
         wanted: the top-1 that the best method should reach, 0 if none is set.
         wanted_gain: by how much it should be better than LSQ.
-        bn_mode: of all methods; 126 of 252 steps with the statistics of the batch, where the float model's do not fit.
+        bn_mode: 126 of 252 steps with the statistics of the batch, where the float model's do not fit; after QDrop they
+            do.
     """
 
     weight: int
@@ -52,16 +54,23 @@ class Width:
     wanted_gain: float = 0.0
     bn_mode: str | int = "freeze"
 
-    def config(self) -> dict[str, Any]:
-        """The part of the configuration that is the same for all methods."""
+    def config(self, method: Method) -> dict[str, Any]:
+        """The ``prepare_custom_config_dict``."""
         config: dict[str, Any] = {
             "extra_qconfig_dict": {
                 "w_observer": "MSE",
                 "a_observer": "MSE",
-                "w_qscheme": {"bit": self.weight, "narrow_range": False},
-                "a_qscheme": {"bit": self.activation, "signed": False, "symmetry": False},
+                "w_fakequantize": method.weight,
+                "a_fakequantize": method.activation,
+                "w_qscheme": {"bit": self.weight, "narrow_range": False, "pot_scale": method.power_of_two},
+                "a_qscheme": {
+                    "bit": self.activation,
+                    "signed": False,
+                    "symmetry": False,
+                    "pot_scale": method.power_of_two,
+                },
             },
-            "bn_mode": self.bn_mode,
+            "bn_mode": "freeze" if method.reconstruct else self.bn_mode,
         }
         if self.ends_at_8:
             config["first_last"] = {"weight": {"bit": 8}}
@@ -87,7 +96,7 @@ class Method:
         activation: the fake-quant of activations.
         power_of_two: whether scales are powers of two.
         reconstruct: start from QDrop, on the calibration images.
-        distill: the loss is the divergence from the float model's probabilities instead of the labels' cross entropy.
+        distill: the loss is the divergence from the float model's softened probabilities, without labels.
         extra_loss: a further loss, from the model and how far training is, 0 to 1.
         lr: the learning rate at the start.
     """
@@ -112,7 +121,7 @@ def dampen(gm: nn.Module, progress: float) -> Tensor:
     return 0.5e-3 * (1 - float(torch.cos(torch.tensor(torch.pi * progress)))) * dampening_loss(gm)
 
 
-PLAIN = "LSQ"
+PLAIN, BEST = "LSQ", "QDrop, then LSQ, distilled"
 METHODS = {
     PLAIN: Method(),
     "DoReFa, PACT": Method("DoReFa", "PACT"),
@@ -121,35 +130,32 @@ METHODS = {
     "TQT": Method("TQT", "TQT", power_of_two=True),
     "LSQ, dampening": Method(extra_loss=dampen),
     "LSQ, freezing": Method("Oscillation", extra_loss=freeze_oscillations),
-    "QDrop, then LSQ": Method(reconstruct=True),
-    "LSQ, distilled": Method(distill=True),
-    "QDrop, then LSQ, distilled": Method(reconstruct=True, distill=True),
+    "QDrop, then LSQ": Method(reconstruct=True, lr=0.003),
+    "LSQ, distilled": Method(distill=True, lr=2e-3),
+    BEST: Method(reconstruct=True, distill=True, lr=5e-4),
 }
 CALIBRATION_IMAGES = 256
 EPOCHS = 4
+TEMPERATURE = 4.0
+DECAY = 0.98  # of the average of the weights, 50 steps of 252
 
 
 def prepared(model: nn.Module, width: Width, method: Method, data: resnet.Data, seed: int) -> nn.Module:
     """The model before training, calibrated (and reconstructed) on a draw of training images."""
-    config = width.config()
-    qconfig = config["extra_qconfig_dict"]
-    qconfig |= {"w_fakequantize": method.weight, "a_fakequantize": method.activation}
-    if method.power_of_two:
-        for scheme in (qconfig["w_qscheme"], qconfig["a_qscheme"]):
-            scheme["pot_scale"] = True
     pick = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(seed))[:CALIBRATION_IMAGES]
     reconstruction = replace(RECONSTRUCTIONS["QDrop"], iterations=200) if method.reconstruct else None
-    return ptq(model, data.train_x[pick].split(32), "ONNXRuntime", config, reconstruct=reconstruction)
+    return ptq(model, data.train_x[pick].split(32), "ONNXRuntime", width.config(method), reconstruct=reconstruction)
 
 
-def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, seed: int) -> None:
-    """SGD with momentum and cosine schedule."""
+def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, seed: int) -> nn.Module:
+    """SGD with momentum and cosine schedule; returns the model with averaged weights."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     optimizer = torch.optim.SGD(gm.parameters(), lr=method.lr, momentum=0.9, weight_decay=1e-4)
     steps = EPOCHS * (len(data.train_x) // 128)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     gm.train()
+    average = AveragedModel(gm, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     bar = tqdm(total=steps, leave=False)
     for _ in range(EPOCHS):
         order = torch.randperm(len(data.train_x), generator=generator)
@@ -157,18 +163,21 @@ def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, 
             x = resnet.augment(data.train_x[pick], generator)
             if method.distill:
                 with torch.no_grad():
-                    target = teacher(x).softmax(1)
+                    wanted = F.log_softmax(teacher(x) / TEMPERATURE, 1)
+                found = F.log_softmax(gm(x) / TEMPERATURE, 1)
+                loss = F.kl_div(found, wanted, log_target=True, reduction="batchmean") * TEMPERATURE**2
             else:
-                target = F.one_hot(data.train_y[pick], 10).float()
-            loss = F.cross_entropy(gm(x), target)
+                loss = F.cross_entropy(gm(x), data.train_y[pick])
             if method.extra_loss is not None:
                 loss = loss + method.extra_loss(gm, bar.n / steps)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
+            average.update_parameters(gm)
             bar.update()
     bar.close()
+    return average.module
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -186,9 +195,10 @@ def run(arguments: argparse.Namespace) -> None:
                 gm = prepared(model, WIDTHS[width_name], method, data, seed)
                 before = resnet.accuracy(gm, data)
                 middle = time.perf_counter()
-                train(gm, model, method, data, seed)
+                average = train(gm, model, method, data, seed)
                 seconds = {"seconds_before": middle - start, "seconds": time.perf_counter() - middle}
-                found = {"before": before, "top1": resnet.accuracy(gm, data), **seconds}
+                top1 = {"top1": resnet.accuracy(gm, data), "averaged": resnet.accuracy(average, data)}
+                found = {"before": before, **top1, **seconds}
                 experiments.add(arguments.results, what | found)
 
 
@@ -210,10 +220,13 @@ def report(arguments: argparse.Namespace) -> None:
         return [spread(values) for values in found]
 
     for method in METHODS:
-        if any(cells(method, "top1")):
-            table.add_row([method, *cells(method, "top1")])
-    for method in (PLAIN, "QDrop, then LSQ"):
-        table.add_row([f"before training: {method}", *cells(method, "before")])
+        for part, name in (("top1", method), ("averaged", f"{method}, averaged")):
+            if any(cells(method, part)):
+                table.add_row([name, *cells(method, part)])
+    for method, start in ((PLAIN, "ranges of least squared error"), (BEST, "QDrop")):
+        table.add_row([f"before training: {start}", *cells(method, "before")])
+    rates = "; ".join(f"{name} {method.lr:g}" for name, method in METHODS.items() if method.lr != Method.lr)
+    rates = f"{Method.lr:g}; {rates}"
     wanted = [f"{w.wanted}" if w.wanted else f"LSQ + {w.wanted_gain}" for w in WIDTHS.values()]
     table.add_row(["the best should reach", *wanted])
     text = f"""Accuracy of CIFAR ResNet20 at few bits
@@ -222,16 +235,18 @@ def report(arguments: argparse.Namespace) -> None:
 Generated by ``tests/accuracy/qat.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
 
 ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) on a lossless subset of CIFAR-10, 8068 training and 1017 test
-images. {EPOCHS} epochs, batch 128, SGD with momentum 0.9, learning rate 0.01 with a cosine schedule, weight decay 1e-4,
-crop and flip; ONNXRuntime backend, ranges of least squared error on {CALIBRATION_IMAGES} training images.
-BatchNorm with the statistics of the float model at 4 bits, with those of the batch in the first half of training below.
-*Ends at 8*: weights and inputs of the first and the last layer have 8 bits. Top-1 in percent: mean and standard
-deviation of 3 seeds, each with calibration images and an order of its own.
+images. {EPOCHS} epochs, batch 128, SGD with momentum 0.9 and a cosine schedule, weight decay 1e-4, crop and flip;
+ONNXRuntime backend, ranges of least squared error on {CALIBRATION_IMAGES} training images. Learning rates at the start:
+{rates}.
+BatchNorm with the statistics of the float model at 4 bits and after QDrop, else with those of the batch in the first
+half of training. *Ends at 8*: weights and inputs of the first and the last layer have 8 bits. Top-1 in percent: mean
+and standard deviation of 3 seeds, each with calibration images and an order of its own.
 
 {table.get_string()}
 
-*distilled*: the loss is the divergence from the float model's probabilities, without labels. *QDrop*: 200 iterations
-for each block (:doc:`ptq`). *dampening*, *freezing*: Nagel et al. 2022 (:doc:`fake_quants`).
+*distilled*: the loss is the divergence from the float model's probabilities at temperature {TEMPERATURE:g}, without
+labels. *averaged*: the same training, evaluated with an exponential average of the weights (decay {DECAY} a step).
+*QDrop*: 200 iterations for each block (:doc:`ptq`). *dampening*, *freezing*: Nagel et al. 2022 (:doc:`fake_quants`).
 """
     arguments.output.write_text(text, encoding="utf-8")
 
