@@ -62,13 +62,8 @@ class Width:
                 "a_observer": "MSE",
                 "w_fakequantize": method.weight,
                 "a_fakequantize": method.activation,
-                "w_qscheme": {"bit": self.weight, "narrow_range": False, "pot_scale": method.power_of_two},
-                "a_qscheme": {
-                    "bit": self.activation,
-                    "signed": False,
-                    "symmetry": False,
-                    "pot_scale": method.power_of_two,
-                },
+                "w_qscheme": {"bit": self.weight, "narrow_range": False, **method.scheme()},
+                "a_qscheme": {"bit": self.activation, "signed": False, "symmetry": False, **method.scheme()},
             },
             "bn_mode": "freeze" if method.reconstruct else self.bn_mode,
         }
@@ -108,6 +103,10 @@ class Method:
     distill: bool = False
     extra_loss: Callable[[nn.Module, float], Tensor] | None = None
     lr: float = 0.01
+
+    def scheme(self) -> dict[str, bool]:
+        """What its scales need; else they are as the backend has them."""
+        return {"pot_scale": True} if self.power_of_two else {}
 
 
 def freeze_oscillations(gm: nn.Module, progress: float) -> Tensor:
