@@ -122,6 +122,15 @@ def test_relu6_stands_between_unless_it_is_replaced():
     assert type(model[2]) is nn.ReLU6
 
 
+@pytest.mark.parametrize(("activation", "passes"), [(nn.ReLU, 0), (nn.ReLU6, 2)])
+def test_the_model_runs_only_where_there_is_a_relu6(activation, passes):
+    gm = fxqat.prepare_by_platform(nn.Sequential(nn.Conv2d(3, 4, 1), activation(), nn.Conv2d(4, 2, 1)).eval())
+    calls = []
+    gm.get_submodule("2").register_forward_hook(lambda *_: calls.append(1))
+    assert len(equalize(gm, [torch.randn(1, 3, 4, 4)] * 2)) == 1
+    assert len(calls) == passes
+
+
 def test_relu6_stays_where_it_clips_nothing_more():
     torch.manual_seed(0)
     model = uneven(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 2, 1)))
