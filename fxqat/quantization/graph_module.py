@@ -39,6 +39,8 @@ class Provenance:
         unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
         preserved: names of attributes of the float model that were carried over.
         config: how every tensor is quantized (``fxqat.custom_quantizer.effective``).
+        bias_corrected: whether its biases make up for errors of quantization; without its fake-quants it is not the
+            float model then.
     """
 
     backend: str
@@ -48,6 +50,7 @@ class Provenance:
     unread: dict[str, Tensor]
     preserved: tuple[str, ...] = field(default=())
     config: dict[str, Any] = field(default_factory=dict)
+    bias_corrected: bool = False
 
 
 class QuantGraphModule(ModalGraphModule):

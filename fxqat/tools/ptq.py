@@ -38,8 +38,8 @@ def ptq(
     1. ``prepare_by_platform`` with the first batch as example inputs;
     2. cross-layer equalization, if asked for (``fxqat.tools.equalize``);
     3. calibration;
-    4. reconstruction, if asked for (``fxqat.tools.reconstruct``);
-    5. bias correction, if asked for (``fxqat.tools.correct_bias``).
+    4. reconstruction, if asked for (``fxqat.tools.reconstruct``), and bias correction (``fxqat.tools.correct_bias``):
+       with both, each segment is corrected before it is learned and behind that.
 
     Args:
         model: a float model; not changed.
@@ -72,7 +72,7 @@ def ptq(
             gm(*batch)
     enable_quantization(gm)
     if reconstruct is not None:
-        reconstruct_segments(gm, inputs, reconstruct, progress=progress)
-    if correct_bias:
+        reconstruct_segments(gm, inputs, reconstruct, correct_bias=correct_bias, progress=progress)
+    elif correct_bias:
         correct_every_bias(gm, inputs)
     return gm

@@ -9,6 +9,9 @@ One loop, of which the published methods are settings (:data:`METHODS`):
 * QDrop: as BRECQ, with a random part of the activations left float. Wei et al. 2022 (arXiv:2203.05740), equation 8.
 
 What was learned is written into the weights, which are then rounded to the nearest as ever.
+
+At 4 bits and below most of the error before learning may be a shift of the means, which rounding alone can hardly undo.
+So the biases of a segment can be corrected (``fxqat.tools.correct_bias``) before it is learned, and again behind that.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.correct_bias import channel_means, require_float_biases, shift_means
 from fxqat.tools.rounding import Reconstruction, learn
 from fxqat.tools.segments import Segment, Values, inputs_of, needed_after, split
 from fxqat.utils.modes import eval_mode
@@ -46,6 +50,7 @@ def reconstruct(
     batches: Sequence[tuple[Any, ...]],
     method: str | Reconstruction = "QDrop",
     *,
+    correct_bias: bool = False,
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, tuple[float, float]]:
@@ -55,6 +60,7 @@ def reconstruct(
         gm: a prepared and calibrated model; afterwards its fake-quants are on and it is in the mode it was in.
         batches: the model's inputs; all values between the segments are kept for two segments at a time.
         method: a name in :data:`METHODS`, or a setting.
+        correct_bias: correct the biases of each segment before it is learned and behind that.
         seed: of the random numbers.
         progress: show a progress bar.
 
@@ -64,9 +70,11 @@ def reconstruct(
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: unknown method, no batches, or a weight's fake-quant that rounds something else than the weight.
+        ConfigError: unknown method, no batches, a weight's fake-quant that rounds something else than the weight, or a
+            model with corrected biases, which is no float model to come near to.
     """
     setting = _setting(method)
+    require_float_biases(gm, "reconstruct")
     if not batches:
         raise ConfigError("reconstruct: needs at least one batch of inputs")
     enable_quantization(gm)
@@ -81,11 +89,15 @@ def reconstruct(
         for i, segment in enumerate(tqdm(segments, disable=not progress)):
             targets = segment.run(exact, quantized=False)
             if segment.layers:
+                means = channel_means(segment, exact, quantized=False) if correct_bias else {}
                 before = _error(segment, rounded, targets)
+                shift_means(segment, rounded, means)
                 learn(segment, exact, rounded, targets, setting, generator)
+                shift_means(segment, rounded, means)
                 found[list(segment.layers)[-1]] = (before, _error(segment, rounded, targets))
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
+    gm.provenance.bias_corrected = correct_bias
     return found
 
 

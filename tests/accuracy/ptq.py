@@ -46,7 +46,7 @@ class Row:
         observer: of weights and of activations below 8 bits; empty: the backend's.
         method: of reconstruction; empty: calibration alone.
         equalize: cross-layer equalization before calibration.
-        correct_bias: correct the bias of every layer in the end.
+        correct_bias: correct the bias of every layer; with a reconstruction, before and behind that of its segment.
         wanted: the top-1 that the row should reach, 0 if none is set.
         images: to calibrate on and to learn from.
         mirrored: with the mirror image of each of them.

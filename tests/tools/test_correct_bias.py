@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fxqat
-from fxqat.errors import CalibrationError
-from fxqat.tools import correct_bias
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.tools import Reconstruction, correct_bias, reconstruct
 from tests.models import BasicBlock, calibrate
 
 TWO_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 2, "narrow_range": False}}}
@@ -60,3 +60,34 @@ def test_a_model_that_is_not_calibrated_is_an_error():
     model, batches = model_and_data()
     with pytest.raises(CalibrationError, match="saw no data"):
         correct_bias(fxqat.prepare_by_platform(model), batches)
+
+
+def test_a_corrected_model_is_no_float_model_to_compare_with():
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    correct_bias(gm, batches)
+    for again in (correct_bias, reconstruct):
+        with pytest.raises(ConfigError, match=f"{again.__name__}: the biases of this model were corrected"):
+            again(gm, batches)
+
+
+def test_reconstruction_corrects_the_segments_that_it_learned():
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    paths = ["0", "3.conv1", "3.conv2", "4", "7"]
+    expected = {path: means(gm, batches, False, path) for path in paths}
+    with torch.no_grad():
+        fxqat.disable_all(gm)
+        targets = [gm(*batch) for batch in batches]
+    before = {path: means(gm, batches, True, path) for path in paths}
+    found = reconstruct(gm, batches, Reconstruction(iterations=30), correct_bias=True)
+    for path in paths:
+        error = (before[path] - expected[path]).abs().max()
+        assert (means(gm, batches, True, path) - expected[path]).abs().max() < 0.2 * error, path
+    with torch.no_grad():
+        error = sum(float((gm(*batch) - y).square().sum()) for batch, y in zip(batches, targets, strict=True))
+    relative = error / sum(float(y.square().sum()) for y in targets)
+    assert found["7"][1] == pytest.approx(relative, rel=1e-4)  # against the float model with the biases it had
+    assert found["7"][1] < found["7"][0]
+    with pytest.raises(ConfigError, match="were corrected"):
+        correct_bias(gm, batches)
