@@ -111,7 +111,6 @@ ROWS = (
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True, correct_bias=True),
-    Row("MobileNetV2", "Vitis", 8, 8, "", "QDrop", equalize=True, correct_bias=True, wanted=85.5),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True, correct_bias=True, images=256, mirrored=True),
     Row(
         *("MobileNetV2", "Vitis", 8, 8, "", "QDrop"),
