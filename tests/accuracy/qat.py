@@ -90,8 +90,8 @@ class Method:
         activation: the fake-quant of activations.
         power_of_two: whether scales are powers of two.
         reconstruct: start from QDrop.
-        distill: the loss is the divergence from the float model's softened probabilities, without labels, on mixtures of
-            two images each.
+        distill: the loss is the divergence from the float model's softened probabilities, without labels, on mixtures
+            of two images each.
         extra_loss: a further loss, from the model and how far training is, 0 to 1.
         lr: the learning rate at the start.
     """
