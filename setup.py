@@ -36,7 +36,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["fxqat", "fxqat.*"]),
-    package_data={"fxqat": ["py.typed", "onnx/*.json"]},
+    package_data={"fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja"]},
     zip_safe=False,
     install_requires=[
         "torch>=2.9",
@@ -52,6 +52,7 @@ setup(
         "pulp",
         "PyYAML",
         "tqdm",
+        "Jinja2",
     ],
     extras_require={
         "example": EXAMPLE,

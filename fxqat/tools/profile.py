@@ -1,0 +1,134 @@
+"""Where accuracy is lost: every quantized tensor of a model, compared with float.
+
+Three differences are measured for each:
+
+1. *own*: its float value against the rounding of that, the error that this quantizer makes;
+2. *output*: the float model's outputs against those of the model in which this tensor alone is quantized, what that
+   error does;
+3. *cumulative*: its float value against the quantized model's, all that happened up to here.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from prettytable import PrettyTable
+from tqdm import tqdm
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.state import disable_all, enable_quantization
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.profiling.compare import Difference
+from fxqat.tools.profiling.measure import Measured, find_subjects, histograms_of, switches_kept
+from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
+from fxqat.utils.files import atomic_path
+from fxqat.utils.modes import eval_mode
+
+DIFFERENCES = ("own", "output", "cumulative")
+MEASURES = ("cosine", "sqnr", "max_error")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The tensors of a model, the worst first; prints as a table.
+
+    Args:
+        backend: the backend's name.
+        tensors: sorted by ``ProfiledTensor.badness``.
+        output: everything quantized, at the model's outputs.
+        histograms: of the worst tensors, by name.
+    """
+
+    backend: str
+    tensors: tuple[ProfiledTensor, ...]
+    output: Difference
+    histograms: Mapping[str, Histogram]
+
+    def __iter__(self) -> Iterator[ProfiledTensor]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def table(self, rows: int | None = None) -> str:
+        """The worst tensors as text, all of them by default."""
+        kinds = [f"{kind}: {measure}" for kind in DIFFERENCES for measure in ("cosine", "dB", "max error")]
+        table = PrettyTable(["tensor", *kinds, "lost", "dead", "outlier"], align="r")
+        table.align["tensor"] = "l"
+        for tensor in self.tensors[:rows]:
+            found = [getattr(tensor, kind) for kind in DIFFERENCES]
+            cells = [text for d in found for text in (f"{d.cosine:.6f}", f"{d.sqnr:.1f}", f"{d.max_error:.3g}")]
+            channels = tensor.channels
+            lost, dead = f"{len(channels.lost)}/{channels.count}", len(channels.dead)
+            table.add_row([tensor.name, *cells, lost, dead, f"{channels.outlier:.1f}x"])
+        return str(table)
+
+    def __str__(self) -> str:
+        return f"{self.backend}, all quantized, at the outputs: {self.output}\n{self.table()}"
+
+    def write_csv(self, path: str | os.PathLike[str]) -> None:
+        """One row a tensor, the worst first, numbers in full.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        columns = [f"{kind}_{measure}" for kind in DIFFERENCES for measure in MEASURES]
+        head = ["rank", "name", "kind", "order", "scheme", *columns]
+        with atomic_path(path, ConfigError) as target, target.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow([*head, "channels", "lost_channels", "dead_channels", "outlier", "widest_channel"])
+            for rank, tensor in enumerate(self.tensors, 1):
+                values = [value for kind in DIFFERENCES for value in astuple(getattr(tensor, kind))]
+                channels = tensor.channels
+                counts = [channels.count, len(channels.lost), len(channels.dead), channels.outlier, channels.widest]
+                writer.writerow([rank, tensor.name, tensor.kind, tensor.order, tensor.scheme, *values, *counts])
+
+    def write_html(self, path: str | os.PathLike[str], title: str = "Quantization profile") -> None:
+        """One page that needs no other file: the curves, the table, and the worst tensors' histograms and channels.
+
+        Raises:
+            ConfigError: the file cannot be written, or matplotlib is not installed.
+        """
+        try:
+            from fxqat.tools.profiling.page import render
+        except ImportError as error:
+            raise ConfigError(f"Profile.write_html draws with matplotlib: pip install matplotlib ({error})") from error
+        page = render(title, self.backend, self.tensors, self.output, self.histograms)
+        with atomic_path(path, ConfigError) as target:
+            target.write_text(page, encoding="utf-8")
+
+
+def profile(gm: QuantGraphModule, batches: Sequence[Any], *, worst: int = 10, progress: bool = False) -> Profile:
+    """Compare every quantized tensor with float.
+
+    It takes two forward passes and one for each tensor, of every batch: a few images tell enough.
+
+    Args:
+        gm: a prepared and calibrated model; its mode and switches stay as they are.
+        batches: inputs of the model, each a tensor or a tuple. All quantized values of one batch are kept at a time.
+        worst: of how many tensors histograms are taken.
+        progress: show a progress bar.
+
+    Raises:
+        CalibrationError: the model is not calibrated.
+        ConfigError: no batches.
+    """
+    if not batches:
+        raise ConfigError("profile: needs at least one batch of inputs")
+    inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
+    with eval_mode(gm), switches_kept(gm), torch.no_grad():
+        enable_quantization(gm)
+        disable_all(gm)
+        subjects = find_subjects(gm)
+        found = Measured(gm, subjects)
+        with tqdm(total=len(inputs) * (len(subjects) + 2), desc="profile", leave=False, disable=not progress) as bar:
+            for batch in inputs:
+                found.add(batch, bar)
+        tensors = sorted(found.tensors(), key=lambda tensor: tensor.badness)
+        histograms = histograms_of(gm, inputs, subjects, tensors[:worst])
+    return Profile(gm.quant_report.backend, tuple(tensors), found.all_quantized.difference(), histograms)

@@ -1,0 +1,1 @@
+"""The parts of ``fxqat.tools.profile``."""

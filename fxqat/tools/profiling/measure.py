@@ -1,0 +1,196 @@
+"""Measuring what a profile is made of: forward passes with all, none and one of the fake-quants on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.functional import covered_range
+from fxqat.fake_quantize.state import disable_all, enable_quantization, named_fake_quants
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.mode_branches import graph_of_mode
+from fxqat.tools.profiling.compare import Comparison
+from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
+from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import flatten_tensors
+
+BINS = 120
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tensor that is quantized: a layer's weight, or a value in the graph, with what gives it."""
+
+    name: str
+    quant: FakeQuantizeBase
+    layer: QATLayer | None
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is rounded in its layer."""
+        return self.layer is not None and self.quant is self.layer.weight_fake_quant
+
+    def channel_axis(self, x: Tensor) -> int | None:
+        """The layer's, else the second, or the last one of (batch, tokens, channels)."""
+        if x.dim() < 2:
+            return None
+        if self.layer is None:
+            return -1 if x.dim() == 3 else 1
+        if self.is_weight:
+            return self.layer.op.axis
+        return -1 if self.layer.weight.dim() == 2 else 1
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Round this one, in a model with its switches off."""
+
+        def only(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
+            return output if kwargs["tensor_name"] == self.name else args[0]
+
+        handle = None if self.is_weight else self.quant.register_forward_hook(only, with_kwargs=True)
+        self.quant.fake_quant_enabled = True
+        try:
+            yield
+        finally:
+            self.quant.fake_quant_enabled = False
+            if handle is not None:
+                handle.remove()
+
+
+class Measured:
+    """The comparisons of all tensors, added up over batches."""
+
+    def __init__(self, gm: QuantGraphModule, subjects: Mapping[str, Subject]) -> None:
+        self.gm, self.subjects = gm, subjects
+        self.own: dict[str, Comparison] = {}
+        self.output = {name: Comparison() for name in subjects}
+        self.cumulative = {name: Comparison() for name in subjects}
+        self.all_quantized = Comparison()
+
+    def add(self, batch: Sequence[Any], bar: tqdm[Any]) -> None:
+        """Measure one batch, whose fake-quants are off before and afterwards."""
+        exact: dict[str, Tensor] = {}
+        with _watching(self.gm, exact.__setitem__):
+            expected = self.gm(*batch)
+        for subject in self.subjects.values():
+            if subject.is_weight:
+                assert subject.layer is not None
+                exact[subject.name] = subject.layer.folded()[0]
+            if subject.name in exact:  # else an optional input that is not given
+                x = exact[subject.name]
+                own = self.own.setdefault(subject.name, Comparison(subject.channel_axis(x)))
+                own.add(x, subject.quant.quantize(x))
+        bar.update()
+        enable_quantization(self.gm)
+        with _watching(self.gm, lambda name, x: self.cumulative[name].add(exact[name], x), rounded=True):
+            _add_all(self.all_quantized, expected, self.gm(*batch))
+        disable_all(self.gm)
+        bar.update()
+        for name in self.subjects:
+            with self.subjects[name].alone():
+                _add_all(self.output[name], expected, self.gm(*batch))
+            bar.update()
+
+    def tensors(self) -> list[ProfiledTensor]:
+        """What was found, in the order of execution."""
+        result = []
+        for order, (name, subject) in enumerate(self.subjects.items()):
+            if name in self.own:
+                own = self.own[name].difference()
+                result.append(
+                    ProfiledTensor(
+                        name=name,
+                        kind="weight" if subject.quant.kind == WEIGHT else "activation",
+                        order=order,
+                        scheme=str(subject.quant.scheme),
+                        own=own,
+                        output=self.output[name].difference(),
+                        cumulative=own if subject.is_weight else self.cumulative[name].difference(),
+                        channels=self.own[name].channels(),
+                    )
+                )
+        return result
+
+
+def find_subjects(gm: QuantGraphModule) -> dict[str, Subject]:
+    """Every tensor that is quantized, by name, in the order of execution."""
+    found: dict[str, Subject] = {}
+    graph = graph_of_mode(gm.graph, training=False)
+    graph.owning_module = gm
+    for node in graph.nodes:
+        module = called_module(node)
+        if isinstance(module, QATLayer):
+            name = f"{node.target}.weight"
+            found.setdefault(name, Subject(name, module.weight_fake_quant, module))
+        elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
+            source = called_module(node.args[0])
+            name = str(node.kwargs["tensor_name"])
+            found[name] = Subject(name, module, source if isinstance(source, QATLayer) else None)
+    return found
+
+
+@contextmanager
+def _watching(gm: QuantGraphModule, watch: Callable[[str, Tensor], None], rounded: bool = False) -> Iterator[None]:
+    """Call a function with the name of each value in the graph that is quantized, and the value before or after it."""
+
+    def hook(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(output, Tensor) and not kwargs.get("on_grid"):
+            watch(kwargs["tensor_name"], output if rounded else args[0])
+
+    with ExitStack() as stack:
+        for _, quant in named_fake_quants(gm):
+            stack.callback(quant.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
+def switches_kept(gm: QuantGraphModule) -> Iterator[None]:
+    """Afterwards the switches of all fake-quants are what they were."""
+    before = [(quant, quant.get_extra_state()) for _, quant in named_fake_quants(gm)]
+    try:
+        yield
+    finally:
+        for quant, state in before:
+            quant.set_extra_state(state)
+
+
+def _add_all(comparison: Comparison, expected: Any, found: Any) -> None:
+    for one, other in zip(flatten_tensors(expected), flatten_tensors(found), strict=True):
+        if one.is_floating_point():
+            comparison.add(one, other)
+
+
+def histograms_of(
+    gm: QuantGraphModule, batches: Sequence[Any], subjects: Mapping[str, Subject], tensors: Sequence[ProfiledTensor]
+) -> dict[str, Histogram]:
+    """The float values of some tensors, over all batches."""
+    limits = {tensor.name: max(tensor.channels.ranges) or 1.0 for tensor in tensors}
+    counts = {name: torch.zeros(BINS, dtype=torch.int64) for name in limits}
+
+    def count(name: str, x: Tensor) -> None:
+        if name in counts:
+            found = torch.histc(x.float(), BINS, -limits[name], limits[name])
+            counts[name] += found.to("cpu", torch.int64)
+
+    with _watching(gm, count):
+        for batch in batches:
+            gm(*batch)
+    for name in counts:
+        layer = subjects[name].layer
+        if layer is not None and subjects[name].is_weight:
+            count(name, layer.folded()[0])
+    result = {}
+    for name, limit in limits.items():
+        quant = subjects[name].quant
+        low, high = covered_range(*quant.qparams(), quant.scheme)
+        grid = float(low.min()), float(high.max())
+        result[name] = Histogram(-limit, limit, tuple(counts[name].tolist()), grid)
+    return result

@@ -1,0 +1,74 @@
+"""Comparisons of tensors against numpy in double precision."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fxqat.tools.profiling.compare import Comparison, decibels
+
+
+def test_measures_are_those_of_the_formulas():
+    random = np.random.default_rng(0)
+    pairs = [(random.normal(size=(2, 3, 5)), random.normal(size=(2, 3, 5))) for _ in range(3)]
+    comparison = Comparison()
+    for x, y in pairs:
+        comparison.add(torch.tensor(x), torch.tensor(y))
+    found = comparison.difference()
+    x, y = (np.concatenate([pair[i].ravel() for pair in pairs]) for i in (0, 1))
+    assert found.cosine == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), abs=1e-12)
+    assert found.sqnr == pytest.approx(10 * np.log10((x**2).sum() / ((x - y) ** 2).sum()), abs=1e-9)
+    assert found.max_error == pytest.approx(np.abs(x - y).max())
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "cosine", "sqnr"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 1.0, 120.0),
+        ([1.0, 2.0], [0.0, 0.0], 0.0, 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 1.0, 120.0),
+        ([0.0, 0.0], [1.0, 0.0], 0.0, -120.0),
+        ([1.0, 0.0], [-1.0, 0.0], -1.0, 10 * math.log10(1 / 4)),
+    ],
+    ids=["exact", "gone", "zeros", "from nothing", "turned round"],
+)
+def test_the_ends_of_the_scales(x, y, cosine, sqnr):
+    comparison = Comparison()
+    comparison.add(torch.tensor(x), torch.tensor(y))
+    found = comparison.difference()
+    assert found.cosine == pytest.approx(cosine, abs=1e-7)
+    assert found.sqnr == pytest.approx(sqnr, abs=1e-6)
+
+
+def test_channels_that_are_dead_and_lost():
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, 6) * torch.tensor([1.0, 0.01, 0.0, 300.0, 1.0])[:, None]
+    x = x.movedim(1, 0).reshape(5, 4, 6).movedim(0, 1)  # (batch, channels, values)
+    x[:, 2] = 7.0
+    found = x.clone()
+    found[:, 1] = 0.0  # all of it rounded away
+    found[:, 2] += 1.0  # constant, and still is
+    found[:, 3] += 1.0  # a shift does not take the information
+    comparison = Comparison(axis=1)
+    for part, other in zip(x.split(1), found.split(1), strict=True):
+        comparison.add(part, other)
+    channels = comparison.channels()
+    assert (channels.count, channels.dead, channels.lost) == (5, (2,), (1,))
+    assert channels.lost_share == 1 / 4
+    assert channels.ranges == pytest.approx([float(x[:, c].abs().max()) for c in range(5)])
+    assert channels.widest == int(x.abs().amax((0, 2)).argmax())
+    assert channels.outlier == pytest.approx(max(channels.ranges) / sorted(channels.ranges)[2])
+
+
+def test_nothing_compared_is_an_error():
+    with pytest.raises(ValueError, match="no tensors"):
+        Comparison().difference()
+    with pytest.raises(ValueError, match="along a channel axis"):
+        Comparison().channels()
+
+
+def test_decibels():
+    assert decibels(100.0, 1.0) == pytest.approx(20.0)
+    assert decibels(1.0, 0.0) == 120.0
+    assert decibels(0.0, 1.0) == -120.0
