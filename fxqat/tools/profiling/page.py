@@ -18,7 +18,12 @@ TEMPLATE = Path(__file__).with_name("page.html.jinja")
 OUTLIER = 10.0
 """A tensor whose widest channel has this many times the median range is named among the findings."""
 
+NAMED = 0.05
+"""So is one that loses this part of its channels."""
+
 OWN, OUTPUT, CUMULATIVE, NEUTRAL = "#1b7837", "#c51b7d", "#2166ac", "#777777"
+STYLE = {"svg.hashsalt": "fxqat", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 
 
 def render(
@@ -40,7 +45,7 @@ def render(
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["db"] = lambda value: "exact" if value >= MOST_DB else f"{value:.1f}"
     drawn = [tensor for tensor in tensors if tensor.name in histograms]
-    with matplotlib.rc_context({"svg.hashsalt": "fxqat", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+    with matplotlib.rc_context(STYLE):
         details = [(t, _svg(_histogram(t, histograms[t.name])), _svg(_ranges(t))) for t in drawn]
         curves = _svg(_curves(tensors))
     outliers = [tensor for tensor in tensors if tensor.channels.outlier >= OUTLIER]
@@ -52,7 +57,8 @@ def render(
         curves=curves,
         details=details,
         drawn={tensor.name for tensor in drawn},
-        lost=[tensor for tensor in tensors if tensor.channels.lost],
+        strongest=sorted(tensors, key=lambda tensor: tensor.output.sqnr)[:3],
+        lost=[tensor for tensor in tensors if tensor.channels.lost_share >= NAMED],
         dead=[tensor for tensor in tensors if tensor.channels.dead],
         outliers=sorted(outliers, key=lambda tensor: -tensor.channels.outlier),
         outlier=OUTLIER,
@@ -80,7 +86,7 @@ def _curves(tensors: Sequence[ProfiledTensor]) -> Figure:
     ):
         axes.plot([t.order for t in chosen], values, ".-", color=colour, label=label, linewidth=1, markersize=4)
     for tensor in tensors[:3]:
-        axes.annotate(tensor.name, (tensor.order, tensor.output.sqnr), fontsize=8, color=OUTPUT)
+        axes.annotate(tensor.name, (tensor.order, tensor.output.sqnr), fontsize=8, color=OUTPUT, bbox=BOX)
     axes.set_xlabel("tensors in the order of execution")
     axes.set_ylabel("signal to noise, dB (higher is better)")
     axes.legend(loc="upper right")
