@@ -45,6 +45,16 @@ class OutputFiles:
         return self.folder / f"{self.arch}_float.pth"
 
     @property
+    def profile_csv(self) -> Path:
+        """Every layer compared with float, as a table."""
+        return self.folder / f"{self.arch}_profile.csv"
+
+    @property
+    def profile_page(self) -> Path:
+        """The same as a page."""
+        return self.folder / f"{self.arch}_profile.html"
+
+    @property
     def float_onnx(self) -> Path:
         """The float model as ONNX, to compare size and latency with."""
         return self.folder / f"{self.arch}_onnx_float.onnx"
@@ -52,14 +62,15 @@ class OutputFiles:
 
 def open_output(folder: Path, arch: str) -> OutputFiles:
     """The files of a run, their folder made and found writable before any time is spent on training."""
-    probe = folder / f".{arch}_write_test"
+    name = arch.rpartition(":")[2]  # of a model of the user's
+    probe = folder / f".{name}_write_test"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise UserError(f"--output-dir {folder} cannot be written: {error.strerror}") from error
-    return OutputFiles(folder, arch)
+    return OutputFiles(folder, name)
 
 
 def read_file(path: Path) -> Any:
@@ -88,7 +99,7 @@ def save_float(model: nn.Module, extra: dict[str, Any], path: Path) -> None:
     partial.replace(path)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     """Copy a file; a crash leaves the old one."""
     partial = target.with_name(target.name + ".partial")
     shutil.copyfile(source, partial)

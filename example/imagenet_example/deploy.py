@@ -13,11 +13,13 @@ import onnx.version_converter
 import onnxruntime as ort
 import torch
 from data import Batch
-from engine import Accuracy, evaluate_function
+from engine import accuracy_of, count_hits, progress
 from errors import UserError
+from logs import quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from training import Accuracy
 
 EXPORTER_OPSET = 18  # the oldest of torch's exporter; a conversion to older ones fails for many models
 COMPARED_IMAGES = 1000
@@ -85,7 +87,7 @@ def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: i
 
 def evaluate_onnx(path: Path, loader: DataLoader[Batch]) -> Accuracy:
     """Accuracy of an ONNX file in ONNX Runtime."""
-    return evaluate_function(OnnxModel(path), loader, "ONNX Runtime")
+    return accuracy_of(count_hits(OnnxModel(path), loader, "ONNX Runtime"))
 
 
 @torch.no_grad()
@@ -103,7 +105,7 @@ def compare_outputs(model: nn.Module, path: Path, loader: DataLoader[Batch]) -> 
     plain, optimized = OnnxModel(path, optimize=False), OnnxModel(path)
     outputs: list[tuple[Tensor, Tensor, Tensor]] = []
     images_left = COMPARED_IMAGES
-    for images, _ in tqdm(loader, desc="compare", leave=False, unit="batch"):
+    for images, _ in progress(loader, "compare"):
         part = images[:images_left]
         outputs.append((reference(part), plain(part), optimized(part)))
         images_left -= len(part)
@@ -138,7 +140,7 @@ def measure_latency(paths: list[Path], example: Tensor) -> list[float]:
     models, batch = [OnnxModel(path) for path in paths], example.cpu().numpy()
     times: list[list[float]] = [[] for _ in models]
     deadline = time.perf_counter() + LATENCY_SECONDS
-    for _ in tqdm(range(LATENCY_WARMUP + LATENCY_RUNS), desc="latency", leave=False):
+    for _ in tqdm(range(LATENCY_WARMUP + LATENCY_RUNS), desc="latency", leave=False, disable=quiet()):
         for model, taken in zip(models, times, strict=True):
             start = time.perf_counter()
             model.run(batch)

@@ -1,192 +1,176 @@
-"""Loops over the data: train, calibrate, evaluate; and the state of a training that a checkpoint restores."""
+"""Loops over the data: train, calibrate, evaluate."""
 
-import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from data import Batch, Loaders
+from distillation import Distiller
+from distributed import Process, add_up
+from errors import UserError
+from interrupts import Interrupt, Interrupted
+from logs import LOG, Board, Meter, quiet
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from training import Accuracy, Precision, Training
 
-MOMENTUM = 0.9
-WEIGHT_DECAY = 1e-4
-PRINT_EVERY = 100
+from fxqat.tools import NaNGuard
 
-
-class Accuracy(NamedTuple):
-    """Share of images, in percent, whose class is the first, or among the first five, of the model's."""
-
-    acc1: float
-    acc5: float
-
-    def __str__(self) -> str:
-        return f"Acc@1 {self.acc1:.3f} Acc@5 {self.acc5:.3f}"
+BAD_STEPS = 5  # in a row, after which a training is given up
 
 
-class Meter:
-    """The latest value of a figure and its average, weighted by count."""
-
-    def __init__(self, name: str, form: str) -> None:
-        self.name, self.form = name, form
-        self.value = self.total = 0.0
-        self.count = 0
-
-    def add(self, value: float, count: int = 1) -> None:
-        """Take a value that `count` items have on average."""
-        self.value = value
-        self.total += value * count
-        self.count += count
-
-    @property
-    def average(self) -> float:
-        """The average over all items so far."""
-        return self.total / max(self.count, 1)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.value:{self.form}} ({self.average:{self.form}})"
-
-
-class Training:
-    """Optimizer, learning rate, epochs done and best accuracy of one training.
-
-    The learning rate falls from `lr` to zero in half a cosine over all steps. Biases, batch norm and scales, which have
-    one dimension or none, do not decay.
+@dataclass
+class Fit:
+    """A training with what it runs on.
 
     Args:
-        model: what is trained.
-        optim: "sgd" (momentum 0.9) or "adam".
-        lr: learning rate of the first step.
-        epochs: epochs in all, with those that a resumed training has behind it.
-        steps_per_epoch: batches of an epoch.
+        training: the optimizer and its state.
+        wrapped: the model in the wrappers that it is trained through.
+        loaders: the images.
+        process: this one among all.
+        interrupt: the signals.
+        board: the curves.
+        label_smoothing: of the cross entropy.
+        print_freq: a line every so many steps.
+        distiller: the teacher, if there is one.
+        guard: leaves steps out that are not finite; of a quantized model.
     """
 
-    def __init__(self, model: nn.Module, optim: str, lr: float, epochs: int, steps_per_epoch: int) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        if optim == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr, momentum=MOMENTUM)
-        else:
-            self.optimizer = torch.optim.Adam(groups, lr)
-        steps = epochs * steps_per_epoch
-        self.scheduler = LambdaLR(self.optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step / steps, 1))))
-        self.epochs = epochs
-        self.epochs_done = 0
-        self.best = Accuracy(-1.0, -1.0)
+    training: Training
+    wrapped: nn.Module
+    loaders: Loaders
+    process: Process
+    interrupt: Interrupt
+    board: Board
+    label_smoothing: float = 0.0
+    print_freq: int = 100
+    distiller: Distiller | None = None
+    guard: NaNGuard | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on beside the model, in tensors and plain values."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "epochs_done": self.epochs_done,
-            "best": list(self.best),
-            "rng": torch.get_rng_state(),
-            "rng_cuda": torch.cuda.get_rng_state_all(),
-        }
+    def run(self, save: Callable[[bool], None]) -> None:
+        """Train until all epochs are done; call `save(is_best)` after each, and `save(False)` when interrupted."""
+        training = self.training
+        while training.epochs_done < training.epochs:
+            number = self.epoch()
+            if number:
+                save(False)
+                raise Interrupted(number)
+            accuracy = evaluate(training.evaluated, self.loaders.val, self.process.device, training.precision)
+            LOG.info(" * %s", accuracy)
+            self.board.add(training.epochs_done, val__acc1=accuracy.acc1, val__acc5=accuracy.acc5)
+            training.epochs_done += 1
+            training.steps_done = 0
+            is_best = accuracy.acc1 > training.best.acc1
+            if is_best:
+                training.best = accuracy
+            save(is_best)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.epochs_done = state["epochs_done"]
-        self.best = Accuracy(*state["best"])
-        torch.set_rng_state(state["rng"].cpu())
-        if state["rng_cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all([rng.cpu() for rng in state["rng_cuda"]])
+    def epoch(self) -> int:
+        """The rest of one epoch; the number of a signal that came, or 0."""
+        self.wrapped.train()
+        training, device, steps = self.training, self.process.device, self.loaders.steps_per_epoch
+        names = (("Time", ".3f"), ("Data", ".3f"), ("Loss", ".4e"), ("Acc@1", ".2f"), ("Acc@5", ".2f"))
+        meters, bad_steps, start = [Meter(*name) for name in names], 0, time.perf_counter()
+        loader = self.loaders.train(training.epochs_done, training.steps_done)
+        for images, target in progress(loader, f"epoch {training.epochs_done}"):
+            data_time = time.perf_counter() - start
+            images, target = images.to(device, non_blocking=True), target.to(device, non_blocking=True)
+            loss, accepted, output = self.step(images, target)
+            bad_steps = 0 if accepted else bad_steps + 1
+            if bad_steps == BAD_STEPS:
+                raise UserError(
+                    f"the last {BAD_STEPS} steps were not finite, see the warnings above: lower --lr, or leave the "
+                    "layer named there float with --quant-config; the last good checkpoint is kept"
+                )
+            hits = ranks_hit(output.detach(), target)
+            figures = (time.perf_counter() - start, data_time, loss.detach(), *(100 * hit.mean() for hit in hits))
+            for meter, figure in zip(meters, figures, strict=True):
+                meter.add(figure, len(target))
+            step = training.steps_done - 1
+            if step % self.print_freq == 0 or step == steps - 1:
+                LOG.info("Epoch: [%d][%d/%d] %s", training.epochs_done, step, steps, " ".join(map(str, meters)))
+                place = training.epochs_done * steps + step
+                self.board.add(place, train__loss=float(loss.detach()), train__lr=training.lr)
+            number = self.interrupt.arrived(training.steps_done)
+            if number:
+                return number
+            start = time.perf_counter()
+        return 0
 
-
-def fit(model: nn.Module, loaders: Loaders, training: Training, save: Callable[[bool], None]) -> None:
-    """Train until `training.epochs` are done; after each epoch evaluate, and call `save(is_best)`."""
-    while training.epochs_done < training.epochs:
-        train_epoch(model, loaders.train(training.epochs_done), training)
-        accuracy = evaluate(model, loaders.val)
-        tqdm.write(f" * {accuracy}")
-        training.epochs_done += 1
-        is_best = accuracy.acc1 > training.best.acc1
-        if is_best:
-            training.best = accuracy
-        save(is_best)
-
-
-def train_epoch(model: nn.Module, loader: DataLoader[Batch], training: Training) -> None:
-    """One pass over the training images."""
-    model.train()
-    device, epoch = device_of(model), training.epochs_done
-    meters = [
-        Meter("Time", ".3f"),
-        Meter("Data", ".3f"),
-        Meter("Loss", ".4e"),
-        Meter("Acc@1", ".2f"),
-        Meter("Acc@5", ".2f"),
-    ]
-    start = time.perf_counter()
-    for step, (images, target) in enumerate(progress(loader, f"epoch {epoch}")):
-        data_time = time.perf_counter() - start
-        images, target = images.to(device, non_blocking=True), target.to(device, non_blocking=True)
-        output = model(images)
-        loss = nn.functional.cross_entropy(output, target)
+    def step(self, images: Tensor, target: Tensor) -> tuple[Tensor, bool, Tensor]:
+        """One step; returns the loss, whether it was taken, and the output."""
+        training = self.training
+        watching = self.distiller.watching() if self.distiller else nullcontext({})
+        with training.precision.autocast(), watching as features:
+            output = self.wrapped(images)
+            loss = nn.functional.cross_entropy(output, target, label_smoothing=self.label_smoothing)
+            if self.distiller is not None:
+                loss = self.distiller.loss(images, output, features, target, loss)
         training.optimizer.zero_grad()
-        loss.backward()
-        training.optimizer.step()
-        training.scheduler.step()
-        accuracy = accuracy_of(output, target)
-        figures = (data_time, loss.item(), *accuracy)
-        for meter, figure in zip(meters, (time.perf_counter() - start, *figures), strict=True):
-            meter.add(figure, len(target))
-        if step % PRINT_EVERY == 0 or step == len(loader) - 1:
-            tqdm.write(f"Epoch: [{epoch}][{step}/{len(loader)}] " + " ".join(map(str, meters)))
-        start = time.perf_counter()
+        training.scaler.scale(loss).backward()
+        accepted = self.guard is None or self.guard.accepts(loss, images, gradients=not training.scaler.is_enabled())
+        if self.guard is None and not loss.isfinite():
+            raise UserError("the loss of the float model is not finite: lower --lr; the last good checkpoint is kept")
+        training.step(accepted)
+        return loss, accepted, output
+
+
+def ranks_hit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """For each image 1 or 0: is its class the first, is it among the first five.
+
+    Of equal outputs, common in 8 bits, the lower class is first, as in `argmax`. output: (batch, classes); target:
+    (batch,).
+    """
+    ranked = output.argsort(dim=1, descending=True, stable=True)[:, :5]
+    hits = ranked.eq(target.unsqueeze(1))
+    return hits[:, 0].float(), hits.any(dim=1).float()
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader[Batch], title: str = "evaluate") -> Accuracy:
-    """Accuracy of a model in eval mode."""
+def evaluate(
+    model: nn.Module, loader: DataLoader[Batch], device: torch.device, precision: Precision | None = None
+) -> Accuracy:
+    """Accuracy of a model in eval mode, over the images of all processes."""
     model.eval()
-    device = device_of(model)
-    return evaluate_function(lambda images: model(images.to(device)).cpu(), loader, title)
+    precision = precision or Precision(device.type, None)
 
+    def run(images: Tensor) -> Tensor:
+        with precision.autocast():
+            return model(images.to(device))
 
-def evaluate_function(function: Callable[[Tensor], Tensor], loader: DataLoader[Batch], title: str) -> Accuracy:
-    """Accuracy of anything that gives logits (batch, classes) for images (batch, 3, height, width)."""
-    first, fifth = Meter("Acc@1", ".2f"), Meter("Acc@5", ".2f")
-    for images, target in progress(loader, title):
-        accuracy = accuracy_of(function(images), target)
-        first.add(accuracy.acc1, len(target))
-        fifth.add(accuracy.acc5, len(target))
-    return Accuracy(first.average, fifth.average)
+    return accuracy_of(add_up(count_hits(run, loader, "evaluate").to(device)))
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, loader: DataLoader[Batch]) -> None:
+def count_hits(function: Callable[[Tensor], Tensor], loader: DataLoader[Batch], title: str) -> Tensor:
+    """How many images have their class first, how many among the first five, and how many there are.
+
+    function: gives logits (batch, classes) for images (batch, 3, height, width).
+    """
+    sums = torch.zeros(3, dtype=torch.float64)
+    for images, target in progress(loader, title):
+        first, fifth = ranks_hit(function(images).cpu(), target)
+        sums += torch.stack([first.sum(), fifth.sum(), torch.tensor(float(len(target)))])
+    return sums
+
+
+def accuracy_of(hits: Tensor) -> Accuracy:
+    """The accuracy of what `count_hits` gave."""
+    first, fifth, count = hits.tolist()
+    return Accuracy(100 * first / count, 100 * fifth / count)
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, loader: DataLoader[Batch], device: torch.device) -> None:
     """Show the observers of a model, which must be enabled, the calibration images."""
     model.eval()
-    device = device_of(model)
     for images, _ in progress(loader, "calibrate"):
         model(images.to(device))
 
 
-def accuracy_of(output: Tensor, target: Tensor) -> Accuracy:
-    """Accuracy of one batch; of equal outputs, common in 8 bits, the lower class is first, as in ``argmax``.
-
-    output: (batch, classes); target: (batch,).
-    """
-    ranked = output.argsort(dim=1, descending=True, stable=True)[:, :5]
-    hits = ranked.eq(target.unsqueeze(1))
-    return Accuracy(100 * hits[:, 0].float().mean().item(), 100 * hits.any(dim=1).float().mean().item())
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the parameters of a model are."""
-    return next(model.parameters()).device
-
-
 def progress(loader: DataLoader[Batch], title: str) -> "tqdm[Batch]":
     """A progress bar over batches that leaves nothing behind."""
-    return tqdm(loader, desc=title, leave=False, unit="batch")
+    return tqdm(loader, desc=title, leave=False, unit="batch", disable=quiet())

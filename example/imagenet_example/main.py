@@ -6,7 +6,7 @@ tree.
 
     python example/imagenet_example/main.py
     python example/imagenet_example/main.py -a mobilenet_v3_small --data imagenet --model-path float.pth \
-        --optim adam --lr 1e-4 --epochs 10
+        --optim adam --lr 1e-4 --epochs 10 --distill-method logits
     python example/imagenet_example/main.py -e --resume example/imagenet_example/checkpoint/resnet18_model_best.pth
 """
 
@@ -14,14 +14,18 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from arguments import Options, parse_arguments
 from checkpointing import open_output
 from data import Loaders, open_data
-from errors import UserError
-from jobs import Job, run_float, run_quantized
+from distributed import Process, launch
+from errors import UserError, one_line
+from float_job import run_float
+from interrupts import Interrupted, catching
+from job import Job
+from logs import LOG, Board, set_up_logging
 from model_zoo import build_model, load_weights
-from summary import Row, make_table
-from tqdm import tqdm
+from options import Options, parse_options
+from quantized_job import run_quantized
+from summary import make_table
 
 from fxqat.errors import FxqatError
 
@@ -29,31 +33,48 @@ from fxqat.errors import FxqatError
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     try:
-        options = parse_arguments(argv)
-        rows = run(options)
+        options = parse_options(sys.argv[1:] if argv is None else argv)
+        launch(run, options)
     except (UserError, FxqatError) as error:
-        sys.exit(f"error: {error}")
-    print(make_table(rows, options.onnx_batch))
+        sys.exit(f"error: {one_line(error)}")
+    except Interrupted as interrupted:
+        print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
+        sys.exit(128 + interrupted.number)
 
 
-def run(options: Options) -> list[Row]:
-    """Set up one run and do it; returns the rows of its table."""
-    torch.manual_seed(options.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def run(options: Options, process: Process) -> None:
+    """Set up one run in this process, do it, and print the table of it."""
+    set_up_logging(options.log_level, process.is_first)
+    torch.manual_seed(options.seed + process.rank)
     files = open_output(options.output_dir, options.arch)
-    data = open_data(options.data, options.seed)
-    tqdm.write(
-        f"{options.arch} on {options.data or 'the embedded digits'}: {len(data.train)} training and {len(data.val)} "
-        f"validation images of {data.image_size} px, {data.num_classes} classes; {device}, seed {options.seed}"
+    data = open_data(options.data, options.seed, options.image_size, options.workers)
+    if options.num_classes not in (None, data.num_classes):
+        raise UserError(f"-nc {options.num_classes}: {options.data or 'the digits'} has {data.num_classes} classes")
+    LOG.info(
+        "%s on %s: %d training and %d validation images of %d px, %d classes; %s, seed %d",
+        *(options.arch, options.data or "the embedded digits", len(data.train), len(data.val), data.image_size),
+        *(data.num_classes, process.device, options.seed),
     )
-    model = build_model(options.arch, data.num_classes, data.image_size)
+    torch.manual_seed(options.seed)  # the same weights in all processes
+    model = build_model(
+        options.model_zoo, options.arch, data.num_classes, data.image_size, pretrained=options.pretrained
+    )
+    torch.manual_seed(options.seed + process.rank)
     weights = options.model_path or options.resume
     if weights:
         load_weights(model, weights)
-    model.to(device)
-    loaders = Loaders(data, options.batch_size, options.seed)
-    job = Job(options, loaders, files, example=loaders.example(options.onnx_batch, device))
-    return run_float(job, model) if options.not_qat else run_quantized(job, model)
+    if options.sync_bn:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model.to(process.device)
+    loaders = Loaders(data, options.batch_size, options.seed, process.rank, process.world)
+    board = Board(options.tensorboard if process.is_first else None)
+    with catching(process) as interrupt:
+        example = loaders.example(options.onnx_batch, process.device)
+        job = Job(options, process, loaders, files, interrupt, board, example)
+        rows = run_float(job, model) if options.not_qat else run_quantized(job, model)
+    board.close()
+    if process.is_first:
+        print(make_table(rows, options.onnx_batch))
 
 
 if __name__ == "__main__":

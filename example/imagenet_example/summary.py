@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy import OffByAStep
-from engine import Accuracy
 from prettytable import PrettyTable
+from training import Accuracy
 
 
 @dataclass(frozen=True)

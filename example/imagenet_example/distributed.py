@@ -1,0 +1,148 @@
+"""Processes that train one model together: started by `--multiprocessing-distributed` or by torchrun."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from errors import UserError
+from options import Options
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those that train together.
+
+    Args:
+        rank: its number.
+        world: how many there are.
+        device: where it computes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the one that prints and writes."""
+        return self.rank == 0
+
+
+def choose_device(options: Options, local_rank: int, alone: bool) -> torch.device:
+    """The device of a process.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if options.gpu is not None:
+        wanted = f"cuda:{options.gpu}"
+    else:
+        wanted = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        if device.type == "cuda" and not alone:
+            device = torch.device("cuda", local_rank)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        flag = f"--gpu {options.gpu}" if options.gpu is not None else f"--device {wanted}"
+        raise UserError(f"{flag}: this machine has no such device ({str(error).splitlines()[0]})") from error
+    return device
+
+
+def launch(job: Callable[[Options, Process], Any], options: Options) -> Any:
+    """Run a job in as many processes as the flags or torchrun ask for; returns what it returns in the first one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return run_one(int(os.environ["LOCAL_RANK"]), job, options, rank, world, "env://")
+    if not options.multiprocessing_distributed:
+        if options.world_size > 1 or options.dist_url:
+            raise UserError("--world-size and --dist-url have no effect without --multiprocessing-distributed: add it")
+        return job(options, Process(0, 1, choose_device(options, 0, alone=True)))
+    nodes, local = nodes_and_processes(options)
+    if options.batch_size < nodes * local:
+        raise UserError(f"-b {options.batch_size} is less than one image for each of {nodes * local} processes")
+    url = options.dist_url or f"tcp://127.0.0.1:{free_port()}"
+    first = max(0, options.rank) * local
+    try:
+        mp.start_processes(spawned, (job, options, first, nodes * local, url), local, start_method="spawn")
+    except mp.ProcessExitedException as error:
+        raise SystemExit(error.exit_code) from error
+    return None
+
+
+def nodes_and_processes(options: Options) -> tuple[int, int]:
+    """How many nodes there are, and processes on this one: its GPUs, or on the CPU all that `--world-size` says."""
+    if choose_device(options, 0, alone=True).type == "cuda":
+        nodes, local = max(1, options.world_size), torch.cuda.device_count()
+    else:
+        nodes, local = 1, max(1, options.world_size)
+    if nodes > 1 and (options.rank < 0 or not options.dist_url):
+        raise UserError("--world-size above 1 needs --rank (the number of this node) and --dist-url (where all meet)")
+    return nodes, local
+
+
+def spawned(local_rank: int, job: Callable[[Options, Process], Any], options: Options, *place: Any) -> None:
+    """What a process that was started here does; a user's error leaves with its line, as in one process."""
+    first, world, url = place
+    try:
+        run_one(local_rank, job, options, first + local_rank, world, url)
+    except UserError as error:
+        raise SystemExit(f"error: {error}" if local_rank == 0 else 1) from None
+
+
+def run_one(
+    local_rank: int, job: Callable[[Options, Process], Any], options: Options, rank: int, world: int, url: str
+) -> Any:
+    """Join the others, run the job, and leave them."""
+    device = choose_device(options, local_rank, alone=False)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = options.dist_backend or ("nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group(backend, init_method=url, rank=rank, world_size=world)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"--dist-backend {backend}, --dist-url {url}: {str(error).splitlines()[0]}") from error
+    try:
+        return job(options, Process(rank, world, device))
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def add_up(values: Tensor) -> Tensor:
+    """The sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@contextmanager
+def first_process_first(process: Process) -> Iterator[None]:
+    """The first process goes through the block before the others do: for files that one writes and all read."""
+    if not process.is_first:
+        dist.barrier()
+    yield
+    if process.is_first and dist.is_initialized():
+        dist.barrier()

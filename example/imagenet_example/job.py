@@ -1,0 +1,66 @@
+"""What every part of a run needs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from checkpointing import OutputFiles
+from data import Loaders
+from distillation import Distiller
+from distributed import Process, gather
+from engine import Fit, evaluate
+from interrupts import Interrupt
+from logs import LOG, Board
+from options import Options
+from torch import Tensor, nn
+from training import Accuracy, Precision, Training
+
+
+@dataclass
+class Job:
+    """What every part of a run needs; `example` is one batch as the ONNX files take it."""
+
+    options: Options
+    process: Process
+    loaders: Loaders
+    files: OutputFiles
+    interrupt: Interrupt
+    board: Board
+    example: Tensor
+    accuracies: dict[str, Accuracy] = field(default_factory=dict)
+
+    def fit(self, model: nn.Module, epochs: int, lr: float, distiller: Distiller | None = None) -> Fit:
+        """A training of the model as the flags ask for it."""
+        options, device = self.options, self.process.device
+        extra = distiller.regressors if distiller else None
+        precision = Precision.of(options, device)
+        training = Training(model, options, precision, epochs, lr, self.loaders.steps_per_epoch, extra)
+        wrapped: Any = torch.compile(model) if options.compile else model
+        if self.process.world > 1:
+            ids = [device.index] if device.type == "cuda" else None
+            wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
+        return Fit(
+            training, wrapped, self.loaders, self.process, self.interrupt, self.board,
+            label_smoothing=options.label_smoothing, print_freq=options.print_freq, distiller=distiller,
+        )  # fmt: skip
+
+    def resume(self, training: Training, extra: dict[str, Any]) -> None:
+        """Continue the training whose checkpoint held `extra`."""
+        training.load_state_dict(extra["training"], self.process.rank)
+        if self.options.resume.resolve().parent != self.files.folder.resolve():
+            training.best = Accuracy(-1.0, -1.0)  # the best of before is not in this folder
+        LOG.info("resuming %s after %d of %d epochs", self.options.resume, training.epochs_done, training.epochs)
+
+    def extra(self, training: Training, quantized: bool) -> dict[str, Any]:
+        """What a checkpoint holds beside the model; all processes have to ask for it."""
+        return {
+            "options": self.options.state_dict(),
+            "training": training.state_dict() | {"rng": gather(torch.get_rng_state())},
+            "quantized": quantized,
+            "accuracies": {name: list(accuracy) for name, accuracy in self.accuracies.items()},
+        }
+
+    def evaluate(self, name: str, model: nn.Module) -> None:
+        """Note the accuracy of a model for the table."""
+        self.accuracies[name] = evaluate(model, self.loaders.val, self.process.device)
+        LOG.info("%s: * %s", name, self.accuracies[name])

@@ -1,0 +1,85 @@
+"""What a run says while it goes on: lines through the progress bars, and TensorBoard."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from errors import UserError
+from flags import LOG_LEVELS
+from torch import Tensor
+from tqdm import tqdm
+
+LOG = logging.getLogger("imagenet_example")
+
+
+class ThroughBars(logging.Handler):
+    """Prints lines without tearing the progress bars apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one."""
+        tqdm.write(self.format(record))
+
+
+def set_up_logging(level: int, first: bool) -> None:
+    """Lines of the example and of fxqat from a level on; processes other than the first only tell errors."""
+    for name in (LOG.name, "fxqat"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [ThroughBars()]
+        logger.setLevel(getattr(logging, LOG_LEVELS[level if first else 3].upper()))
+        logger.propagate = False
+
+
+def quiet() -> bool:
+    """Whether progress bars are left out, too."""
+    return LOG.getEffectiveLevel() > logging.INFO
+
+
+class Meter:
+    """The latest value of a figure and its average, weighted by count; tensors are read when they are printed."""
+
+    def __init__(self, name: str, form: str) -> None:
+        self.name, self.form = name, form
+        self.value: float | Tensor = 0.0
+        self.total: float | Tensor = 0.0
+        self.count = 0
+
+    def add(self, value: float | Tensor, count: int = 1) -> None:
+        """Take a value that `count` items have on average."""
+        self.value = value
+        self.total = self.total + value * count
+        self.count += count
+
+    @property
+    def average(self) -> float:
+        """The average over all items so far."""
+        return float(self.total) / max(self.count, 1)
+
+    def __str__(self) -> str:
+        return f"{self.name} {float(self.value):{self.form}} ({self.average:{self.form}})"
+
+
+class Board:
+    """TensorBoard's files in a folder; without a folder, nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.writer: Any = None
+        if folder is not None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UserError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+            try:
+                self.writer = SummaryWriter(str(folder))
+            except OSError as error:
+                raise UserError(f"--tensorboard {folder} cannot be written: {error.strerror}") from error
+
+    def add(self, step: int, **values: float) -> None:
+        """One point of each curve; `__` in a name stands for `/`."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name.replace("__", "/"), value, step)
+
+    def close(self) -> None:
+        """Write what is not yet written."""
+        if self.writer is not None:
+            self.writer.close()

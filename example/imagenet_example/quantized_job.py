@@ -1,0 +1,145 @@
+"""The quantized model: prepared, calibrated, finetuned, exported, and compared with the float model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from checkpointing import copy_file, read_extra
+from deploy import EXPORTER_OPSET, compare_outputs, evaluate_onnx, export_float, measure_latency
+from distillation import Distiller
+from engine import calibrate
+from float_job import float_baseline
+from job import Job
+from logs import LOG
+from model_zoo import build_model, load_weights
+from summary import Row
+from torch import nn
+from training import Accuracy
+
+from fxqat import (
+    convert_export,
+    enable_calibration,
+    enable_quantization,
+    load_checkpoint,
+    prepare_by_platform,
+    save_checkpoint,
+)
+from fxqat.tools import NaNGuard, profile
+
+PROFILED_IMAGES, PROFILED_ROWS = 8, 20
+
+
+def run_quantized(job: Job, model: nn.Module) -> list[Row]:
+    """Prepare, calibrate, finetune, export, and compare with the float model."""
+    options, files = job.options, job.files
+    resumed = read_extra(options.resume) if options.resume else None
+    if resumed is None:
+        float_baseline(job, model)
+    else:
+        job.accuracies |= {name: Accuracy(*values) for name, values in resumed["accuracies"].items()}
+    if job.process.is_first:
+        export_float(model, job.example, files.float_onnx, max(options.opset_version, EXPORTER_OPSET))
+
+    gm = prepared(job, model)
+    distiller = make_distiller(job, model, gm) if options.distill_method and not options.evaluate else None
+    if resumed is None:
+        enable_calibration(gm)
+        calibrate(gm, job.loaders.calibration(options.calib_batches), job.process.device)
+        enable_quantization(gm)
+        job.evaluate("fake-quant, calibrated", gm)
+    else:
+        load_checkpoint(gm, options.resume)
+    if options.profile and job.process.is_first:
+        write_profile(job, gm)
+
+    onnx_file = files.onnx
+    export_quantized(job, gm)  # before training too: what cannot be exported shows now, not after an epoch
+    if not options.evaluate:
+        finetune(job, gm, distiller, resumed)
+        load_checkpoint(gm, files.best)
+        onnx_file = files.best_onnx
+    if resumed or not options.evaluate:
+        job.evaluate("fake-quant, finetuned", gm)
+    return compare(job, gm, onnx_file) if job.process.is_first else []
+
+
+def prepared(job: Job, model: nn.Module) -> Any:
+    """The model with its fake-quants."""
+    config = str(job.options.quant_config) if job.options.quant_config else None
+    return prepare_by_platform(model, job.options.backend, config, example_inputs=(job.example,))
+
+
+def make_distiller(job: Job, model: nn.Module, gm: nn.Module) -> Distiller:
+    """The teacher that the flags ask for; by default the float model as it is now."""
+    options = job.options
+    teacher = copy.deepcopy(model)
+    if options.teacher_arch or options.teacher_path:
+        arch, size = options.teacher_arch or options.arch, job.example.shape[-1]
+        classes = job.loaders.data.num_classes if options.num_classes is None else options.num_classes
+        pretrained = options.teacher_path is None
+        teacher = build_model(options.model_zoo, arch, classes, size, pretrained=pretrained)
+        if options.teacher_path:
+            load_weights(teacher, options.teacher_path, "--teacher-path")
+        teacher.to(job.process.device)
+    method = options.distill_method or ""
+    example = job.example.to(job.process.device)
+    return Distiller(gm, prepared(job, teacher), example, method, options.distill_alpha, options.temperature)
+
+
+def finetune(job: Job, gm: Any, distiller: Distiller | None, resumed: dict[str, Any] | None) -> None:
+    """Quantization-aware training; every epoch leaves a checkpoint and an ONNX file, the best one a second pair."""
+    files, options = job.files, job.options
+    fit = job.fit(gm, options.epochs, options.lr, distiller)
+    training = fit.training
+    fit.guard = NaNGuard(gm)
+    if resumed:
+        job.resume(training, resumed)
+    enable_quantization(gm)
+
+    def save(is_best: bool) -> None:
+        extra = job.extra(training, quantized=True)
+        if not job.process.is_first:
+            return
+        if is_best:
+            for path in export_quantized(job, training.evaluated):
+                copy_file(path, path.with_name(path.name.replace(files.onnx.stem, files.best_onnx.stem)))
+            save_checkpoint(training.evaluated, files.best, extra=extra)
+        save_checkpoint(gm, files.checkpoint, extra=extra)  # last: after a crash before it, the epoch is repeated
+
+    if not resumed:
+        save(False)
+    LOG.info("quantization-aware training for %d epochs", training.epochs)
+    fit.run(save)
+
+
+def export_quantized(job: Job, gm: Any) -> list[Path]:
+    """Write and verify the QDQ ONNX file with its JSON, in the first process; returns all files written."""
+    if not job.process.is_first:
+        return []
+    path, opset_version = job.files.onnx, job.options.opset_version
+    report = convert_export(gm, (job.example,), path, path.with_suffix(".json"), opset_version=opset_version)
+    parity = report.certificate
+    first = f", the first of them in {parity.first_diverging}" if parity.first_diverging else ""
+    LOG.info("%s: verified; %.3f%% of its quantized values off by a step%s", path.name, 100 * parity.off_share, first)
+    written = (report.onnx_path, report.json_path, report.certificate_path)
+    return [file for file in written if file is not None]
+
+
+def write_profile(job: Job, gm: Any) -> None:
+    """Compare every layer with float, on some validation images."""
+    found = profile(gm, [job.loaders.example(PROFILED_IMAGES, job.process.device)], progress=True)
+    found.write_csv(job.files.profile_csv)
+    found.write_html(job.files.profile_page, title=f"{job.options.arch}: quantized against float")
+    files = job.files.profile_csv, job.files.profile_page
+    LOG.info("%s\nall %d tensors: %s and %s", found.table(PROFILED_ROWS), len(found), *files)
+
+
+def compare(job: Job, gm: Any, onnx_file: Path) -> list[Row]:
+    """Measure the ONNX files; returns the rows of the table, the float model first and the exported file last."""
+    loaders, float_file, accuracies = job.loaders.alone(), job.files.float_onnx, job.accuracies
+    float_latency, latency = measure_latency([float_file, onnx_file], job.example)
+    accuracy, off_by_a_step = evaluate_onnx(onnx_file, loaders.val), compare_outputs(gm, onnx_file, loaders.val)
+    rows = {name: Row(name, value) for name, value in accuracies.items()}
+    rows["float"] = Row("float", accuracies["float"], float_file.stat().st_size, float_latency)
+    exported = Row("ONNX Runtime int8", accuracy, onnx_file.stat().st_size, latency, off_by_a_step)
+    return [*rows.values(), exported]

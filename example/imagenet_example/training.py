@@ -1,0 +1,144 @@
+"""What a training consists of beside the model: optimizer, rates, scaler, averaged weights, and where it stands."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from options import Options
+from recipes import lr_factor
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+class Accuracy(NamedTuple):
+    """Share of images, in percent, whose class is the first, or among the first five, of the model's."""
+
+    acc1: float
+    acc5: float
+
+    def __str__(self) -> str:
+        return f"Acc@1 {self.acc1:.3f} Acc@5 {self.acc5:.3f}"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Automatic mixed precision: the device's type, and the type of the layers' inputs, None for float32."""
+
+    device: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, options: Options, device: torch.device) -> "Precision":
+        """As the flags ask for it."""
+        default = "float16" if device.type == "cuda" else "bfloat16"
+        return cls(device.type, getattr(torch, options.amp_dtype or default) if options.amp else None)
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None)
+
+
+class Training:
+    """Optimizer, learning rate, scaler, averaged weights, and how far one training is.
+
+    Biases, batch norm and scales, which have one dimension or none, do not decay.
+
+    Args:
+        model: what is trained, without wrappers.
+        options: rates, schedule and the rest.
+        precision: of the forward passes; float16 needs the loss to be scaled.
+        epochs: epochs in all, with those that a resumed training has behind it.
+        lr: the highest learning rate.
+        steps_per_epoch: batches of an epoch.
+        extra: further parameters that are trained, as those of a distillation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        precision: Precision,
+        epochs: int,
+        lr: float,
+        steps_per_epoch: int,
+        extra: nn.Module | None = None,
+    ) -> None:
+        self.model, self.precision, self.extra = model, precision, extra
+        parameters = [p for p in (*model.parameters(), *(extra.parameters() if extra else ())) if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.wd},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        if options.optim == "sgd":
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr, momentum=options.momentum)
+        else:
+            self.optimizer = torch.optim.Adam(groups, lr, betas=(options.momentum, 0.999))
+        self.scheduler = LambdaLR(
+            self.optimizer,
+            lambda step: lr_factor(
+                options.lr_schedule, options.warmup_epochs, options.start_epoch + step / steps_per_epoch, epochs
+            ),
+        )
+        self.scaler = torch.amp.GradScaler(precision.device, enabled=precision.dtype == torch.float16)
+        self.average = None
+        if options.ema is not None:
+            self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
+        self.epochs = epochs
+        self.epochs_done = options.start_epoch
+        self.steps_done = 0  # of the epoch that is not done
+        self.best = Accuracy(-1.0, -1.0)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that is evaluated, saved as the best and exported: the averaged one, if there is one."""
+        return self.model if self.average is None else self.average.module
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.scheduler.get_last_lr()[0])
+
+    def step(self, accepted: bool) -> None:
+        """The optimizer's step after `backward`; one that is not accepted only counts."""
+        if accepted:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.average is not None:
+                self.average.update_parameters(self.model)
+        self.scheduler.step()
+        self.steps_done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on beside the model, in tensors and plain values."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "average": None if self.average is None else plain_state(self.average),
+            "extra": None if self.extra is None else self.extra.state_dict(),
+            "epochs_done": self.epochs_done,
+            "steps_done": self.steps_done,
+            "best": list(self.best),
+            "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], rank: int = 0) -> None:
+        """Continue where `state_dict` was taken; "rng" holds the random state of each process."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+        if self.extra is not None:
+            self.extra.load_state_dict(state["extra"])
+        self.epochs_done, self.steps_done = state["epochs_done"], state["steps_done"]
+        self.best = Accuracy(*state["best"])
+        torch.set_rng_state(state["rng"][min(rank, len(state["rng"]) - 1)].cpu())
+        if state["rng_cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all([rng.cpu() for rng in state["rng_cuda"]])
+
+
+def plain_state(module: nn.Module) -> dict[str, Any]:
+    """A state dict as `torch.load(..., weights_only=True)` reads it."""
+    return dict(module.state_dict())
