@@ -1,11 +1,9 @@
 """The main job: its command line in a subprocess, and its parts in this process where that saves the imports."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,26 +13,13 @@ import onnxruntime as ort
 import pytest
 import torch
 import torchvision
-from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from fxqat import load_checkpoint, prepare_by_platform
+from tests.example.conftest import EXAMPLE
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "example" / "imagenet_example"
-SMALL = "squeezenet1_1"  # with dropout, which a resumed training must draw as the uninterrupted one would have
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    """The example's main module; its siblings are imported by bare names, which are given back afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLE))
-    yield importlib.import_module("main")
-    sys.path.remove(str(EXAMPLE))
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLE:
-            del sys.modules[name]
+SMALL = "squeezenet1_1"
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +31,6 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=one_thread)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done.stdout
-
-
-@pytest.fixture(scope="module")
-def image_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An ImageFolder tree of two classes that differ in brightness."""
-    root, random = tmp_path_factory.mktemp("tree"), np.random.default_rng(0)
-    for part, count in (("train", 8), ("val", 3)):
-        for name, brightness in (("bright", 255), ("dark", 100)):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                pixels = (random.random((48, 64, 3)) * brightness).astype(np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{i}.png")
-    return root
 
 
 def digits_val() -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,10 +116,10 @@ def test_equal_outputs_are_ranked_as_argmax_ranks_them(example: ModuleType) -> N
     torch.manual_seed(0)
     output = torch.randint(0, 4, (500, 10)).float()  # many ties
     for target in (output.argmax(1), torch.randint(0, 10, (500,))):
-        accuracy = sys.modules["engine"].accuracy_of(output, target)
-        assert accuracy.acc1 == pytest.approx(100 * (output.argmax(1) == target).float().mean().item())
-    assert sys.modules["engine"].accuracy_of(torch.zeros(8, 10), torch.full((8,), 5)).acc5 == 0
-    assert sys.modules["engine"].accuracy_of(torch.zeros(8, 10), torch.full((8,), 4)).acc5 == 100
+        first, _ = sys.modules["engine"].ranks_hit(output, target)
+        assert torch.equal(first.bool(), output.argmax(1) == target)
+    assert not sys.modules["engine"].ranks_hit(torch.zeros(8, 10), torch.full((8,), 5))[1].any()
+    assert sys.modules["engine"].ranks_hit(torch.zeros(8, 10), torch.full((8,), 4))[1].all()
 
 
 def test_evaluate_a_checkpoint(
@@ -164,61 +136,6 @@ def test_evaluate_a_checkpoint(
     assert session.get_inputs()[0].shape[0] == 7
     with pytest.raises(SystemExit, match="has all of its 1 epochs behind it"):
         example.main(["--resume", str(checkpoint), "--output-dir", str(tmp_path)])
-
-
-def test_interrupted_and_resumed_is_the_uninterrupted_run(
-    example: ModuleType,
-    image_tree: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    weights = tmp_path / "float.pth"
-    torch.manual_seed(3)
-    state = torchvision.models.get_model(SMALL, num_classes=2).state_dict()
-    torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, weights)
-    flags = ["--data", str(image_tree), "-a", SMALL, "-b", "8", "--lr", "1e-3", "--epochs", "2", "--seed", "5"]
-    flags += ["--model-path", str(weights), "--output-dir"]
-    jobs = sys.modules["jobs"]
-    for name in ("export_float", "export_quantized", "compare"):  # of no matter here, and most of the time
-        monkeypatch.setattr(jobs, name, lambda *_: [])
-    example.main([*flags, str(tmp_path / "whole")])
-
-    def fit_one_epoch(model, loaders, training, save) -> None:
-        def save_and_stop(is_best: bool) -> None:
-            save(is_best)
-            raise KeyboardInterrupt
-
-        fit(model, loaders, training, save_and_stop)
-
-    fit = jobs.fit
-    with monkeypatch.context() as patch:
-        patch.setattr(jobs, "fit", fit_one_epoch)
-        with pytest.raises(KeyboardInterrupt):
-            example.main([*flags, str(tmp_path / "parts")])
-    capsys.readouterr()
-    example.main(
-        ["--resume", str(tmp_path / "parts" / f"{SMALL}_checkpoint.pth"), "--output-dir", str(tmp_path / "parts")]
-    )
-    printed = capsys.readouterr().out
-    assert "after 1 of 2 epochs" in printed
-    assert "Epoch: [1][0/2]" in printed
-    assert "Epoch: [0]" not in printed
-
-    whole, parts = (
-        torch.load(tmp_path / name / f"{SMALL}_checkpoint.pth", weights_only=True) for name in ("whole", "parts")
-    )
-    assert differing(whole["qat_state_dict"], parts["qat_state_dict"]) == []
-    moments = [checkpoint["extra"]["training"]["optimizer"]["state"] for checkpoint in (whole, parts)]
-    assert all(differing(state, moments[1][parameter]) == [] for parameter, state in moments[0].items())
-    assert whole["extra"]["training"]["epochs_done"] == parts["extra"]["training"]["epochs_done"] == 2
-
-
-def differing(one: dict[str, object], other: dict[str, object]) -> list[str]:
-    """Names of the values that are not the same to the last bit."""
-    assert one.keys() == other.keys()
-    same = {k: torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items()}
-    return [name for name, equal in same.items() if not equal]
 
 
 def test_float_only(example: ModuleType, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
