@@ -17,7 +17,7 @@ def read_version() -> str:
     return match.group(1)
 
 
-EXAMPLE = ["scikit-learn", "matplotlib", "pycocotools"]
+EXAMPLE = ["scikit-learn", "matplotlib", "pycocotools", "tensorboard"]
 
 setup(
     name="fxqat",

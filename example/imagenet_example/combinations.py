@@ -51,17 +51,18 @@ def remembered_options(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the checkpoint that is resumed, checked against those given."""
     path, extra = flags["resume"], read_extra(flags["resume"])
     remembered, quantized = extra["options"], extra["quantized"]
-    if not quantized and not flags["not_qat"]:
-        raise UserError(f"{path} is a float checkpoint: give it with --model-path, or add --not-qat")
-    if quantized and flags["not_qat"] and not flags["evaluate"]:
-        raise UserError(f"{path} is a checkpoint of a quantized model: drop --not-qat, or give it with --model-path")
+    float_first = not quantized and not remembered["not_qat"]  # a float training, and quantization is still to come
+    if flags["evaluate"] and float_first and not flags["not_qat"]:
+        raise UserError(f"{path} is from before the quantization: evaluate it in float with --not-qat")
+    if not flags["evaluate"] and flags["not_qat"] and not remembered["not_qat"]:
+        raise UserError(f"{path} is a checkpoint of a quantized training: drop --not-qat, or give it with --model-path")
     for name in FIXED_IN_EVALUATION if flags["evaluate"] else FIXED_IN_TRAINING:
         given = str(flags[name].resolve()) if isinstance(flags[name], Path) else flags[name]
         if given is not None and given != remembered[name]:
             flag = flag_of(name)
             raise UserError(f"{flag} {given}: {path} was trained with {flag} {remembered[name]}; drop the flag")
     epochs, done = flags["epochs"] or remembered["epochs"], extra["training"]["epochs_done"]
-    if done >= epochs and not flags["evaluate"]:
+    if done >= epochs and not flags["evaluate"] and not float_first:
         raise UserError(f"{path} has all of its {epochs} epochs behind it: give more --epochs, or evaluate it with -e")
     return {name: Path(value) if name in PATHS and value else value for name, value in remembered.items()}
 

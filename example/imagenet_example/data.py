@@ -58,9 +58,8 @@ def open_digits(seed: int, image_size: int, workers: int) -> Data:
     images = torch.nn.functional.interpolate(pixels, size=image_size, mode="bilinear", align_corners=False)
     images = ((images - DIGITS_MEAN) / DIGITS_STD).expand(-1, 3, -1, -1).contiguous()
     everything = TensorDataset(images, torch.tensor(digits.target))
-    train, val = train_test_split(
-        range(len(everything)), test_size=0.2, stratify=digits.target, random_state=seed % 2**32
-    )
+    places = range(len(everything))
+    train, val = train_test_split(places, test_size=0.2, stratify=digits.target, random_state=seed % 2**32)
     train_set = Subset(everything, train)
     return Data(train_set, train_set, Subset(everything, val), len(digits.target_names), image_size, workers)
 
@@ -93,9 +92,12 @@ def open_folder(folder: Path, transform: v2.Transform) -> ImageFolder:
     if not folder.is_dir():
         raise UserError(f"{folder} is not there: --data takes a folder that holds train/<class>/ and val/<class>/")
     try:
-        return ImageFolder(folder, transform, loader=read_image)
-    except FileNotFoundError as error:  # no class folder, or one without images
+        images = ImageFolder(folder, transform, loader=read_image, allow_empty=True)
+    except FileNotFoundError as error:  # no class folder
         raise UserError(f"{folder}: {' '.join(str(error).split())}") from error
+    if not len(images):
+        raise UserError(f"{folder} holds no images of its classes")
+    return images
 
 
 def read_image(path: str) -> Image.Image:
@@ -194,4 +196,5 @@ class Loaders:
     def _loader(self, dataset: Any, order: Sequence[int], first: int = 0) -> DataLoader[Batch]:
         batches = Batches(order, self.batch_size, self.rank, self.world, first)
         pin = torch.cuda.is_available()
-        return DataLoader(dataset, batch_sampler=batches, num_workers=self.data.workers, pin_memory=pin)
+        own = torch.Generator().manual_seed(self.seed)  # it leaves the model's random numbers alone, also when resumed
+        return DataLoader(dataset, batch_sampler=batches, num_workers=self.data.workers, pin_memory=pin, generator=own)

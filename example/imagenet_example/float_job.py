@@ -1,5 +1,7 @@
 """The float model: trained, evaluated, exported; and the training that comes first where no weights are given."""
 
+from typing import Any
+
 from checkpointing import read_extra, save_float
 from deploy import export_float, measure_latency
 from job import Job
@@ -13,7 +15,7 @@ def run_float(job: Job, model: nn.Module) -> list[Row]:
     """Train, or with -e only evaluate, the float model."""
     options, files = job.options, job.files
     if not options.evaluate:
-        fit = job.fit(model, options.epochs, options.lr)
+        fit = job.fit(model, options)
         training = fit.training
         if options.resume:
             job.resume(training, read_extra(options.resume))
@@ -36,15 +38,32 @@ def run_float(job: Job, model: nn.Module) -> list[Row]:
     return [Row("float", job.accuracies["float"], files.float_onnx.stat().st_size, latency)]
 
 
-def float_baseline(job: Job, model: nn.Module) -> None:
-    """Note the accuracy of the float model, which is trained first if no weights were given."""
+def float_baseline(job: Job, model: nn.Module, resumed: dict[str, Any] | None) -> None:
+    """Note the accuracy of the float model, which is trained first if no weights were given.
+
+    Args:
+        job: what is run.
+        model: the float model.
+        resumed: what the checkpoint of this training held, if it was interrupted.
+    """
     options = job.options
     if options.model_path is None and not options.pretrained:
-        epochs, lr = options.float_recipe
-        LOG.info("no weights given: training the float model for %d epochs", epochs)
-        fit = job.fit(model, epochs, lr)
-        fit.run(save=lambda is_best: None)
-        model.load_state_dict(fit.training.evaluated.state_dict())
+        first = options.float_first
+        LOG.info("no weights given: training the float model for %d epochs", first.epochs)
+        fit = job.fit(model, first)
+        training = fit.training
+        if resumed:
+            job.resume(training, resumed)
+
+        def save(is_best: bool) -> None:
+            extra = job.extra(training, quantized=False)
+            if job.process.is_first:
+                save_float(model, extra, job.files.checkpoint)
+
+        if not resumed:
+            save(False)
+        fit.run(save)
+        model.load_state_dict(training.evaluated.state_dict())
         if job.process.is_first:
             save_float(model, {}, job.files.float_weights)
     job.evaluate("float", model)

@@ -29,12 +29,12 @@ class Job:
     example: Tensor
     accuracies: dict[str, Accuracy] = field(default_factory=dict)
 
-    def fit(self, model: nn.Module, epochs: int, lr: float, distiller: Distiller | None = None) -> Fit:
-        """A training of the model as the flags ask for it."""
-        options, device = self.options, self.process.device
+    def fit(self, model: nn.Module, options: Options, distiller: Distiller | None = None) -> Fit:
+        """A training of the model as the options ask for it."""
+        device = self.process.device
         extra = distiller.regressors if distiller else None
         precision = Precision.of(options, device)
-        training = Training(model, options, precision, epochs, lr, self.loaders.steps_per_epoch, extra)
+        training = Training(model, options, precision, self.loaders.steps_per_epoch, extra)
         wrapped: Any = torch.compile(model) if options.compile else model
         if self.process.world > 1:
             ids = [device.index] if device.type == "cuda" else None

@@ -50,7 +50,8 @@ def maker_of(zoo: str, arch: str, image_size: int) -> Callable[..., nn.Module]:
     if ".py:" in arch:
         return own_model(arch)
     if zoo == "timm":
-        check_known(arch, timm.list_models(), "timm")
+        if not timm.is_model(arch):  # it knows names with the tag of their weights, too
+            check_known(arch, timm.list_models(), "timm")
         sized = {"img_size": image_size} if arch.startswith(("vit_", "deit", "swin", "beit")) else {}
         return lambda classes, **options: timm.create_model(arch, num_classes=classes, **sized, **options)
     check_known(arch, torchvision.models.list_models(module=torchvision.models), "torchvision")

@@ -1,7 +1,7 @@
 """The options of a run: the flags with every default filled in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,10 @@ class Options:
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in state.items()}
 
     @property
-    def float_recipe(self) -> tuple[int, float]:
-        """Epochs and learning rate (SGD) of the float training that comes first when no weights are given."""
-        if self.data is None:
-            return DIGITS_FLOAT.epochs, DIGITS_FLOAT.lr["sgd"]
-        return self.epochs, GUIDE.lr["sgd"]
+    def float_first(self) -> "Options":
+        """Those of the float training that comes first when no weights are given: SGD, with the rate for that."""
+        recipe = DIGITS_FLOAT if self.data is None else replace(GUIDE, epochs=self.epochs)
+        return replace(self, epochs=recipe.epochs, start_epoch=0, optim="sgd", momentum=0.9, lr=recipe.lr["sgd"])
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -107,7 +106,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 # What concerns one run and its machine, not the training that is resumed.
 FORGOTTEN = (
-    *("model_path", "pretrained", "resume", "output_dir", "evaluate", "not_qat", "profile", "workers", "print_freq"),
+    *("model_path", "pretrained", "resume", "output_dir", "evaluate", "profile", "workers", "print_freq"),
     *("device", "gpu", "multiprocessing_distributed", "world_size", "rank", "dist_url", "dist_backend"),
     *("log_level", "tensorboard"),
 )
@@ -149,7 +148,7 @@ def fill_defaults(flags: Mapping[str, Any], remembered: Mapping[str, Any]) -> Op
     known = {name: value for name, value in remembered.items() if name in DEFAULTS}
     known.update((name, value) for name, value in flags.items() if value is not None)
     data = known.get("data")
-    digits = DIGITS_FLOAT if flags["not_qat"] else DIGITS_QAT
+    digits = DIGITS_FLOAT if known.get("not_qat") else DIGITS_QAT
     recipe = digits if data is None else GUIDE
     by_data = {
         "epochs": recipe.epochs,

@@ -33,9 +33,11 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
     """Prepare, calibrate, finetune, export, and compare with the float model."""
     options, files = job.options, job.files
     resumed = read_extra(options.resume) if options.resume else None
-    if resumed is None:
-        float_baseline(job, model)
+    if resumed is None or not resumed["quantized"]:
+        float_baseline(job, model, resumed)
+        resumed = None
     else:
+        model.load_state_dict(resumed["float_state_dict"])  # not what the checkpoint's training made of it
         job.accuracies |= {name: Accuracy(*values) for name, values in resumed["accuracies"].items()}
     if job.process.is_first:
         export_float(model, job.example, files.float_onnx, max(options.opset_version, EXPORTER_OPSET))
@@ -55,7 +57,7 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
     onnx_file = files.onnx
     export_quantized(job, gm)  # before training too: what cannot be exported shows now, not after an epoch
     if not options.evaluate:
-        finetune(job, gm, distiller, resumed)
+        finetune(job, gm, model, distiller, resumed)
         load_checkpoint(gm, files.best)
         onnx_file = files.best_onnx
     if resumed or not options.evaluate:
@@ -86,10 +88,10 @@ def make_distiller(job: Job, model: nn.Module, gm: nn.Module) -> Distiller:
     return Distiller(gm, prepared(job, teacher), example, method, options.distill_alpha, options.temperature)
 
 
-def finetune(job: Job, gm: Any, distiller: Distiller | None, resumed: dict[str, Any] | None) -> None:
+def finetune(job: Job, gm: Any, model: nn.Module, distiller: Distiller | None, resumed: dict[str, Any] | None) -> None:
     """Quantization-aware training; every epoch leaves a checkpoint and an ONNX file, the best one a second pair."""
     files, options = job.files, job.options
-    fit = job.fit(gm, options.epochs, options.lr, distiller)
+    fit = job.fit(gm, options, distiller)
     training = fit.training
     fit.guard = NaNGuard(gm)
     if resumed:
@@ -97,7 +99,7 @@ def finetune(job: Job, gm: Any, distiller: Distiller | None, resumed: dict[str, 
     enable_quantization(gm)
 
     def save(is_best: bool) -> None:
-        extra = job.extra(training, quantized=True)
+        extra = job.extra(training, quantized=True) | {"float_state_dict": dict(model.state_dict())}
         if not job.process.is_first:
             return
         if is_best:

@@ -48,8 +48,6 @@ class Training:
         model: what is trained, without wrappers.
         options: rates, schedule and the rest.
         precision: of the forward passes; float16 needs the loss to be scaled.
-        epochs: epochs in all, with those that a resumed training has behind it.
-        lr: the highest learning rate.
         steps_per_epoch: batches of an epoch.
         extra: further parameters that are trained, as those of a distillation.
     """
@@ -59,8 +57,6 @@ class Training:
         model: nn.Module,
         options: Options,
         precision: Precision,
-        epochs: int,
-        lr: float,
         steps_per_epoch: int,
         extra: nn.Module | None = None,
     ) -> None:
@@ -71,20 +67,20 @@ class Training:
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
         if options.optim == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr, momentum=options.momentum)
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, options.lr, momentum=options.momentum)
         else:
-            self.optimizer = torch.optim.Adam(groups, lr, betas=(options.momentum, 0.999))
+            self.optimizer = torch.optim.Adam(groups, options.lr, betas=(options.momentum, 0.999))
         self.scheduler = LambdaLR(
             self.optimizer,
             lambda step: lr_factor(
-                options.lr_schedule, options.warmup_epochs, options.start_epoch + step / steps_per_epoch, epochs
+                options.lr_schedule, options.warmup_epochs, options.start_epoch + step / steps_per_epoch, options.epochs
             ),
         )
         self.scaler = torch.amp.GradScaler(precision.device, enabled=precision.dtype == torch.float16)
         self.average = None
         if options.ema is not None:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
-        self.epochs = epochs
+        self.epochs = options.epochs
         self.epochs_done = options.start_epoch
         self.steps_done = 0  # of the epoch that is not done
         self.best = Accuracy(-1.0, -1.0)

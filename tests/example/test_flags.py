@@ -3,6 +3,7 @@
 import argparse
 import csv
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 import torchvision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.example.conftest import MODELS, TINY
 
@@ -276,9 +278,8 @@ def test_log_level(run):
 
 
 def test_tensorboard(run, tmp_path):
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run("--tensorboard", str(tmp_path / "board"), "-p", "1")
-    events = loader.EventAccumulator(str(tmp_path / "board"))
+    events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
     assert len(events.Scalars("train/loss")) == 4
     assert len(events.Scalars("val/acc1")) == 1
@@ -318,8 +319,6 @@ def test_errors_are_one_line(run, flags, message):
 
 
 def test_corrupt_image(run, image_tree, tmp_path):
-    import shutil
-
     tree = tmp_path / "tree"
     shutil.copytree(image_tree, tree)
     (tree / "train" / "dark" / "3.png").write_bytes(b"not an image")

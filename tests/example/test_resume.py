@@ -78,6 +78,35 @@ def test_a_signal_leaves_a_checkpoint(run, monkeypatch, stop_at, number, capsys)
     assert differing_table(whole, parts) == []
 
 
+def test_a_signal_in_the_float_training_that_comes_first(run, monkeypatch, stop_at):
+    flags = ["-a", TINY, "--epochs", "2", "--optim", "adam", "--lr", "1e-3"]
+    whole = run(*flags, model=False)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(SystemExit):
+            run(*flags, model=False)
+    folder = whole.folder.with_name("run1")
+    (path,) = folder.glob("*_checkpoint.pth")
+    with pytest.raises(SystemExit, match="from before the quantization: evaluate it in float with --not-qat"):
+        run("-e", "--resume", str(path), model=False, small=False)
+    parts = run("--resume", str(path), "--output-dir", str(folder), model=False, small=False)
+    assert "Epoch: [0][3/4]" in parts.printed  # of the float training
+    compare(whole, type(whole)(folder, parts.printed))
+    assert differing_table(whole, parts) == []
+
+
+def test_a_float_training_goes_on_as_one(run):
+    first = run("--not-qat")
+    (path,) = first.folder.glob("*_checkpoint.pth")
+    found = run("--resume", str(path), "--epochs", "2", "--output-dir", str(first.folder), model=False, small=False)
+    assert list(found.table) == ["model", "float"]
+    assert "Epoch: [1][0/4]" in found.printed
+    quantized = run()
+    (path,) = quantized.folder.glob("*_checkpoint.pth")
+    with pytest.raises(SystemExit, match="is a checkpoint of a quantized training: drop --not-qat"):
+        run("--not-qat", "--resume", str(path), model=False, small=False)
+
+
 def differing_table(whole, parts) -> list[str]:
     """Rows of the last tables whose accuracies are not the same."""
     return [name for name in whole.table if whole.table[name][:2] != parts.table[name][:2]]
