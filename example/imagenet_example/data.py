@@ -154,8 +154,7 @@ class Loaders:
     Args:
         data: the images.
         batch_size: images of a batch of all processes together.
-        seed: order of the training images, and their augmentation; that of an epoch depends on the seed and its number
-            alone, so that a resumed training sees what the uninterrupted one would have.
+        seed: of order and augmentation; those of an epoch depend on the seed and its number alone, also when resumed.
         rank: this process.
         world: how many processes there are.
     """

@@ -64,6 +64,8 @@ def launch(job: Callable[[Options, Process], Any], options: Options) -> Any:
     if not options.multiprocessing_distributed:
         if options.world_size > 1 or options.dist_url:
             raise UserError("--world-size and --dist-url have no effect without --multiprocessing-distributed: add it")
+        if options.sync_bn:
+            raise UserError("--sync-bn has no effect in one process: drop it, or add --multiprocessing-distributed")
         return job(options, Process(0, 1, choose_device(options, 0, alone=True)))
     nodes, local = nodes_and_processes(options)
     if options.batch_size < nodes * local:
@@ -102,6 +104,8 @@ def run_one(
 ) -> Any:
     """Join the others, run the job, and leave them."""
     device = choose_device(options, local_rank, alone=False)
+    if options.sync_bn and device.type == "cpu":
+        raise UserError("--sync-bn: torch's SyncBatchNorm does not train on the CPU; drop the flag")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = options.dist_backend or ("nccl" if device.type == "cuda" else "gloo")

@@ -196,7 +196,7 @@ ACTIVATIONS: tuple[Op, ...] = (
 
 NORMS: tuple[Op, ...] = (
     Op("batch_norm1d", NORM, (nn.BatchNorm1d,)),
-    Op("batch_norm2d", NORM, (nn.BatchNorm2d,)),
+    Op("batch_norm2d", NORM, (nn.BatchNorm2d, nn.SyncBatchNorm)),  # which is for any number of dimensions
     Op("batch_norm3d", NORM, (nn.BatchNorm3d,)),
     Op("batch_norm", NORM, (), (F.batch_norm, torch.batch_norm)),
     Op("layer_norm", NORM, (nn.LayerNorm,), (F.layer_norm, torch.layer_norm)),

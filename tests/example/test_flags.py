@@ -303,6 +303,7 @@ def test_config_file_and_command_line(run, tmp_path):
         ("--gpu 0 --device cpu", "no effect beside --gpu"),
         ("--not-qat --profile", "no effect with --not-qat"),
         ("-e --ema 0.9", "no effect with -e"),
+        ("--sync-bn", "has no effect in one process"),
         ("--world-size 2", "without --multiprocessing-distributed"),
         (f"-a {MODELS}:Nothing", "has no attribute 'Nothing'"),
         (f"-a {MODELS}:not_a_classifier", "as a classifier does"),

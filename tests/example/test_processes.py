@@ -66,10 +66,11 @@ def test_two_are_as_one(way: str, flags: list[str], alone: tuple[dict, str], tmp
     assert len(found["extra"]["training"]["rng"]) == 2
 
 
-def test_sync_batch_norm_and_errors(flags: list[str], tmp_path: Path) -> None:
+def test_errors_are_one_line(flags: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLE / "main.py"), *flags, "--multiprocessing-distributed", "--world-size", "2"]
-    done = subprocess.run([*command, "-nc", "7"], capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode != 0
-    assert "-nc 7" in done.stderr
-    assert "Traceback" not in done.stderr
+    for wrong, message in (["-nc", "7"], "-nc 7"), (["--sync-bn"], "SyncBatchNorm does not train on the CPU"):
+        done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=600, env=environment)
+        assert done.returncode != 0
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

@@ -244,7 +244,10 @@ TABLE: tuple[Case, ...] = (
         F.adaptive_avg_pool1d(x, 1)
         torch.adaptive_avg_pool1d(x, 2)
     """, kind="line"),
-    case(6, "batch_norm2d", "nn.BatchNorm2d(4)", first=FLIPPED),
+    case(6, "batch_norm2d", """
+        nn.BatchNorm2d(4)
+        nn.SyncBatchNorm(4)
+    """, first=FLIPPED),
     case(6, "batch_norm1d", "nn.BatchNorm1d(4)", kind="line", first=FLIPPED),
     case(7, "relu", """
         nn.ReLU()
