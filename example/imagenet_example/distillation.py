@@ -120,7 +120,7 @@ class Distiller:
                     f"--distill-method {method}: teacher and model have no layers of one size: theirs {list(theirs)}, "
                     f"ours {list(ours)}; take a method that compares logits"
                 )
-        for name in self.pairs:
+        for name in self.pairs if method == "hints" else ():  # attention maps have no channels
             widths = ours[name][1], theirs[name][1]
             self.regressors[name] = nn.Identity() if widths[0] == widths[1] else nn.Linear(*widths)
         self.regressors.to(example.device)
