@@ -88,14 +88,20 @@ def draw_row(ax, y, face, edge, call, stages):
             draw_arrow(ax, [(x - GAP, middle), (x, middle)])
 
 
-def draw():
-    """Returns the figure."""
-    rows_y = [2 * ROW_STEP, ROW_STEP, 0.0]
-    width, top = stage_x(5) - GAP + 0.25, rows_y[0] + PASS_HEIGHT + 1.1
+def new_figure(width, top):
+    """Returns a figure without margins and its axes, which reach from -0.25 to the given ends."""
     figure = plt.figure(figsize=((width + 0.25) * 0.8, (top + 0.25) * 0.8))
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(-0.25, width), ylim=(-0.25, top))
     ax.set_axis_off()
+    return figure, ax
+
+
+def draw():
+    """Returns the figure."""
+    rows_y = [2 * ROW_STEP, ROW_STEP, 0.0]
+    width, top = stage_x(5) - GAP + 0.25, rows_y[0] + PASS_HEIGHT + 1.1
+    figure, ax = new_figure(width, top)
 
     for y, (call, face, edge, stages) in zip(rows_y, ROWS, strict=True):
         draw_row(ax, y, face, edge, call, stages)
@@ -117,9 +123,9 @@ def draw():
     return figure
 
 
-def main():
-    """Writes the drawing to the file named on the command line."""
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("pipeline.svg")
+def save(draw, default):
+    """Writes a drawing to the file named on the command line, or to the default."""
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else default
     settings = {"svg.hashsalt": "fxqat", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
     with plt.rc_context(settings):
         metadata = {"Date": None} if output.suffix == ".svg" else None
@@ -127,4 +133,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    save(draw, Path(__file__).with_suffix(".svg"))

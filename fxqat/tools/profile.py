@@ -23,6 +23,7 @@ from tqdm import tqdm
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_quantization
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.correct_bias import require_float_biases
 from fxqat.tools.profiling.compare import Difference
 from fxqat.tools.profiling.measure import Measured, find_subjects, histograms_of, switches_kept
 from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
@@ -116,8 +117,9 @@ def profile(gm: QuantGraphModule, batches: Sequence[Any], *, worst: int = 10, pr
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: no batches.
+        ConfigError: no batches, or a model with corrected biases, which without its fake-quants is not the float model.
     """
+    require_float_biases(gm, "profile")
     if not batches:
         raise ConfigError("profile: needs at least one batch of inputs")
     inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]

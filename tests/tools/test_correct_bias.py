@@ -6,7 +6,7 @@ from torch import nn
 
 import fxqat
 from fxqat.errors import CalibrationError, ConfigError
-from fxqat.tools import Reconstruction, correct_bias, reconstruct
+from fxqat.tools import Reconstruction, correct_bias, profile, reconstruct
 from tests.models import BasicBlock, calibrate
 
 TWO_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 2, "narrow_range": False}}}
@@ -66,7 +66,7 @@ def test_a_corrected_model_is_no_float_model_to_compare_with():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     correct_bias(gm, batches)
-    for again in (correct_bias, reconstruct):
+    for again in (correct_bias, reconstruct, profile):
         with pytest.raises(ConfigError, match=f"{again.__name__}: the biases of this model were corrected"):
             again(gm, batches)
 
