@@ -1,5 +1,6 @@
 """Images to train on, calibrate with and validate on: scikit-learn's digits, or an ImageFolder tree."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ CALIBRATION_IMAGES = 512
 DIGITS_SIZE, DIGITS_MEAN, DIGITS_STD = 32, 0.3053, 0.3760
 IMAGENET_SIZE, IMAGENET_MEAN, IMAGENET_STD = 224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL = 64  # images up to here are shifted, not cropped, as is usual on CIFAR
-LOADER_WORKERS = 4
+LOADER_WORKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from data import Batch, Loaders
 from distillation import Distiller
 from distributed import Process, add_up
 from errors import UserError
-from interrupts import Interrupt, Interrupted
+from interrupts import Interrupt, Interrupted, catching
 from logs import LOG, Board, Meter, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,7 +31,6 @@ class Fit:
         wrapped: the model in the wrappers that it is trained through.
         loaders: the images.
         process: this one among all.
-        interrupt: the signals.
         board: the curves.
         label_smoothing: of the cross entropy.
         print_freq: a line every so many steps.
@@ -43,7 +42,6 @@ class Fit:
     wrapped: nn.Module
     loaders: Loaders
     process: Process
-    interrupt: Interrupt
     board: Board
     label_smoothing: float = 0.0
     print_freq: int = 100
@@ -52,23 +50,28 @@ class Fit:
 
     def run(self, save: Callable[[bool], None]) -> None:
         """Train until all epochs are done; call `save(is_best)` after each, and `save(False)` when interrupted."""
-        training = self.training
-        while training.epochs_done < training.epochs:
-            number = self.epoch()
-            if number:
-                save(False)
-                raise Interrupted(number)
-            accuracy = evaluate(training.evaluated, self.loaders.val, self.process.device, training.precision)
-            LOG.info(" * %s", accuracy)
-            self.board.add(training.epochs_done, val__acc1=accuracy.acc1, val__acc5=accuracy.acc5)
-            training.epochs_done += 1
-            training.steps_done = 0
-            is_best = accuracy.acc1 > training.best.acc1
-            if is_best:
-                training.best = accuracy
-            save(is_best)
+        with catching(self.process) as interrupt:
+            while self.training.epochs_done < self.training.epochs:
+                number = self.epoch(interrupt)
+                save(False if number else self.finish_epoch())
+                number = number or interrupt.arrived(0)
+                if number:
+                    raise Interrupted(number)
 
-    def epoch(self) -> int:
+    def finish_epoch(self) -> bool:
+        """Evaluate the epoch, and tell whether it is the best so far."""
+        training = self.training
+        accuracy = evaluate(training.evaluated, self.loaders.val, self.process.device, training.precision)
+        LOG.info(" * %s", accuracy)
+        self.board.add(training.epochs_done, val__acc1=accuracy.acc1, val__acc5=accuracy.acc5)
+        training.epochs_done += 1
+        training.steps_done = 0
+        is_best = accuracy.acc1 > training.best.acc1
+        if is_best:
+            training.best = accuracy
+        return is_best
+
+    def epoch(self, interrupt: Interrupt) -> int:
         """The rest of one epoch; the number of a signal that came, or 0."""
         self.wrapped.train()
         training, device, steps = self.training, self.process.device, self.loaders.steps_per_epoch
@@ -94,7 +97,7 @@ class Fit:
                 LOG.info("Epoch: [%d][%d/%d] %s", training.epochs_done, step, steps, " ".join(map(str, meters)))
                 place = training.epochs_done * steps + step
                 self.board.add(place, train__loss=float(loss.detach()), train__lr=training.lr)
-            number = self.interrupt.arrived(training.steps_done)
+            number = interrupt.arrived(training.steps_done)
             if number:
                 return number
             start = time.perf_counter()

@@ -69,7 +69,12 @@ def add_task(add: Callable[..., object]) -> None:
     add("-a", "--arch", help="a classification model of the zoo, or FILE.py:NAME for your own (default: resnet18)")
     add("-nc", "--num-classes", type=integer(2), help="classes of the model (default: as many as the data has)")
     add("--image-size", type=integer(16), help="pixels of the images that the model sees (default: 224; digits 32)")
-    add("-j", "--workers", type=integer(0), help="processes that load images (default: 4; digits none)")
+    add(
+        "-j",
+        "--workers",
+        type=integer(0),
+        help="processes that load images (default: 4, or a core each if there are fewer; digits none)",
+    )
 
 
 def add_weights(group: argparse._ArgumentGroup) -> None:

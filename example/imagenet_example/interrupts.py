@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step that runs is finished, a checkpoint is written, and the run ends."""
+"""Ctrl-C and SIGTERM in a training: the step that runs is finished, a checkpoint is written, and the run ends."""
 
 import signal
 from collections.abc import Iterator

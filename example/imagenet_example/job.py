@@ -9,7 +9,6 @@ from data import Loaders
 from distillation import Distiller
 from distributed import Process, gather
 from engine import Fit, evaluate
-from interrupts import Interrupt
 from logs import LOG, Board
 from options import Options
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ class Job:
     process: Process
     loaders: Loaders
     files: OutputFiles
-    interrupt: Interrupt
     board: Board
     example: Tensor
     accuracies: dict[str, Accuracy] = field(default_factory=dict)
@@ -40,7 +38,7 @@ class Job:
             ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         return Fit(
-            training, wrapped, self.loaders, self.process, self.interrupt, self.board,
+            training, wrapped, self.loaders, self.process, self.board,
             label_smoothing=options.label_smoothing, print_freq=options.print_freq, distiller=distiller,
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ tree.
     python example/imagenet_example/main.py -e --resume example/imagenet_example/checkpoint/resnet18_model_best.pth
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from data import Loaders, open_data
 from distributed import Process, launch
 from errors import UserError, one_line
 from float_job import run_float
-from interrupts import Interrupted, catching
+from interrupts import Interrupted
 from job import Job
 from logs import LOG, Board, set_up_logging
 from model_zoo import build_model, load_weights
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Interrupted as interrupted:
         print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
         sys.exit(128 + interrupted.number)
+    except KeyboardInterrupt:  # outside of a training there is nothing to save
+        sys.exit(128 + signal.SIGINT)
 
 
 def run(options: Options, process: Process) -> None:
@@ -68,10 +71,9 @@ def run(options: Options, process: Process) -> None:
     model.to(process.device)
     loaders = Loaders(data, options.batch_size, options.seed, process.rank, process.world)
     board = Board(options.tensorboard if process.is_first else None)
-    with catching(process) as interrupt:
-        example = loaders.example(options.onnx_batch, process.device)
-        job = Job(options, process, loaders, files, interrupt, board, example)
-        rows = run_float(job, model) if options.not_qat else run_quantized(job, model)
+    example = loaders.example(options.onnx_batch, process.device)
+    job = Job(options, process, loaders, files, board, example)
+    rows = run_float(job, model) if options.not_qat else run_quantized(job, model)
     board.close()
     if process.is_first:
         print(make_table(rows, options.onnx_batch))

@@ -319,6 +319,28 @@ def test_errors_are_one_line(run, flags, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_training_that_is_not_finite_keeps_the_last_good_checkpoint(run, monkeypatch, tmp_path):
+    training = sys.modules["training"].Training
+    steps = iter(range(100))
+
+    def step(self, accepted):
+        original(self, accepted)
+        if next(steps) == 9:  # the second of the second epoch
+            with torch.no_grad():
+                self.model.get_parameter("body.0.weight")[0] = torch.nan
+
+    original = training.step
+    monkeypatch.setattr(training, "step", step)
+    message = (
+        "the last 5 steps were not finite, see the warnings above: lower --lr, or leave the layer named there float"
+    )
+    with pytest.warns(RuntimeWarning, match="first appears in .*body.0"), pytest.raises(SystemExit, match=message):
+        run("--epochs", "2", "-b", "4")
+    state = torch.load(tmp_path / "run0" / "Tiny_checkpoint.pth", weights_only=True)
+    assert state["extra"]["training"]["epochs_done"] == 1
+    assert all(value.isfinite().all() for value in state["state_dict"].values())
+
+
 def test_corrupt_image(run, image_tree, tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(image_tree, tree)

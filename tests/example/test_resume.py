@@ -107,6 +107,14 @@ def test_a_float_training_goes_on_as_one(run):
         run("--not-qat", "--resume", str(path), model=False, small=False)
 
 
+def test_a_signal_while_the_last_epoch_is_evaluated(run, monkeypatch, stop_at, capsys):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 0)  # asked for behind each epoch
+        with pytest.raises(SystemExit) as caught:
+            run()
+    assert caught.value.code == 128 + signal.SIGTERM
+
+
 def differing_table(whole, parts) -> list[str]:
     """Rows of the last tables whose accuracies are not the same."""
     return [name for name in whole.table if whole.table[name][:2] != parts.table[name][:2]]
