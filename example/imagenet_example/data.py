@@ -44,8 +44,7 @@ def open_data(root: Path | None, seed: int, image_size: int | None, workers: int
     Args:
         root: folder that holds `train/<class>/*.jpg` and `val/<class>/*.jpg`; None for the digits.
         seed: splits the digits.
-        image_size: pixels of a side, None for the usual ones.
-        workers: processes that load images, None for the usual number.
+        image_size, workers: pixels of a side, processes that load images; None for the usual number.
     """
     if root is None:
         return open_digits(seed, image_size or DIGITS_SIZE, workers or 0)

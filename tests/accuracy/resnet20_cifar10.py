@@ -55,14 +55,14 @@ class Block(nn.Module):
 class ResNet20(nn.Module):
     """He et al. 2016 (arXiv:1512.03385), section 4.2."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.layer1 = nn.Sequential(Block(16, 16, 1), Block(16, 16, 1), Block(16, 16, 1))
         self.layer2 = nn.Sequential(Block(16, 32, 2), Block(32, 32, 1), Block(32, 32, 1))
         self.layer3 = nn.Sequential(Block(32, 64, 2), Block(64, 64, 1), Block(64, 64, 1))
-        self.linear = nn.Linear(64, 10)
+        self.linear = nn.Linear(64, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of (n, 3, 32, 32) images."""

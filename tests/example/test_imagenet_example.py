@@ -153,7 +153,7 @@ def test_float_only(example: ModuleType, image_tree: Path, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("-e", "give --model-path or --resume"),
+        ("-e", "give --model-path, --pretrained or --resume"),
         ("-e --model-path x.pth --lr 1", "--lr has no effect with -e"),
         ("--not-qat --backend TSQAT", "--backend has no effect with --not-qat"),
         ("-b 1", "give 2 or more"),
