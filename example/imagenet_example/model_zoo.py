@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -73,11 +74,12 @@ def check_known(arch: str, known: list[str], zoo: str) -> None:
 def own_model(arch: str) -> Callable[..., nn.Module]:
     """The class or function that `FILE.py:NAME` names, called with `num_classes=`."""
     file, _, name = arch.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    spec = importlib.util.spec_from_file_location(f"own_{Path(file).stem}", file)
     try:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[module.__name__] = module  # where dataclasses look for it
         spec.loader.exec_module(module)
         maker = getattr(module, name)
     except (OSError, AttributeError, SyntaxError, ImportError) as error:

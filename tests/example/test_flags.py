@@ -231,6 +231,20 @@ def test_pretrained_weights_with_another_head(run, monkeypatch):
     assert best["classifier.1.weight"].shape[0] == 2
 
 
+def test_a_file_with_a_dataclass(example, tmp_path):
+    lines = [
+        "from __future__ import annotations",
+        "import dataclasses",
+        "from torch import nn",
+        "@dataclasses.dataclass",
+    ]
+    lines += ["class Width:", "    out: int = 1", "def make(num_classes: int): return nn.Linear(3, num_classes)"]
+    (tmp_path / "engine.py").write_text("\n".join(lines))
+    own = sys.modules["model_zoo"].own_model(f"{tmp_path / 'engine.py'}:make")
+    assert own(5).out_features == 5
+    assert hasattr(sys.modules["engine"], "evaluate")  # the example's own module of that name
+
+
 def test_timm(run):
     found = run("--not-qat", "--model-zoo", "timm", "-a", "test_resnet.r160_in1k", "--image-size", "64", model=False)
     assert "layer1.0.conv1.weight" in found.checkpoint()["state_dict"]
