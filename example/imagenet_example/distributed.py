@@ -1,16 +1,18 @@
 """Processes that train one model together: started by `--multiprocessing-distributed` or by torchrun."""
 
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from errors import UserError
+from errors import UserError, leaving
 from options import Options
 from torch import Tensor
 
@@ -72,31 +74,57 @@ def launch(job: Callable[[Options, Process], Any], options: Options) -> Any:
         raise UserError(f"-b {options.batch_size} is less than one image for each of {nodes * local} processes")
     url = options.dist_url or f"tcp://127.0.0.1:{free_port()}"
     first = max(0, options.rank) * local
-    try:
-        mp.start_processes(spawned, (job, options, first, nodes * local, url), local, start_method="spawn")
-    except mp.ProcessExitedException as error:
-        raise SystemExit(error.exit_code) from error
+    place = (job, options, first, nodes * local, url)
+    context: Any = mp.start_processes(spawned, place, local, join=False, start_method="spawn")
+    with leaving_signals_to(context.processes):
+        try:
+            while not context.join():
+                pass
+        except mp.ProcessExitedException as error:
+            raise SystemExit(error.exit_code) from error
     return None
 
 
+@contextmanager
+def leaving_signals_to(processes: list[Any]) -> Iterator[None]:
+    """Wait for processes that were started here while they write their checkpoint.
+
+    They get Ctrl-C from the terminal, as this process does, and SIGTERM from here.
+    """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            process.terminate()
+
+    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def nodes_and_processes(options: Options) -> tuple[int, int]:
-    """How many nodes there are, and processes on this one: its GPUs, or on the CPU all that `--world-size` says."""
-    if choose_device(options, 0, alone=True).type == "cuda":
-        nodes, local = max(1, options.world_size), torch.cuda.device_count()
-    else:
-        nodes, local = 1, max(1, options.world_size)
+    """How many nodes there are, and processes on this one.
+
+    On a GPU one process for each of them; on the CPU one if `--rank` says that it is one node of several, else all.
+    """
+    on_gpu, nodes = choose_device(options, 0, alone=True).type == "cuda", max(1, options.world_size)
+    if options.rank < 0 and not on_gpu:
+        return 1, nodes
     if nodes > 1 and (options.rank < 0 or not options.dist_url):
         raise UserError("--world-size above 1 needs --rank (the number of this node) and --dist-url (where all meet)")
-    return nodes, local
+    if options.rank >= nodes:
+        raise UserError(f"--rank {options.rank}: the nodes of --world-size {nodes} are numbered from 0")
+    return nodes, torch.cuda.device_count() if on_gpu else 1
 
 
 def spawned(local_rank: int, job: Callable[[Options, Process], Any], options: Options, *place: Any) -> None:
     """What a process that was started here does; a user's error leaves with its line, as in one process."""
     first, world, url = place
-    try:
+    with leaving(local_rank == 0):
         run_one(local_rank, job, options, first + local_rank, world, url)
-    except UserError as error:
-        raise SystemExit(f"error: {error}" if local_rank == 0 else 1) from None
 
 
 def run_one(
@@ -124,6 +152,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def load_in_first(process: Process, model: torch.nn.Module, load: Callable[[], Any]) -> None:
+    """Load a file that the first process wrote, which others may not see, and give all of them what it holds."""
+    if process.is_first:
+        load()
+    if process.world > 1:
+        for value in model.state_dict().values():
+            if isinstance(value, Tensor):
+                dist.broadcast(value, 0)
 
 
 def add_up(values: Tensor) -> Tensor:

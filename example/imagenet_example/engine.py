@@ -9,8 +9,8 @@ import torch
 from data import Batch, Loaders
 from distillation import Distiller
 from distributed import Process, add_up
-from errors import UserError
-from interrupts import Interrupt, Interrupted, catching
+from errors import Interrupted, UserError
+from interrupts import Interrupt, catching
 from logs import LOG, Board, Meter, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader

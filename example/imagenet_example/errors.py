@@ -1,11 +1,45 @@
-"""The one error of the example: something the user can put right, told in a line."""
+"""How a run ends early: what the user can put right is told in one line, without a traceback."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fxqat.errors import FxqatError
 
 
 class UserError(Exception):
-    """What was expected, what came, and what to do next; `main` prints it and leaves with a non-zero status."""
+    """Something that the user can put right."""
 
 
-def one_line(error: Exception) -> str:
+class Interrupted(Exception):  # noqa: N818  it is not an error
+    """A training was asked to end; its checkpoint is written.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextmanager
+def leaving(is_first: bool = True) -> Iterator[None]:
+    """End the process where an error of the user's, or a signal, comes out of the block; the first one tells why."""
+    try:
+        yield
+    except (UserError, FxqatError) as error:
+        sys.exit(f"error: {one_line(error)}" if is_first else 1)
+    except Interrupted as interrupted:
+        if is_first:
+            print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
+        sys.exit(128 + interrupted.number)
+    except KeyboardInterrupt:  # outside of a training there is nothing to save
+        sys.exit(128 + signal.SIGINT)
+
+
+def one_line(error: BaseException) -> str:
     """An error's message; of one that came out of a process that loads images, what that process said."""
     text = str(error).strip()
     last = text.splitlines()[-1] if text else type(error).__name__

@@ -167,7 +167,11 @@ def add_machine(add: Callable[..., object]) -> None:
     add("--amp-dtype", choices=("float16", "bfloat16"), help="of --amp (default: float16 on CUDA, else bfloat16)")
     add("--compile", **SWITCH, help="train through torch.compile")
     add("--multiprocessing-distributed", **SWITCH, help="a process for each GPU of this node")
-    add("--world-size", type=integer(-1), help="nodes (default: -1, one); with --device cpu the processes of this one")
+    add(
+        "--world-size",
+        type=integer(-1),
+        help="nodes (default: -1, one); on the CPU without --rank the processes of this one",
+    )
     add("--rank", type=integer(-1), help="number of this node (default: -1, the first)")
     add("--dist-url", help="where the processes meet (default: tcp://127.0.0.1 and a free port, or torchrun's)")
     add("--dist-backend", choices=("nccl", "gloo"), help="of torch.distributed (default: nccl on CUDA, else gloo)")

@@ -4,6 +4,7 @@ from typing import Any
 
 from checkpointing import read_extra, save_float
 from deploy import export_float, measure_latency
+from distributed import load_in_first
 from job import Job
 from logs import LOG
 from model_zoo import load_weights
@@ -29,7 +30,7 @@ def run_float(job: Job, model: nn.Module) -> list[Row]:
 
         save(False)
         fit.run(save)
-        load_weights(model, files.best)
+        load_in_first(job.process, model, lambda: load_weights(model, files.best))
     job.evaluate("float", model)
     if not job.process.is_first:
         return []

@@ -11,18 +11,6 @@ from distributed import Process, add_up
 AGREE_EVERY = 10  # steps; the processes ask each other whether one of them was interrupted
 
 
-class Interrupted(Exception):  # noqa: N818  it is not an error
-    """A run was asked to end; its checkpoint is written.
-
-    Args:
-        number: of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 class Interrupt:
     """Remembers a signal until the training asks for it; a second one ends the process at once."""
 

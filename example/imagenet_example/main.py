@@ -10,7 +10,7 @@ tree.
     python example/imagenet_example/main.py -e --resume example/imagenet_example/checkpoint/resnet18_model_best.pth
 """
 
-import signal
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,9 +18,8 @@ import torch
 from checkpointing import open_output
 from data import Loaders, open_data
 from distributed import Process, launch
-from errors import UserError, one_line
+from errors import UserError, leaving
 from float_job import run_float
-from interrupts import Interrupted
 from job import Job
 from logs import LOG, Board, set_up_logging
 from model_zoo import build_model, load_weights
@@ -28,21 +27,12 @@ from options import Options, parse_options
 from quantized_job import run_quantized
 from summary import make_table
 
-from fxqat.errors import FxqatError
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    try:
+    with leaving(os.environ.get("RANK", "0") == "0"):  # torchrun sets it
         options = parse_options(sys.argv[1:] if argv is None else argv)
         launch(run, options)
-    except (UserError, FxqatError) as error:
-        sys.exit(f"error: {one_line(error)}")
-    except Interrupted as interrupted:
-        print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
-        sys.exit(128 + interrupted.number)
-    except KeyboardInterrupt:  # outside of a training there is nothing to save
-        sys.exit(128 + signal.SIGINT)
 
 
 def run(options: Options, process: Process) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from checkpointing import copy_file, read_extra
 from deploy import EXPORTER_OPSET, compare_outputs, evaluate_onnx, export_float, measure_latency
 from distillation import Distiller
+from distributed import load_in_first
 from engine import calibrate
 from float_job import float_baseline
 from job import Job
@@ -58,7 +59,7 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
     export_quantized(job, gm)  # before training too: what cannot be exported shows now, not after an epoch
     if not options.evaluate:
         finetune(job, gm, model, distiller, resumed)
-        load_checkpoint(gm, files.best)
+        load_in_first(job.process, gm, lambda: load_checkpoint(gm, files.best))
         onnx_file = files.best_onnx
     if resumed or not options.evaluate:
         job.evaluate("fake-quant, finetuned", gm)

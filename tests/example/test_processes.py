@@ -1,6 +1,7 @@
 """Two processes under gloo compute what one does on the union of their images."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -45,17 +46,35 @@ def alone(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[d
     return run([str(EXAMPLE / "main.py"), *flags], tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("way", ["spawned", "torchrun"])
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("way", ["spawned", "torchrun", "nodes"])
 def test_two_are_as_one(way: str, flags: list[str], alone: tuple[dict, str], tmp_path: Path) -> None:
     command = [str(EXAMPLE / "main.py"), *flags]
     if way == "spawned":
         command += ["--multiprocessing-distributed", "--world-size", "2", "--dist-backend", "gloo"]
+    elif way == "nodes":
+        command += [
+            "--multiprocessing-distributed",
+            "--world-size",
+            "2",
+            "--dist-url",
+            f"tcp://127.0.0.1:{free_port()}",
+        ]
+        second = [sys.executable, *command, "--rank", "1", "--output-dir", str(tmp_path / "second")]
+        other = subprocess.Popen(second, stdout=subprocess.PIPE, text=True)
+        command += ["--rank", "0"]
     else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), *command]
     found, printed = run(command, tmp_path)
+    if way == "nodes":
+        assert "| float " not in other.communicate(timeout=60)[0]
+        assert other.returncode == 0
     expected, expected_print = alone
     assert found["qat_state_dict"].keys() == expected["qat_state_dict"].keys()
     assert not any(name.startswith("module.") for name in (*found["state_dict"], *found["qat_state_dict"]))
@@ -66,10 +85,32 @@ def test_two_are_as_one(way: str, flags: list[str], alone: tuple[dict, str], tmp
     assert len(found["extra"]["training"]["rng"]) == 2
 
 
+def test_a_signal_to_two_processes_leaves_a_checkpoint(flags: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE / "main.py"), *flags, "--multiprocessing-distributed", "--world-size", "2"]
+    command += ["--epochs", "500", "-p", "1", "--output-dir", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    assert any("Epoch: [1][0/4]" in line for line in process.stdout)
+    process.terminate()
+    printed = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert printed.count("SIGTERM: a checkpoint is written; go on with --resume") == 1
+    state = torch.load(tmp_path / "WithoutBatchNorm_checkpoint.pth", weights_only=True)["extra"]["training"]
+    assert state["epochs_done"] >= 1
+    assert len(state["rng"]) == 2
+
+
 def test_errors_are_one_line(flags: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLE / "main.py"), *flags, "--multiprocessing-distributed", "--world-size", "2"]
-    for wrong, message in (["-nc", "7"], "-nc 7"), (["--sync-bn"], "SyncBatchNorm does not train on the CPU"):
+    for wrong, message in (
+        (["-nc", "7"], "-nc 7"),
+        (["--sync-bn"], "SyncBatchNorm does not train on the CPU"),
+        (
+            ["--rank", "2", "--dist-url", "tcp://127.0.0.1:1"],
+            "--rank 2: the nodes of --world-size 2 are numbered from 0",
+        ),
+    ):
         done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode != 0
         assert message in done.stderr
