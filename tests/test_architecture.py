@@ -282,7 +282,8 @@ def test_a_file_fits_in_the_head(name: str) -> None:
 
 PURITY = r"""
 import importlib, logging, os, random, sys, warnings
-import numpy, onnx, onnx_ir, onnxruntime, onnxscript, prettytable, torch, torchvision, yaml, easydict
+import numpy, onnx, onnx_ir, onnxruntime, onnxscript, prettytable, torch, torchvision, yaml, easydict, jinja2
+import matplotlib.figure, matplotlib.backends.backend_svg
 import torch.onnx, torch.fx, torch.export, torch.distributed, torch.nn.functional, torch.library
 from onnxscript import opset18
 import onnx.version_converter, onnx.checker, torchvision.ops

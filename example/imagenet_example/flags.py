@@ -151,7 +151,11 @@ def add_quantization(add: Callable[..., object]) -> None:
     add("--quant-config", type=Path, metavar="FILE", help="YAML of prepare_by_platform's configuration")
     add("--calib-batches", type=integer(1), help="batches to calibrate with (default: 512 images)")
     add("--onnx-batch", type=integer(1), help="batch size of the exported ONNX files (default: 1)")
-    add("--opset-version", type=integer(*OPSETS), help="opset of the exported ONNX files, 13 or later (default: 18)")
+    add(
+        "--opset-version",
+        type=integer(*OPSETS),
+        help="opset of the exported ONNX files, 13 or later (default: 18, or 21 if a tensor needs it)",
+    )
     add(
         "--profile",
         **SWITCH,

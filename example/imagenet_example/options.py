@@ -48,7 +48,7 @@ class Options:
     quant_config: Path | None
     calib_batches: int | None
     onnx_batch: int
-    opset_version: int
+    opset_version: int | None
     profile: bool
     device: str | None
     gpu: int | None
@@ -96,7 +96,6 @@ DEFAULTS: Mapping[str, Any] = {
     "temperature": 6.0,
     "backend": "TSQAT",
     "onnx_batch": 1,
-    "opset_version": 18,
     "world_size": -1,
     "rank": -1,
     "print_freq": 100,

@@ -41,7 +41,7 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
         model.load_state_dict(resumed["float_state_dict"])  # not what the checkpoint's training made of it
         job.accuracies |= {name: Accuracy(*values) for name, values in resumed["accuracies"].items()}
     if job.process.is_first:
-        export_float(model, job.example, files.float_onnx, max(options.opset_version, EXPORTER_OPSET))
+        export_float(model, job.example, files.float_onnx, max(options.opset_version or 0, EXPORTER_OPSET))
 
     gm = prepared(job, model)
     distiller = make_distiller(job, model, gm) if options.distill_method and not options.evaluate else None

@@ -61,8 +61,8 @@ def require_float_biases(gm: QuantGraphModule, who: str) -> None:
     if gm.provenance.bias_corrected:
         raise ConfigError(
             f"{who}: the biases of this model were corrected for its errors of quantization, so that with its "
-            "fake-quants off it is not the float model any more. Prepare and calibrate it anew, and correct it last; to "
-            "reconstruct and to correct, use reconstruct(..., correct_bias=True)"
+            "fake-quants off it is not the float model any more. Prepare and calibrate it anew, and correct it last; "
+            "to reconstruct and to correct, use reconstruct(..., correct_bias=True)"
         )
 
 
