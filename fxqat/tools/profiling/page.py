@@ -22,7 +22,13 @@ NAMED = 0.05
 """So is one that loses this part of its channels."""
 
 OWN, OUTPUT, CUMULATIVE, NEUTRAL = "#1b7837", "#c51b7d", "#2166ac", "#777777"
-STYLE = {"svg.hashsalt": "fxqat", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "fxqat",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+}
 BOX = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
 
 
