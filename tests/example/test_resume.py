@@ -1,5 +1,6 @@
 """A training that was interrupted, in whatever way, and resumed is the uninterrupted one, to the last bit."""
 
+import io
 import os
 import re
 import signal
@@ -130,6 +131,8 @@ def test_a_crash_while_saving_leaves_the_last_checkpoint(run, monkeypatch):
             real = torch.save
 
             def half(content, file, *more, **rest):
+                if isinstance(file, io.BytesIO):  # a trial
+                    return real(content, file, *more, **rest)
                 Path(file).write_bytes(b"half") if isinstance(file, (str, Path)) else file.write(b"half")
                 raise KeyboardInterrupt
 
@@ -143,7 +146,7 @@ def test_a_crash_while_saving_leaves_the_last_checkpoint(run, monkeypatch):
     original = job.save_checkpoint
     with monkeypatch.context() as patch:
         patch.setattr(job, "save_checkpoint", crash)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit):
             run(*FLAGS)
     folder = whole.folder.with_name("run1")
     assert not [path for path in folder.iterdir() if path.name.endswith((".tmp", ".partial"))]
