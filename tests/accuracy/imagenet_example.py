@@ -150,7 +150,7 @@ Top-1 in percent that ``example/imagenet_example/main.py`` prints (:doc:`imagene
 the seeds 0, 1, 2. ResNet20 (akamaster/pytorch_resnet_cifar10) on a lossless subset of CIFAR-10, 8068 images to tune and
 1017 to test; MobileNetV2 (torchvision) on one photo of each ImageNet class, 800 to tune, 200 to test. BatchNorm keeps
 the statistics of the float model. The W4A4 rows have all layers at 4 bits, from ranges of least squared error. Seconds
-are for the whole run on one core.
+are for the whole run on one core, beside other programs.
 
 {table.get_string()}
 
