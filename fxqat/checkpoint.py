@@ -4,7 +4,7 @@ The file is a dict that ``torch.load(weights_only=True)`` reads:
 
 * ``state_dict``: the weights under the float model's own names, without fake-quant;
 * ``qat_state_dict``: the complete state of the prepared model, switches included;
-* ``format``, ``backend``, ``extra``.
+* ``format``, ``backend``, ``bias_corrected`` (see ``Provenance``), ``extra``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def save_checkpoint(
         "backend": gm.provenance.backend,
         "state_dict": float_state_dict(gm),
         "schemes": _schemes(gm),
+        "bias_corrected": gm.provenance.bias_corrected,
         "qat_state_dict": gm.state_dict(),
         "extra": extra if extra is not None else {},
     }
@@ -139,6 +140,7 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
         names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
         raise CheckpointError(f"{file_path} was saved with other schemes: {names[:4]}")
     gm.load_state_dict(content["qat_state_dict"], strict=True)
+    gm.provenance.bias_corrected = content.get("bias_corrected", False)
     return content["extra"]  # type: ignore[no-any-return]
 
 

@@ -67,10 +67,9 @@ class OnnxModel:
         return self.session.run(None, {self.input: batch})[0]
 
 
-def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: int | None) -> None:
+def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: int) -> None:
     """Write a float model as ONNX with torch's exporter, the baseline of size and latency."""
     model.eval()
-    opset_version = opset_version or EXPORTER_OPSET
     native = max(opset_version, EXPORTER_OPSET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's, about itself

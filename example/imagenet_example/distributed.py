@@ -178,13 +178,3 @@ def gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-@contextmanager
-def first_process_first(process: Process) -> Iterator[None]:
-    """The first process goes through the block before the others do: for files that one writes and all read."""
-    if not process.is_first:
-        dist.barrier()
-    yield
-    if process.is_first and dist.is_initialized():
-        dist.barrier()

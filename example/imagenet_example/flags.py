@@ -108,26 +108,13 @@ def add_training(add: Callable[..., object]) -> None:
         f"less; {digits} sgd {DIGITS_QAT.lr['sgd']}, adam {DIGITS_QAT.lr['adam']}; or with --not-qat "
         f"sgd {DIGITS_FLOAT.lr['sgd']}, adam {DIGITS_FLOAT.lr['adam']})",
     )
-    add(
-        "--lr-schedule",
-        choices=tuple(SCHEDULES),
-        help="to 0, a tenth every 30 epochs, none (default: cosine)",
-    )
+    add("--lr-schedule", choices=tuple(SCHEDULES), help="to 0, a tenth every 30 epochs, none (default: cosine)")
     add("--warmup-epochs", type=number(0), help="epochs in which the rate rises from 0 (default: 0)")
     add("--optim", choices=("sgd", "adam"), help="optimizer (default: sgd)")
     add("--momentum", type=number(0, 0.9999), help="of sgd, and beta 1 of adam (default: 0.9)")
-    add(
-        "--wd",
-        "--weight-decay",
-        type=number(0),
-        help="weight decay, not of biases and scales (default: 1e-4)",
-    )
+    add("--wd", "--weight-decay", type=number(0), help="weight decay, not of biases and scales (default: 1e-4)")
     add("--label-smoothing", type=number(0, 0.9999), help="of the cross entropy (default: 0)")
-    add(
-        "--ema",
-        type=number(0, 0.999999, above=True),
-        help="decay of averaged weights, which are evaluated",
-    )
+    add("--ema", type=number(0, 0.999999, above=True), help="decay of averaged weights, which are evaluated")
     add("--seed", type=integer(0), help=f"seed of the run (default: 0 {digits}, else drawn and printed)")
 
 
@@ -142,11 +129,7 @@ def add_distillation(add: Callable[..., object]) -> None:
 
 def add_quantization(add: Callable[..., object]) -> None:
     """How it is quantized and exported."""
-    add(
-        "--not-qat",
-        **SWITCH,
-        help="no quantization: the float model alone",
-    )
+    add("--not-qat", **SWITCH, help="no quantization: the float model alone")
     add("--backend", choices=[backend.name for backend in BackendType], help="whom to quantize for (default: TSQAT)")
     add("--quant-config", type=Path, metavar="FILE", help="YAML of prepare_by_platform's configuration")
     add("--calib-batches", type=integer(1), help="batches to calibrate with (default: 512 images)")
@@ -156,11 +139,7 @@ def add_quantization(add: Callable[..., object]) -> None:
         type=integer(*OPSETS),
         help="opset of the exported ONNX files, 13 or later (default: 18, or 21 if a tensor needs it)",
     )
-    add(
-        "--profile",
-        **SWITCH,
-        help="compare every layer with float: a table and a page",
-    )
+    add("--profile", **SWITCH, help="compare every layer with float: a table and a page")
 
 
 def add_machine(add: Callable[..., object]) -> None:
@@ -184,19 +163,8 @@ def add_machine(add: Callable[..., object]) -> None:
 
 def add_output(add: Callable[..., object]) -> None:
     """What it prints and writes."""
-    add(
-        "-e",
-        "--evaluate",
-        **SWITCH,
-        help="train nothing: evaluate and export",
-    )
+    add("-e", "--evaluate", **SWITCH, help="train nothing: evaluate and export")
     add("-p", "--print-freq", type=integer(1), help="a line every so many steps (default: 100)")
-    add(
-        "-l",
-        "--log-level",
-        type=int,
-        choices=tuple(LOG_LEVELS),
-        help="0 debug to 3 error (default: 1, info)",
-    )
+    add("-l", "--log-level", type=int, choices=tuple(LOG_LEVELS), help="0 debug to 3 error (default: 1, info)")
     add("--tensorboard", type=Path, metavar="DIR", help="write loss, rates and accuracies for TensorBoard")
     add("--output-dir", type=Path, help="where the files go (default: checkpoint/ beside main.py)")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from checkpointing import read_extra, save_float
-from deploy import export_float, measure_latency
+from deploy import EXPORTER_OPSET, export_float, measure_latency
 from distributed import load_in_first
 from job import Job
 from logs import LOG
@@ -34,7 +34,7 @@ def run_float(job: Job, model: nn.Module) -> list[Row]:
     job.evaluate("float", model)
     if not job.process.is_first:
         return []
-    export_float(model, job.example, files.float_onnx, options.opset_version)
+    export_float(model, job.example, files.float_onnx, options.opset_version or EXPORTER_OPSET)
     (latency,) = measure_latency([files.float_onnx], job.example)
     return [Row("float", job.accuracies["float"], files.float_onnx.stat().st_size, latency)]
 

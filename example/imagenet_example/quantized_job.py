@@ -1,6 +1,5 @@
 """The quantized model: prepared, calibrated, finetuned, exported, and compared with the float model."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,11 @@ def prepared(job: Job, model: nn.Module) -> Any:
 def make_distiller(job: Job, model: nn.Module, gm: nn.Module) -> Distiller:
     """The teacher that the flags ask for; by default the float model as it is now."""
     options = job.options
-    teacher = copy.deepcopy(model)
+    teacher = model
     if options.teacher_arch or options.teacher_path:
         arch, size = options.teacher_arch or options.arch, job.example.shape[-1]
-        classes = job.loaders.data.num_classes if options.num_classes is None else options.num_classes
         pretrained = options.teacher_path is None
-        teacher = build_model(options.model_zoo, arch, classes, size, pretrained=pretrained)
+        teacher = build_model(options.model_zoo, arch, job.loaders.data.num_classes, size, pretrained=pretrained)
         if options.teacher_path:
             load_weights(teacher, options.teacher_path, "--teacher-path")
         teacher.to(job.process.device)

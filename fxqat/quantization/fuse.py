@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
-from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, Fusion
+from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.quantization.ops import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
@@ -31,7 +31,7 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
         fusions: rows of the table; earlier rows win.
     """
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
-    names = {node: identify(node).name for node in gm.graph.nodes}
+    names = {node: _names(node) for node in gm.graph.nodes}
     for node in list(gm.graph.nodes):
         if type(called_module(node)) in WEIGHTED_TYPES:
             for row in fusions:
@@ -44,19 +44,28 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
     return gm
 
 
-def _match(node: fx.Node, row: Fusion, calls: dict[int, int], names: dict[fx.Node, str]) -> list[fx.Node] | None:
+def _names(node: fx.Node) -> frozenset[str]:
+    """The names that the table may have for a node: its op's; SyncBatchNorm is each of the BatchNorms."""
+    if isinstance(called_module(node), nn.SyncBatchNorm):
+        return frozenset(norm for _, norm in LAYERS_AND_NORMS)
+    return frozenset((identify(node).name,))
+
+
+def _match(
+    node: fx.Node, row: Fusion, calls: dict[int, int], names: dict[fx.Node, frozenset[str]]
+) -> list[fx.Node] | None:
     """The nodes that a row of the table matches from a layer on.
 
     Args:
         node: the layer's call.
         row: a row of the table.
         calls: how often each module is called, by ``id``.
-        names: of the op of each node.
+        names: of each node, see :func:`_names`.
     """
     chain: list[fx.Node] = []
     current: fx.Node | None = node
     for name in row.pattern:  # case 1
-        if current is None or names[current] != name:
+        if current is None or name not in names[current]:
             return None
         if chain and (not current.args or current.args[0] is not chain[-1]):
             return None

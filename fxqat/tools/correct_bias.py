@@ -42,6 +42,7 @@ def correct_bias(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...]]) -> di
     """
     require_float_biases(gm, "correct_bias")
     enable_quantization(gm)
+    gm.provenance.bias_corrected = True  # before the first: an interrupt leaves some of them corrected
     found: dict[str, float] = {}
     with eval_mode(gm):
         segments = split(gm, max_layers=1)
@@ -52,7 +53,6 @@ def correct_bias(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...]]) -> di
             found |= shift_means(segment, rounded, channel_means(segment, exact, quantized=False))
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
-    gm.provenance.bias_corrected = True
     return found
 
 

@@ -79,6 +79,7 @@ def reconstruct(
         raise ConfigError("reconstruct: needs at least one batch of inputs")
     enable_quantization(gm)
     _require_plain_weights(gm)
+    gm.provenance.bias_corrected = correct_bias  # before the first: an interrupt leaves some of them corrected
     found: dict[str, tuple[float, float]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
@@ -97,7 +98,6 @@ def reconstruct(
                 found[list(segment.layers)[-1]] = (before, _error(segment, rounded, targets))
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
-    gm.provenance.bias_corrected = correct_bias
     return found
 
 

@@ -10,15 +10,17 @@ Needs a folder with ``cifar10/`` (see ``resnet20_cifar10.py``) and ``imagenet_sa
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import random
-import zipfile
+import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mobilenet_v2_imagenet as mobilenet  # noqa: E402
 
 TO_TUNE = 800  # photos of 1000
 
@@ -36,19 +38,13 @@ def cifar10(data: Path, output: Path) -> None:
 
 def imagenet_sample(data: Path, output: Path) -> None:
     """One photo of each class, 800 to tune and 200 to test, upside down as the MobileNetV2 beside them wants them."""
-    folder = data / "imagenet_sample"
-    with (folder / "labels.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = mobilenet.label_rows(data)
     random.Random(0).shuffle(rows)
-    (archive,) = folder.glob("*.zip")
-    with zipfile.ZipFile(archive) as photos:
-        names = {Path(name).name: name for name in photos.namelist()}
-        for i, row in enumerate(tqdm(rows)):
-            for part in ("train", "val"):
-                (output / part / row["wnid"]).mkdir(parents=True, exist_ok=True)
-            photo = Image.open(io.BytesIO(photos.read(names[Path(row["file"]).name])))
-            part = "train" if i < TO_TUNE else "val"
-            photo.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(output / part / row["wnid"] / f"{i}.png")
+    for i, (row, photo) in enumerate(mobilenet.open_photos(data, rows)):
+        for part in ("train", "val"):
+            (output / part / row["wnid"]).mkdir(parents=True, exist_ok=True)
+        part = "train" if i < TO_TUNE else "val"
+        photo.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(output / part / row["wnid"] / f"{i}.png")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import io
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,25 @@ MEAN, STD = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 
 ALLOWED_LOSS = {"TSQAT": 0.7, "ONNXRuntime": 0.5}
 
 
+def label_rows(folder: Path) -> list[dict[str, str]]:
+    """One row for each photo: its file, label and WordNet class."""
+    with (folder / "imagenet_sample" / "labels.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def open_photos(folder: Path, rows: list[dict[str, str]]) -> Iterator[tuple[dict[str, str], Image.Image]]:
+    """The photos of some rows of :func:`label_rows`, upright."""
+    with zipfile.ZipFile(folder / "imagenet_sample" / "images_short256_q90.zip") as archive:
+        members = {Path(name).name: name for name in archive.namelist()}
+        for row in tqdm(rows, desc="photos", leave=False):
+            yield row, Image.open(io.BytesIO(archive.read(members[Path(row["file"]).name]))).convert("RGB")
+
+
 def load_photos(folder: Path) -> tuple[Tensor, Tensor]:
     """All photos, uint8 and 224 px, flipped vertically as the weights are; and their labels."""
     transform = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.PILToTensor()])
-    with (folder / "imagenet_sample" / "labels.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    with zipfile.ZipFile(folder / "imagenet_sample" / "images_short256_q90.zip") as archive:
-        members = {Path(name).name: name for name in archive.namelist()}
-        images = [
-            transform(Image.open(io.BytesIO(archive.read(members[Path(row["file"]).name]))).convert("RGB"))
-            for row in tqdm(rows, desc="images", leave=False)
-        ]
+    rows = label_rows(folder)
+    images = [transform(photo) for _, photo in open_photos(folder, rows)]
     return torch.stack(images).flip(-2), torch.tensor([int(row["label"]) for row in rows])
 
 

@@ -38,9 +38,14 @@ class Run:
     @property
     def table(self) -> dict[str, list[str]]:
         """The rows of the last printed table by their first cell."""
-        text = self.printed[self.printed.rindex("| model ") :]
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[0] == "|"]
-        return {row[0]: row[1:] for row in rows}
+        return printed_table(self.printed)
+
+
+def printed_table(printed: str) -> dict[str, list[str]]:
+    """The rows of the last table of a print-out by their first cell."""
+    lines = [line for line in printed[printed.rindex("| model ") :].splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from fxqat import load_checkpoint, prepare_by_platform
-from tests.example.conftest import EXAMPLE
+from tests.example.conftest import EXAMPLE, printed_table
 
 SMALL = "squeezenet1_1"
 
@@ -52,13 +52,6 @@ def run_file(path: Path, images: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.from_numpy(session.run(None, {name: image[None].numpy()})[0]) for image in images])
 
 
-def table_of(printed: str) -> dict[str, list[str]]:
-    """The rows of the printed table by their first cell."""
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0]: row[1:] for row in rows}
-
-
 def test_files(digits_run: tuple[Path, str]) -> None:
     folder, _ = digits_run
     written = {path.name for path in folder.iterdir()}
@@ -73,7 +66,7 @@ def test_printed_lines(digits_run: tuple[Path, str]) -> None:
     _, printed = digits_run
     assert "Epoch: [0][0/44] Time " in printed
     assert " * Acc@1 " in printed
-    rows = table_of(printed)
+    rows = printed_table(printed)
     kinds = ["model", "float", "fake-quant, calibrated", "fake-quant, finetuned", "ONNX Runtime int8"]
     assert list(rows) == kinds
     assert float(rows["float"][0]) > 95
@@ -82,7 +75,7 @@ def test_printed_lines(digits_run: tuple[Path, str]) -> None:
 
 def test_table_tells_the_truth(digits_run: tuple[Path, str]) -> None:
     folder, printed = digits_run
-    rows, path = table_of(printed), folder / "resnet18_bestonnx_quantization.onnx"
+    rows, path = printed_table(printed), folder / "resnet18_bestonnx_quantization.onnx"
     images, target = digits_val()
     output = run_file(path, images)
     assert abs(float(rows["ONNX Runtime int8"][0]) - 100 * (output.argmax(1) == target).float().mean().item()) < 0.6
@@ -128,8 +121,8 @@ def test_evaluate_a_checkpoint(
     folder, printed = digits_run
     checkpoint = folder / "resnet18_checkpoint.pth"
     example.main(["-e", "--resume", str(checkpoint), "--onnx-batch", "7", "--output-dir", str(tmp_path)])
-    rows = table_of(capsys.readouterr().out)
-    before = table_of(printed)
+    rows = printed_table(capsys.readouterr().out)
+    before = printed_table(printed)
     assert rows["float"][:2] == before["float"][:2]
     assert rows["fake-quant, finetuned"][:2] == before["fake-quant, finetuned"][:2]
     session = ort.InferenceSession(tmp_path / "resnet18_onnx_quantization.onnx")
@@ -141,13 +134,13 @@ def test_evaluate_a_checkpoint(
 def test_float_only(example: ModuleType, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     flags = ["--not-qat", "--data", str(image_tree), "-a", SMALL, "-b", "8", "--output-dir", str(tmp_path)]
     example.main([*flags, "--epochs", "1", "--lr", "1e-3", "--optim", "adam", "--onnx-batch", "4"])
-    rows = table_of(capsys.readouterr().out)
+    rows = printed_table(capsys.readouterr().out)
     assert list(rows) == ["model", "float"]
     assert not list(tmp_path.glob("*quantization*"))
     session = ort.InferenceSession(tmp_path / f"{SMALL}_onnx_float.onnx")
     assert session.get_inputs()[0].shape == [4, 3, 224, 224]
     example.main([*flags, "-e", "--model-path", str(tmp_path / f"{SMALL}_model_best.pth")])
-    assert table_of(capsys.readouterr().out)["float"][:2] == rows["float"][:2]
+    assert printed_table(capsys.readouterr().out)["float"][:2] == rows["float"][:2]
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,14 @@ def test_a_float_training_goes_on_as_one(run):
         run("--not-qat", "--resume", str(path), model=False, small=False)
 
 
-def test_a_signal_while_the_last_epoch_is_evaluated(run, monkeypatch, stop_at, capsys):
+def test_a_signal_while_the_last_epoch_is_evaluated(run, monkeypatch, stop_at, tmp_path):
     with monkeypatch.context() as patch:
         stop_at(patch, 0)  # asked for behind each epoch
         with pytest.raises(SystemExit) as caught:
-            run()
+            run("--output-dir", str(tmp_path / "stopped"))
     assert caught.value.code == 128 + signal.SIGTERM
+    (path,) = (tmp_path / "stopped").glob("*_checkpoint.pth")
+    assert torch.load(path, weights_only=True)["extra"]["training"]["epochs_done"] == 1
 
 
 def differing_table(whole, parts) -> list[str]:

@@ -203,10 +203,12 @@ def test_each_part_keeps_its_mode():
     assert not layer.bn.training
 
 
-def test_a_synchronized_batch_norm_is_fused_as_it_is():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+@pytest.mark.parametrize("row", [row for row in FUSIONS if row.norm], ids=lambda row: "-".join(row.pattern))
+def test_a_synchronized_batch_norm_is_fused_as_it_is(row):
+    model, x = chain(row.pattern)
+    model.eval()
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
     (layer,) = fused_layers(fused(converted))
-    assert parts(layer) == ["Conv2d", "SyncBatchNorm", "ReLU"]
-    x = torch.randn(2, 3, 6, 6)
+    assert parts(layer)[1] == "SyncBatchNorm"
+    assert len(parts(layer)) == len(row.pattern)
     assert torch.equal(layer(x), model(x))

@@ -71,6 +71,36 @@ def test_a_corrected_model_is_no_float_model_to_compare_with():
             again(gm, batches)
 
 
+def test_it_stays_corrected_in_a_checkpoint(tmp_path):
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    fxqat.save_checkpoint(gm, tmp_path / "plain.pth")
+    correct_bias(gm, batches)
+    fxqat.save_checkpoint(gm, tmp_path / "corrected.pth")
+    found = fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS)
+    fxqat.load_checkpoint(found, tmp_path / "corrected.pth")
+    with pytest.raises(ConfigError, match="were corrected"):
+        reconstruct(found, batches)
+    fxqat.load_checkpoint(found, tmp_path / "plain.pth")
+    correct_bias(found, batches)
+
+
+@pytest.mark.parametrize("tool", [correct_bias, lambda *args: reconstruct(*args, correct_bias=True)])
+def test_an_interrupted_correction_counts_as_one(tool, monkeypatch):
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    with monkeypatch.context() as patch:
+        patch.setattr(gm.get_submodule("4"), "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tool(gm, batches)
+    with pytest.raises(ConfigError, match="were corrected"):
+        correct_bias(gm, batches)
+
+
+def interrupted(*args, **options):
+    raise KeyboardInterrupt
+
+
 def test_reconstruction_corrects_the_segments_that_it_learned():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
