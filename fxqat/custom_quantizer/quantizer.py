@@ -19,6 +19,7 @@ from fxqat.custom_quantizer.effective import config_in_force
 from fxqat.custom_quantizer.first_last import rules_of_ends
 from fxqat.custom_quantizer.overrides import check_all_match
 from fxqat.custom_quantizer.parts import check_arguments
+from fxqat.custom_quantizer.post_processing import DECODES_POSITIONS, decoding_positions
 from fxqat.custom_quantizer.rules import Rules, check_listed, check_shared_weights
 from fxqat.custom_quantizer.sharing import Groups, group_config
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
@@ -95,6 +96,8 @@ class BackendQuantizer:
         kinds = value_kinds(gm)
         self._outside = always_float(gm)
         kinds |= dict.fromkeys(self._outside, Kind.OTHER)
+        decoding = [node for node in decoding_positions(gm, kinds) if not any(m(node) for m in config.additional)]
+        self._outside |= dict.fromkeys(decoding, DECODES_POSITIONS)
         self._untrained = untrained(gm)
         self._rules = Rules(self.spec, (*rules_of_ends(config.ends, kinds), *config.overrides))
         self._claims: dict[str, tuple[TensorQConfig, int]] = {}

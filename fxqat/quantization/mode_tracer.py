@@ -33,6 +33,7 @@ class ModeTracer(ValueTracer):
         self._found: dict[str, nn.Module] = {}
         self._in_both: set[str] = set()
         self._is_parted = False
+        self._running: list[str] = []
         self._fork: ModeFork | None = None
 
     def decides_by_mode(self, module: nn.Module) -> bool:
@@ -54,6 +55,13 @@ class ModeTracer(ValueTracer):
 
     def run(self, path: str, forward: Callable[[], Any]) -> Any:
         """Trace a forward; in both modes if it computes differently in training."""
+        self._running.append(path)
+        try:
+            return self._run(path, forward)
+        finally:
+            self._running.pop()
+
+    def _run(self, path: str, forward: Callable[[], Any]) -> Any:
         start = self.last_node()
         if path not in self._in_both or self._is_parted or start is None:
             return super().run(path, forward)
@@ -108,7 +116,7 @@ class ModeTracer(ValueTracer):
             self.take_back(last)  # what was joined before the difference was met
             if path:  # the module around it gets another structure in training: it computes differently, too
                 fork.undo()
-                owner = path.rpartition(".")[0]
+                owner = self._running[-2]  # who called it; a list of modules around it has no forward
                 self._found[owner] = self.root.get_submodule(owner)
                 return in_eval
             result = self.create_proxy("call_function", by_mode, (in_eval, in_training), {})

@@ -126,6 +126,19 @@ class PartedHeads(Heads):
         return (found, self.in_training(x)) if self.training else found
 
 
+class InList(Inside):
+    """The module that decides, and changes its structure, is in a list, which has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.conv, PartedHeads()])
+        del self.conv, self.heads
+
+    def forward(self, x):
+        found = self.layers[1](self.layers[0](x).relu().mean((2, 3)))
+        return (self.last(found[0]), found[1]) if isinstance(found, tuple) else self.last(found)
+
+
 class PartedLater(Inside):
     """What the module gives differs in its first value, and in its structure behind that."""
 
@@ -157,7 +170,7 @@ class Counting(Body):
         return self.fc(self.second(self.first(x)).mean((2, 3))) * (1 + self.steps)
 
 
-MODELS = [Body, AuxiliaryLast, NamedTuple, Dict, Dataclass, AuxiliaryFirst, Inside, Parted, Counting]
+MODELS = [Body, AuxiliaryLast, NamedTuple, Dict, Dataclass, AuxiliaryFirst, Inside, Parted, InList, Counting]
 
 
 def image(batch=4):
