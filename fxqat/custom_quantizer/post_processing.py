@@ -71,7 +71,7 @@ def _positions(gm: fx.GraphModule, nodes: list[fx.Node]) -> set[fx.Node]:
     sizes: set[fx.Node] = set()  # what holds neither positions nor values
     for node in nodes:
         if node.op == "get_attr":
-            is_position, is_size = _holds_grid(attribute_of(gm, node)), True
+            is_position, is_size = holds_grid(attribute_of(gm, node)), True
         else:
             computed = node.op in ("call_function", "call_method") and set(node.all_input_nodes) <= found | sizes
             is_position = node.target in RANGES or (
@@ -85,14 +85,15 @@ def _positions(gm: fx.GraphModule, nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _holds_grid(value: object) -> bool:
+def holds_grid(value: object) -> bool:
     """Whether a tensor that is not trained, or one column of it, has evenly spaced values, as the places of a grid."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.is_meta or value.is_sparse:
         return False
-    if value.dtype == torch.bool or not value.dim():
+    if value.dtype == torch.bool or not value.dim() or not value.numel():
         return False
-    for column in (*value.flatten(0, -2).unbind(-1)[:COLUMNS], value):
-        steps = column.detach().double().unique().diff()
-        if len(steps) >= SHORTEST - 1 and bool((steps == steps[0]).all()):
+    columns = value.detach().reshape(-1, value.shape[-1]).unbind(1)[:COLUMNS]
+    for column in (*columns, value.detach()):
+        steps = column.double().unique().diff()
+        if len(steps) >= SHORTEST - 1 and torch.allclose(steps, steps[0], rtol=1e-3):
             return True
     return False

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxqat
 from fxqat import prepare_by_platform
-from fxqat.custom_quantizer.post_processing import DECODES_POSITIONS
+from fxqat.custom_quantizer.post_processing import DECODES_POSITIONS, holds_grid
 from tests.export_models import run_session, session
 
 
@@ -38,6 +38,17 @@ class StoredGrid(Head):
 
     def grid(self, x):
         return self.stored
+
+
+class OneDimension(Head):
+    """The places along one axis, in a buffer of one dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("stored", torch.arange(64.0))
+
+    def grid(self, x):
+        return self.stored.unsqueeze(1)
 
 
 class Denormalised(nn.Module):
@@ -74,7 +85,7 @@ def decoding(gm):
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
-@pytest.mark.parametrize("head", [Head, StoredGrid])
+@pytest.mark.parametrize("head", [Head, StoredGrid, OneDimension])
 def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend, tmp_path):
     model, x = head().eval(), image()
     gm = prepare_by_platform(model, backend, example_inputs=(x,)).eval()
@@ -89,6 +100,25 @@ def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend, tmp_path):
     fxqat.convert_export(gm, (x,), tmp_path / "model.onnx")
     found = run_session(session(tmp_path / "model.onnx"), [x])
     torch.testing.assert_close(torch.from_numpy(found[0]), boxes.detach(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "is_grid"),
+    [
+        (torch.tensor(3.0), False),
+        (torch.zeros(0, 4), False),
+        (torch.ones(8), False),
+        (torch.tensor([1.0, 2.0, 3.0]), False),
+        (torch.tensor([1.0, 2.0, 3.0, 5.0]), False),
+        (torch.arange(4), True),
+        (torch.arange(4.0) / 3, True),
+        (torch.arange(16.0).view(1, 4, 4, 1) / 2, True),
+        (torch.ones(4, dtype=torch.bool), False),
+        (nn.Parameter(torch.arange(4.0)), False),
+    ],
+)
+def test_what_a_grid_is(tensor, is_grid):
+    assert holds_grid(tensor) is is_grid
 
 
 @pytest.mark.parametrize("model", [Denormalised(), Encoded()])
