@@ -7,14 +7,15 @@ from typing import Any
 
 import onnx
 from distillation import METHODS
-from recipes import DIGITS_FLOAT, DIGITS_QAT, SCHEDULES
+from logs import LOG_LEVELS
+from recipes import DIGITS_FLOAT, DIGITS_QAT
+from schedules import SCHEDULES
 
 from fxqat import BackendType
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoint"
 OPSETS = (13, onnx.defs.onnx_opset_version())
 SWITCH: dict[str, Any] = {"action": "store_true", "default": None}
-LOG_LEVELS = {0: "debug", 1: "info", 2: "warning", 3: "error"}
 
 
 def integer(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:

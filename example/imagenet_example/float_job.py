@@ -3,11 +3,11 @@
 from typing import Any
 
 from checkpointing import read_extra, save_float
-from deploy import EXPORTER_OPSET, export_float, measure_latency
 from distributed import load_in_first
 from job import Job
 from logs import LOG
 from model_zoo import load_weights
+from onnx_files import EXPORTER_OPSET, export_float, measure_latency
 from summary import Row
 from torch import nn
 

@@ -1,18 +1,21 @@
 """What every part of a run needs."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accuracy import Accuracy, evaluate
 from checkpointing import OutputFiles
 from data import Loaders
 from distillation import Distiller
 from distributed import Process, gather
-from engine import Fit, evaluate
+from engine import Classification
+from fit import Fit
 from logs import LOG, Board
 from options import Options
 from torch import Tensor, nn
-from training import Accuracy, Precision, Training
+from training import Precision, Training
 
 
 @dataclass
@@ -37,16 +40,14 @@ class Job:
         if self.process.world > 1:
             ids = [device.index] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
-        return Fit(
-            training, wrapped, self.loaders, self.process, self.board,
-            label_smoothing=options.label_smoothing, print_freq=options.print_freq, distiller=distiller,
-        )  # fmt: skip
+        task = Classification(self.loaders, device, options.label_smoothing, distiller)
+        return Fit(training, wrapped, task, self.process, self.board, options.print_freq)
 
     def resume(self, training: Training, extra: dict[str, Any]) -> None:
         """Continue the training whose checkpoint held `extra`."""
         training.load_state_dict(extra["training"], self.process.rank)
         if self.options.resume.resolve().parent != self.files.folder.resolve():
-            training.best = Accuracy(-1.0, -1.0)  # the best of before is not in this folder
+            training.best = -math.inf  # the best of before is not in this folder
         LOG.info("resuming %s after %d of %d epochs", self.options.resume, training.epochs_done, training.epochs)
 
     def extra(self, training: Training, quantized: bool) -> dict[str, Any]:

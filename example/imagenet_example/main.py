@@ -13,6 +13,9 @@ tree.
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "common"))  # what the examples share
 
 import torch
 from checkpointing import open_output

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from accuracy import Accuracy
 from checkpointing import copy_file, read_extra
-from deploy import EXPORTER_OPSET, compare_outputs, evaluate_onnx, export_float, measure_latency
+from deploy import compare_outputs, evaluate_onnx
 from distillation import Distiller
 from distributed import load_in_first
 from engine import calibrate
@@ -12,9 +13,9 @@ from float_job import float_baseline
 from job import Job
 from logs import LOG
 from model_zoo import build_model, load_weights
+from onnx_files import EXPORTER_OPSET, export_float, measure_latency
 from summary import Row
 from torch import nn
-from training import Accuracy
 
 from fxqat import (
     convert_export,

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from accuracy import Accuracy
 from deploy import OffByAStep
 from prettytable import PrettyTable
-from training import Accuracy
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "example" / "imagenet_example"
+COMMON = EXAMPLE.with_name("common")
 MODELS = Path(__file__).with_name("tiny_models.py")
 TINY = f"{MODELS}:Tiny"
 
@@ -55,8 +56,9 @@ def example() -> Iterator[ModuleType]:
     sys.path.insert(0, str(EXAMPLE))
     yield importlib.import_module("main")
     sys.path.remove(str(EXAMPLE))
+    sys.path.remove(str(COMMON))
     for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent == EXAMPLE:
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (EXAMPLE, COMMON):
             del sys.modules[name]
 
 

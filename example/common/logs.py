@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from flags import LOG_LEVELS
 from torch import Tensor
 from tqdm import tqdm
 
-LOG = logging.getLogger("imagenet_example")
+LOG = logging.getLogger("example")
+LOG_LEVELS = {0: "debug", 1: "info", 2: "warning", 3: "error"}
 
 
 class ThroughBars(logging.Handler):
@@ -21,7 +21,7 @@ class ThroughBars(logging.Handler):
 
 
 def set_up_logging(level: int, first: bool) -> None:
-    """Lines of the example and of fxqat from a level on; processes other than the first only tell errors."""
+    """Lines of an example and of fxqat from a level on; processes other than the first only tell errors."""
     for name in (LOG.name, "fxqat"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [ThroughBars()]

@@ -1,24 +1,30 @@
 """What a training consists of beside the model: optimizer, rates, scaler, averaged weights, and where it stands."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
-from options import Options
-from recipes import lr_factor
+from schedules import lr_factor
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
-class Accuracy(NamedTuple):
-    """Share of images, in percent, whose class is the first, or among the first five, of the model's."""
+class Options(Protocol):
+    """What the command line says of a training: the flags of these names, see `imagenet_example/main.py -h`."""
 
-    acc1: float
-    acc5: float
-
-    def __str__(self) -> str:
-        return f"Acc@1 {self.acc1:.3f} Acc@5 {self.acc5:.3f}"
+    lr: float
+    lr_schedule: str
+    warmup_epochs: float
+    epochs: int
+    start_epoch: int
+    optim: str
+    momentum: float
+    wd: float
+    ema: float | None
+    amp: bool
+    amp_dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Training:
         self.epochs = options.epochs
         self.epochs_done = options.start_epoch
         self.steps_done = 0  # of the epoch that is not done
-        self.best = Accuracy(-1.0, -1.0)
+        self.best = -math.inf  # score
 
     @property
     def evaluated(self) -> nn.Module:
@@ -115,7 +121,7 @@ class Training:
             "extra": None if self.extra is None else self.extra.state_dict(),
             "epochs_done": self.epochs_done,
             "steps_done": self.steps_done,
-            "best": list(self.best),
+            "best": self.best,
             "rng_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
@@ -129,7 +135,7 @@ class Training:
         if self.extra is not None:
             self.extra.load_state_dict(state["extra"])
         self.epochs_done, self.steps_done = state["epochs_done"], state["steps_done"]
-        self.best = Accuracy(*state["best"])
+        self.best = state["best"]
         torch.set_rng_state(state["rng"][min(rank, len(state["rng"]) - 1)].cpu())
         if state["rng_cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["rng_cuda"]])

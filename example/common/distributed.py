@@ -7,14 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from errors import UserError, leaving
-from options import Options
 from torch import Tensor
+
+
+class Options(Protocol):
+    """What the command line says of the machines: the flags of these names, see `imagenet_example/main.py -h`."""
+
+    device: str | None
+    gpu: int | None
+    multiprocessing_distributed: bool
+    world_size: int
+    rank: int
+    dist_url: str | None
+    dist_backend: str | None
+    sync_bn: bool
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,7 @@ def choose_device(options: Options, local_rank: int, alone: bool) -> torch.devic
     return device
 
 
-def launch(job: Callable[[Options, Process], Any], options: Options) -> Any:
+def launch(job: Callable[[Any, Process], Any], options: Options) -> Any:
     """Run a job in as many processes as the flags or torchrun ask for; returns what it returns in the first one."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -120,7 +133,7 @@ def nodes_and_processes(options: Options) -> tuple[int, int]:
     return nodes, torch.cuda.device_count() if on_gpu else 1
 
 
-def spawned(local_rank: int, job: Callable[[Options, Process], Any], options: Options, *place: Any) -> None:
+def spawned(local_rank: int, job: Callable[[Any, Process], Any], options: Options, *place: Any) -> None:
     """What a process that was started here does; a user's error leaves with its line, as in one process."""
     first, world, url = place
     with leaving(local_rank == 0):
@@ -128,7 +141,7 @@ def spawned(local_rank: int, job: Callable[[Options, Process], Any], options: Op
 
 
 def run_one(
-    local_rank: int, job: Callable[[Options, Process], Any], options: Options, rank: int, world: int, url: str
+    local_rank: int, job: Callable[[Any, Process], Any], options: Options, rank: int, world: int, url: str
 ) -> Any:
     """Join the others, run the job, and leave them."""
     device = choose_device(options, local_rank, alone=False)

@@ -1,0 +1,149 @@
+"""The loop of a training: epochs of steps, with what it says, and a checkpoint when it is interrupted."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from distributed import Process
+from errors import Interrupted, UserError
+from interrupts import Interrupt, catching
+from logs import LOG, Board, Meter, quiet
+from torch import Tensor, nn
+from tqdm import tqdm
+from training import Precision, Training
+
+from fxqat.tools import NaNGuard
+
+BAD_STEPS = 5  # in a row, after which a training is given up
+
+
+class Step(NamedTuple):
+    """What a task makes of a batch: the loss, the model's inputs, figures to print, and how many items these are of."""
+
+    loss: Tensor
+    inputs: Tensor
+    figures: tuple[Tensor, ...]
+    count: int
+
+
+class Evaluation(NamedTuple):
+    """How good a model is: a score, higher is better; the same in words, and in figures by name."""
+
+    score: float
+    text: str
+    figures: Mapping[str, float]
+
+
+class Task(Protocol):
+    """What is trained; `figures` are the names and formats of those of a step."""
+
+    figures: tuple[tuple[str, str], ...]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many batches an epoch has."""
+
+    def batches(self, epoch: int, first: int) -> Iterable[Any]:
+        """Those of an epoch, from one of them on."""
+
+    def step(self, model: nn.Module, batch: Any) -> Step:
+        """The loss of a batch."""
+
+    def evaluate(self, model: nn.Module, precision: Precision) -> Evaluation:
+        """How good the model is; it is in eval mode afterwards."""
+
+
+@dataclass
+class Fit:
+    """A training with what it runs on.
+
+    Args:
+        training: the optimizer and its state.
+        wrapped: the model in the wrappers that it is trained through.
+        task: what is trained.
+        process: this one among all.
+        board: the curves.
+        print_freq: a line every so many steps.
+        guard: leaves steps out that are not finite; of a quantized model.
+    """
+
+    training: Training
+    wrapped: nn.Module
+    task: Task
+    process: Process
+    board: Board
+    print_freq: int = 100
+    guard: NaNGuard | None = None
+
+    def run(self, save: Callable[[bool], None]) -> None:
+        """Train until all epochs are done; call `save(is_best)` after each, and `save(False)` when interrupted."""
+        with catching(self.process) as interrupt:
+            while self.training.epochs_done < self.training.epochs:
+                number = self.epoch(interrupt)
+                save(False if number else self.finish_epoch())
+                number = number or interrupt.arrived(0)
+                if number:
+                    raise Interrupted(number)
+
+    def finish_epoch(self) -> bool:
+        """Evaluate the epoch, and tell whether it is the best so far."""
+        training = self.training
+        found = self.task.evaluate(training.evaluated, training.precision)
+        LOG.info(" * %s", found.text)
+        self.board.add(training.epochs_done, **{f"val__{name}": value for name, value in found.figures.items()})
+        training.epochs_done += 1
+        training.steps_done = 0
+        is_best = found.score > training.best
+        training.best = max(training.best, found.score)
+        return is_best
+
+    def epoch(self, interrupt: Interrupt) -> int:
+        """The rest of one epoch; the number of a signal that came, or 0."""
+        self.wrapped.train()
+        training, steps = self.training, self.task.steps_per_epoch
+        names = (("Time", ".3f"), ("Data", ".3f"), ("Loss", ".4e"), *self.task.figures)
+        meters, bad_steps, start = [Meter(*name) for name in names], 0, time.perf_counter()
+        batches = self.task.batches(training.epochs_done, training.steps_done)
+        for batch in progress(batches, f"epoch {training.epochs_done}"):
+            data_time = time.perf_counter() - start
+            done, accepted = self.step(batch)
+            bad_steps = 0 if accepted else bad_steps + 1
+            if bad_steps == BAD_STEPS:
+                raise UserError(
+                    f"the last {BAD_STEPS} steps were not finite, see the warnings above: lower --lr, or leave the "
+                    "layer named there float with --quant-config; the last good checkpoint is kept"
+                )
+            loss = done.loss.detach()
+            figures = (time.perf_counter() - start, data_time, loss, *done.figures)
+            for meter, figure in zip(meters, figures, strict=True):
+                meter.add(figure, done.count)
+            step = training.steps_done - 1
+            if step % self.print_freq == 0 or step == steps - 1:
+                LOG.info("Epoch: [%d][%d/%d] %s", training.epochs_done, step, steps, " ".join(map(str, meters)))
+                place = training.epochs_done * steps + step
+                self.board.add(place, train__loss=float(loss), train__lr=training.lr)
+            number = interrupt.arrived(training.steps_done)
+            if number:
+                return number
+            start = time.perf_counter()
+        return 0
+
+    def step(self, batch: Any) -> tuple[Step, bool]:
+        """One step; returns what the task made of the batch, and whether the step was taken."""
+        training = self.training
+        with training.precision.autocast():
+            done = self.task.step(self.wrapped, batch)
+        training.optimizer.zero_grad()
+        training.scaler.scale(done.loss).backward()
+        whole = not training.scaler.is_enabled()
+        accepted = self.guard is None or self.guard.accepts(done.loss, done.inputs, gradients=whole)
+        if self.guard is None and not done.loss.isfinite():
+            raise UserError("the loss of the float model is not finite: lower --lr; the last good checkpoint is kept")
+        training.step(accepted)
+        return done, accepted
+
+
+def progress(batches: Iterable[Any], title: str) -> "tqdm[Any]":
+    """A progress bar over batches that leaves nothing behind."""
+    return tqdm(batches, desc=title, leave=False, unit="batch", disable=quiet())

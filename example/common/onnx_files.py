@@ -1,0 +1,90 @@
+"""ONNX files: float ones are written; all are run with ONNX Runtime, and measured."""
+
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.version_converter
+import onnxruntime as ort
+import torch
+from errors import UserError
+from logs import quiet
+from torch import Tensor, nn
+from tqdm import tqdm
+
+EXPORTER_OPSET = 18  # the oldest of torch's exporter; a conversion to older ones fails for many models
+LATENCY_WARMUP, LATENCY_RUNS, LATENCY_SECONDS = 10, 300, 20.0
+
+
+class OnnxModel:
+    """An ONNX file in ONNX Runtime on the CPU, called with batches of any size.
+
+    Args:
+        path: a file with one input (batch, 3, height, width) of fixed batch size and one output (batch, classes).
+        optimize: let ONNX Runtime rewrite the graph for speed.
+    """
+
+    def __init__(self, path: Path, *, optimize: bool = True) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        level = ort.GraphOptimizationLevel
+        options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+        try:
+            self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's have no other base class
+            raise UserError(f"ONNX Runtime {ort.__version__} does not take {path}: {error}") from error
+        self.input = self.session.get_inputs()[0].name
+        self.batch = self.session.get_inputs()[0].shape[0]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits of the images; the last batch is filled up with copies of an image and cut again."""
+        padding = -len(images) % self.batch
+        padded = torch.cat([images, images[-1:].expand(padding, -1, -1, -1)]).numpy()
+        outputs = [self.run(padded[i : i + self.batch]) for i in range(0, len(padded), self.batch)]
+        return torch.from_numpy(np.concatenate(outputs)[: len(images)])
+
+    def run(self, batch: np.ndarray) -> np.ndarray:
+        """One call of the session with a batch of exactly its size."""
+        return self.session.run(None, {self.input: batch})[0]
+
+
+def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: int) -> None:
+    """Write a float model as ONNX with torch's exporter, the baseline of size and latency."""
+    model.eval()
+    native = max(opset_version, EXPORTER_OPSET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's, about itself
+        program = torch.onnx.export(model, (example,), opset_version=native, dynamo=True, verbose=False)
+    proto = program.model_proto
+    try:
+        if opset_version < native:
+            proto = onnx.version_converter.convert_version(proto, opset_version)
+    except RuntimeError as error:
+        raise UserError(f"--opset-version {opset_version}: ONNX cannot convert this float model to it") from error
+    partial = path.with_name(path.name + ".partial")
+    onnx.save(proto, partial)
+    partial.replace(path)
+
+
+def measure_latency(paths: list[Path], example: Tensor) -> list[float]:
+    """Median milliseconds of one call of each file, run in turn so that a busy moment meets all of them alike.
+
+    Args:
+        paths: ONNX files of the same input.
+        example: one batch, (batch, 3, height, width).
+    """
+    models, batch = [OnnxModel(path) for path in paths], example.cpu().numpy()
+    times: list[list[float]] = [[] for _ in models]
+    deadline = time.perf_counter() + LATENCY_SECONDS
+    for _ in tqdm(range(LATENCY_WARMUP + LATENCY_RUNS), desc="latency", leave=False, disable=quiet()):
+        for model, taken in zip(models, times, strict=True):
+            start = time.perf_counter()
+            model.run(batch)
+            taken.append(1000 * (time.perf_counter() - start))
+        if time.perf_counter() > deadline:
+            break
+    return [statistics.median(taken[LATENCY_WARMUP:] or taken) for taken in times]

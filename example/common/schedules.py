@@ -1,0 +1,17 @@
+"""How the learning rate goes over the epochs."""
+
+import math
+from collections.abc import Callable
+
+# Factor of the learning rate at `epoch` (with its fraction) of `epochs`.
+SCHEDULES: dict[str, Callable[[float, int], float]] = {
+    "cosine": lambda epoch, epochs: 0.5 * (1 + math.cos(math.pi * min(epoch / epochs, 1.0))),
+    "step": lambda epoch, epochs: 0.1 ** (epoch // 30),
+    "constant": lambda epoch, epochs: 1.0,
+}
+
+
+def lr_factor(schedule: str, warmup_epochs: float, epoch: float, epochs: int) -> float:
+    """The factor of the learning rate, which rises to the schedule's in a line over the first epochs."""
+    rising = min(1.0, epoch / warmup_epochs) if warmup_epochs else 1.0
+    return rising * SCHEDULES[schedule](epoch, epochs)

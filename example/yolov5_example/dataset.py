@@ -1,0 +1,194 @@
+"""Pictures with boxes: a `data.yaml`, the folders or zips that it names, and the labels in them."""
+
+import os
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from errors import UserError
+from logs import LOG, quiet
+from PIL import Image
+from tqdm import tqdm
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file by itself, or one in a zip."""
+
+    name: str
+    zip: Path | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.zip is None else f"{self.zip}/{self.name}"
+
+    def open(self) -> Any:
+        """The file, opened; any process may ask."""
+        return open(self.name, "rb") if self.zip is None else archive(self.zip, os.getpid()).open(self.name)
+
+    def exists(self) -> bool:
+        """Whether it is there."""
+        if self.zip is None:
+            return os.path.isfile(self.name)
+        return self.name in archive(self.zip, os.getpid()).NameToInfo
+
+
+@lru_cache
+def archive(path: Path, process: int) -> zipfile.ZipFile:
+    """An open zip; each process needs one of its own."""
+    return zipfile.ZipFile(path)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture.
+
+    Args:
+        file: where it is.
+        size: width and height in px.
+        labels: (objects, 5): class, then center x, center y, width and height from 0 to 1.
+    """
+
+    file: File
+    size: tuple[int, int]
+    labels: np.ndarray
+
+    def load(self) -> Image.Image:
+        """The picture in RGB.
+
+        Raises:
+            UserError: the file ends too early, or is damaged otherwise.
+        """
+        try:
+            with self.file.open() as opened:
+                return Image.open(opened).convert("RGB")
+        except (OSError, SyntaxError) as error:
+            raise UserError(f"{self.file} is not an image that can be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a `data.yaml` says: `names` (a list, or a dict by number), `train`, `val`, and `path`, where these are.
+
+    Args:
+        file: of the description.
+        names: of the classes.
+        parts: where the pictures of "train" and "val" are.
+    """
+
+    file: Path
+    names: tuple[str, ...]
+    parts: dict[str, Path]
+
+    def pictures(self, part: str) -> list[Picture]:
+        """The pictures of "train" or "val"."""
+        return scan(self.parts[part], len(self.names))
+
+
+def read_description(file: Path) -> Description:
+    """Read a `data.yaml`, or the one in a folder.
+
+    Raises:
+        UserError: it cannot be read, or lacks something.
+    """
+    file = file / "data.yaml" if file.is_dir() else file
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--data {file} cannot be read: {' '.join(str(error).split())}") from error
+    missing = [key for key in ("train", "val", "names") if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise UserError(f"--data {file}: expected the keys train, val and names; {', '.join(missing)} missing")
+    names = content["names"]
+    names = [names[i] for i in sorted(names)] if isinstance(names, dict) else list(names)
+    if content.get("nc", len(names)) != len(names):
+        raise UserError(f"--data {file}: nc is {content['nc']}, but there are {len(names)} names")
+    root = file.parent / str(content.get("path") or ".")
+    return Description(file, tuple(map(str, names)), {part: root / str(content[part]) for part in ("train", "val")})
+
+
+def scan(place: Path, num_classes: int) -> list[Picture]:
+    """All pictures of a folder, or of a zip, with their labels; what is wrong with some of them is counted.
+
+    Labels of `images/.../a.jpg` are in `labels/.../a.txt`; of a picture that is in no folder `images`, beside it.
+
+    Raises:
+        UserError: there is nothing, or labels do not fit.
+    """
+    found: list[Picture] = []
+    count: Counter[str] = Counter()
+    files = [file for file in files_in(place) if file.name.lower().endswith(SUFFIXES)]
+    for file in tqdm(files, desc=f"Scanning labels {place}", leave=False, disable=quiet()):
+        try:
+            with file.open() as opened:
+                size = Image.open(opened).size
+        except (OSError, SyntaxError):  # of PIL's errors, the first
+            count["corrupt"] += 1
+            LOG.warning("%s is not an image: left out", file)
+            continue
+        label = replace(file, name=label_of(file.name))
+        labels = parse(label, num_classes) if label.exists() else np.zeros((0, 5))
+        unique = np.unique(labels, axis=0)
+        count["found" if label.exists() else "missing"] += 1
+        count["empty"] += label.exists() and not len(labels)
+        count["duplicate"] += len(labels) - len(unique)
+        found.append(Picture(file, size, unique.astype(np.float32)))
+    if not found:
+        raise UserError(f"{place} has no pictures ({', '.join(SUFFIXES)})")
+    kinds = ("found", "missing", "empty", "duplicate", "corrupt")
+    told = ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind] or kind != "corrupt")
+    LOG.info("Scanning labels %s (%s, for %d images)", place, told, len(found))
+    return found
+
+
+def files_in(place: Path) -> list[File]:
+    """The files below a folder, or in a zip.
+
+    Raises:
+        UserError: it is not there, or is no zip.
+    """
+    try:
+        if place.suffix == ".zip":
+            return [File(name, place) for name in sorted(archive(place, os.getpid()).namelist())]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"{place} cannot be read: {error}") from error
+    if not place.is_dir():
+        raise UserError(f"{place}: no such folder or zip; it is named in the data.yaml")
+    return [File(str(file)) for file in sorted(place.rglob("*"))]
+
+
+def label_of(name: str) -> str:
+    """The file of the labels of a picture."""
+    before, folder, behind = f"/{name}".rpartition("/images/")
+    named = f"{before}/labels/{behind}" if folder else f"/{name}"
+    return named[1:].rpartition(".")[0] + ".txt"
+
+
+def parse(file: File, num_classes: int) -> np.ndarray:
+    """The labels in a file, (objects, 5).
+
+    Raises:
+        UserError: a line is no label, or its class is not there.
+    """
+    rows = []
+    with file.open() as opened:
+        lines = opened.read().decode("utf-8", "replace").splitlines()
+    for i, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = [float(word) for word in line.split()]
+        except ValueError:
+            row = []
+        if len(row) != 5 or row[0] % 1 or not all(0 <= value <= 1 for value in row[1:]):
+            raise UserError(f"{file}, line {i}: expected `class x y width height`, these from 0 to 1; got {line!r}")
+        if not 0 <= row[0] < num_classes:
+            raise UserError(f"{file}, line {i}: class {row[0]:.0f}, but the data.yaml names {num_classes} classes")
+        rows.append(row)
+    return np.array(rows).reshape(-1, 5)
