@@ -23,7 +23,7 @@ class OnnxModel:
     """An ONNX file in ONNX Runtime on the CPU, called with batches of any size.
 
     Args:
-        path: a file with one input (batch, 3, height, width) of fixed batch size and one output (batch, classes).
+        path: a file with one input (batch, 3, height, width).
         optimize: let ONNX Runtime rewrite the graph for speed.
     """
 
@@ -39,17 +39,18 @@ class OnnxModel:
             raise UserError(f"ONNX Runtime {ort.__version__} does not take {path}: {error}") from error
         self.input = self.session.get_inputs()[0].name
         self.batch = self.session.get_inputs()[0].shape[0]
+        self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits of the images; the last batch is filled up with copies of an image and cut again."""
+        """The first output for the images of a file of fixed batch size; the last batch is filled up with copies."""
         padding = -len(images) % self.batch
         padded = torch.cat([images, images[-1:].expand(padding, -1, -1, -1)]).numpy()
-        outputs = [self.run(padded[i : i + self.batch]) for i in range(0, len(padded), self.batch)]
+        outputs = [self.run(padded[i : i + self.batch])[0] for i in range(0, len(padded), self.batch)]
         return torch.from_numpy(np.concatenate(outputs)[: len(images)])
 
-    def run(self, batch: np.ndarray) -> np.ndarray:
-        """One call of the session with a batch of exactly its size."""
-        return self.session.run(None, {self.input: batch})[0]
+    def run(self, batch: np.ndarray) -> list[np.ndarray]:
+        """All outputs of one call of the session, with a batch of exactly its size."""
+        return self.session.run(None, {self.input: batch})
 
 
 def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: int) -> None:

@@ -1,0 +1,116 @@
+"""Anything that finds boxes: a float model, a quantized one, or an ONNX file."""
+
+import json
+from pathlib import Path
+
+import onnx
+import onnx.utils
+import torch
+from blocks import Detect
+from errors import UserError
+from model import ANCHORS, STRIDES, Yolo
+from onnx_files import OnnxModel
+from torch import Tensor, nn
+from weights import build_for, read_weights
+
+from fxqat import convert_export, load_checkpoint, prepare_by_platform
+from fxqat.convert_export import ExportReport
+
+BOXES, MAPS = "boxes", [f"map_{stride}" for stride in STRIDES]
+ABOUT = "yolov5_example"  # key of an ONNX file's metadata
+
+
+class Detector:
+    """Gives boxes (batch, boxes, 5 + classes) for images (batch, 3, height, width) from 0 to 1.
+
+    Attributes:
+        names: of the classes, None if the file does not tell.
+        size: the only height and width that it takes, None if it takes any.
+    """
+
+    names: tuple[str, ...] | None
+    size: int | None = None
+    num_classes: int
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Find boxes."""
+        raise NotImplementedError
+
+
+class TorchDetector(Detector):
+    """A model in PyTorch, float or quantized."""
+
+    def __init__(self, model: nn.Module, num_classes: int, names: tuple[str, ...] | None, device: torch.device) -> None:
+        self.model, self.num_classes, self.names, self.device = model, num_classes, names, device
+
+    def __call__(self, images: Tensor) -> Tensor:
+        boxes: Tensor = self.model.eval()(images.to(self.device))[0]
+        return boxes
+
+
+class OnnxDetector(Detector):
+    """An ONNX file of this example in ONNX Runtime, with decoding inside or without.
+
+    Args:
+        path: the file.
+        optimize: let ONNX Runtime rewrite the graph for speed.
+    """
+
+    def __init__(self, path: Path, optimize: bool = True) -> None:
+        self.session = OnnxModel(path, optimize=optimize)
+        about = self.session.metadata.get(ABOUT)
+        if about is None:
+            raise UserError(f"--weights {path} is no ONNX file of train_qat.py: {ABOUT!r} is not in its metadata")
+        known = json.loads(about)
+        self.names, self.size, self.num_classes = tuple(known["names"]), known["size"], len(known["names"])
+        self.head = Detect(self.num_classes, [1, 1, 1], torch.tensor(ANCHORS, dtype=torch.float32), STRIDES)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        outputs = [torch.from_numpy(output) for output in self.session.run(images.cpu().numpy())]
+        return outputs[0] if len(outputs) == 1 else self.head.decode(outputs)
+
+
+def open_detector(path: Path, device: torch.device, optimize: bool = True) -> Detector:
+    """The detector in a file: an ONNX file, a checkpoint of a quantized training, or weights."""
+    if path.suffix == ".onnx":
+        return OnnxDetector(path, optimize)
+    content = read_weights(path)
+    model = build_for(content["state_dict"], f"--weights {path}")
+    names = tuple(content["extra"].get("names") or content["names"] or ()) or None
+    if content["extra"].get("quantized"):
+        gm = prepared(model, content["extra"]["options"])
+        load_checkpoint(gm, path)
+        return TorchDetector(gm.to(device), model.num_classes, names, device)
+    return TorchDetector(model.to(device), model.num_classes, names, device)
+
+
+def prepared(model: Yolo, options: dict[str, object]) -> nn.Module:
+    """The model with its fake-quants; `options` are those of the training, by name.
+
+    Without a configuration, BatchNorm keeps the statistics of the float model: few epochs cannot find better ones.
+    """
+    example = torch.zeros(1, 3, options["img"], options["img"], device=next(model.parameters()).device)
+    return prepare_by_platform(
+        model, options["backend"], options["quant_config"] or {"bn_mode": "freeze"}, example_inputs=(example,)
+    )
+
+
+def export(
+    gm: nn.Module, path: Path, size: int, names: tuple[str, ...], with_decode: bool, opset_version: int | None
+) -> ExportReport:
+    """Write and verify the QDQ ONNX file with its JSON; of the verified file either the boxes are kept or the maps."""
+    example = torch.rand(1, 3, size, size, device=next(gm.parameters()).device)
+    report = convert_export(
+        gm, (example,), path, path.with_suffix(".json"), opset_version=opset_version, dynamic_batch=True,
+        input_names=["images"], output_names=[BOXES, *MAPS],
+    )  # fmt: skip
+    partial = path.with_name(path.name + ".partial.onnx")
+    try:
+        onnx.utils.extract_model(str(path), str(partial), ["images"], [BOXES] if with_decode else MAPS)
+        model = onnx.load(partial)
+        onnx.helper.set_model_props(model, {ABOUT: json.dumps({"names": names, "size": size})})
+        onnx.save(model, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return report

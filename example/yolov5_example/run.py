@@ -1,0 +1,150 @@
+"""The two kinds of training: in float, and with fake-quants."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpointing import OutputFiles, copy_file, save_float
+from dataset import Picture
+from detection import HEADLINE, Scores
+from detector import OnnxDetector, export, prepared
+from distributed import Process, gather, load_in_first
+from fit import Fit, progress
+from logs import LOG, Board
+from model import Yolo
+from options import Options
+from task import Detection, evaluate
+from torch import nn
+from training import Precision, Training
+from weights import read_weights
+
+from fxqat import enable_calibration, enable_quantization, load_checkpoint, save_checkpoint
+from fxqat.tools import NaNGuard
+
+
+class Run:
+    """One training.
+
+    Args:
+        options: the flags.
+        process: this one among all.
+        files: what is written.
+        names: of the classes.
+        pictures: of "train" and "val".
+        resumed: what the checkpoint that is resumed holds beside the weights.
+    """
+
+    def __init__(
+        self, options: Options, process: Process, files: OutputFiles, names: tuple[str, ...],
+        pictures: dict[str, Sequence[Picture]], resumed: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.options, self.process, self.files, self.names = options, process, files, names
+        self.pictures, self.resumed = pictures, resumed
+
+    def float(self, model: Yolo) -> Scores:
+        """Train in float; returns the scores of the best epoch."""
+        task, training = self.start(model, model)
+
+        def save(is_best: bool) -> None:
+            extra = self.extra(training)
+            if self.process.is_first:
+                if is_best:
+                    save_float(training.evaluated, extra, self.files.best)
+                save_float(model, extra, self.files.checkpoint)
+
+        self.fit(model, task, training, None).run(save)
+        load_in_first(self.process, model, lambda: model.load_state_dict(read_weights(self.files.best)["state_dict"]))
+        return self.scores("float", model, task)
+
+    def quantized(self, model: Yolo) -> Scores:
+        """Prepare, calibrate, finetune and export; returns the scores of the best epoch's ONNX file."""
+        options, files = self.options, self.files
+        if self.resumed:
+            model.load_state_dict(self.resumed["float_state_dict"])
+        model.to(self.process.device)
+        gm = prepared(model, options.state_dict())
+        task, training = self.start(model, gm)
+        if self.resumed:
+            load_checkpoint(gm, options.resume)
+        else:
+            self.scores("float", model, task)
+            enable_calibration(gm.eval())
+            with torch.no_grad():
+                for batch in progress(task.calibration(options.calib_pictures), "calibrate"):
+                    gm(batch.images.to(self.process.device).float() / 255)
+            enable_quantization(gm)
+            training.best = self.scores("fake-quant, calibrated", gm, task).map
+        self.export(gm)  # before training too: what cannot be exported shows now
+
+        def save(is_best: bool) -> None:
+            extra = self.extra(training) | {"float_state_dict": dict(model.state_dict())}
+            if not self.process.is_first:
+                return
+            if is_best:
+                for path in self.export(training.evaluated):
+                    copy_file(path, path.with_name(path.name.replace(files.onnx.stem, files.best_onnx.stem)))
+                save_checkpoint(training.evaluated, files.best, extra=extra)
+            save_checkpoint(gm, files.checkpoint, extra=extra)  # last: after a crash before it the epoch is repeated
+
+        if not self.resumed:
+            save(True)  # what was calibrated is the first candidate
+        fit = self.fit(gm, task, training, NaNGuard(gm))
+        fit.run(save)
+        load_in_first(self.process, gm, lambda: load_checkpoint(gm, files.best))
+        self.scores("fake-quant, best epoch", gm, task)
+        if self.process.is_first:
+            found = evaluate(
+                OnnxDetector(files.best_onnx), self.pictures["val"], options.img, 1, options.workers, False
+            )
+            LOG.info("ONNX Runtime, %s:\n%s\n%s", files.best_onnx.name, HEADLINE, found)
+        return gather(found if self.process.is_first else None)[0]
+
+    def start(self, model: Yolo, trained: nn.Module) -> tuple[Detection, Training]:
+        """The task and the state of the training."""
+        options, device = self.options, self.process.device
+        model.to(device)
+        teacher = copy.deepcopy(model).eval().requires_grad_(False) if options.distill else None
+        task = Detection(
+            self.pictures, model.model[-1], options.hyp, options.img, options.batch_size, options.workers,
+            options.seed, self.process, teacher,
+        )  # fmt: skip
+        training = Training(trained, options, Precision.of(options, device), task.steps_per_epoch)
+        if self.resumed:
+            training.load_state_dict(self.resumed["training"], self.process.rank)
+            LOG.info("resuming %s after %d of %d epochs", options.resume, training.epochs_done, training.epochs)
+        return task, training
+
+    def fit(self, model: nn.Module, task: Detection, training: Training, guard: NaNGuard | None) -> Fit:
+        """The loop."""
+        wrapped: nn.Module = model
+        if self.process.world > 1:
+            ids = [self.process.device.index] if self.process.device.type == "cuda" else None
+            wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        return Fit(training, wrapped, task, self.process, Board(None), self.options.print_freq, guard)
+
+    def extra(self, training: Training) -> dict[str, Any]:
+        """What a checkpoint holds beside the model; all processes have to ask for it."""
+        return {
+            "options": self.options.state_dict(),
+            "training": training.state_dict() | {"rng": gather(torch.get_rng_state())},
+            "quantized": self.options.quantize,
+            "names": list(self.names),
+        }
+
+    def scores(self, name: str, model: nn.Module, task: Detection) -> Scores:
+        """How good a model is, told as it is found."""
+        LOG.info("%s:", name)
+        return task.measure(model, Precision(self.process.device.type, None))
+
+    def export(self, gm: nn.Module) -> list[Path]:
+        """Write and verify the QDQ ONNX file with its JSON, in the first process; returns all files written."""
+        if not self.process.is_first:
+            return []
+        options = self.options
+        report = export(gm, self.files.onnx, options.img, self.names, options.with_decode, options.opset_version)
+        LOG.info(
+            "%s: verified; %.3f%% of its values off by a step", self.files.onnx.name, 100 * report.certificate.off_share
+        )
+        return [path for path in (report.onnx_path, report.json_path, report.certificate_path) if path is not None]
