@@ -90,9 +90,8 @@ def prepared(model: Yolo, options: dict[str, object]) -> nn.Module:
     Without a configuration, BatchNorm keeps the statistics of the float model: few epochs cannot find better ones.
     """
     example = torch.zeros(1, 3, options["img"], options["img"], device=next(model.parameters()).device)
-    return prepare_by_platform(
-        model, options["backend"], options["quant_config"] or {"bn_mode": "freeze"}, example_inputs=(example,)
-    )
+    config = options["quant_config"] or {"bn_mode": "freeze"}
+    return prepare_by_platform(model, options["backend"], config, example_inputs=(example,))
 
 
 def export(

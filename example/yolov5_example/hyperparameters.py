@@ -69,11 +69,8 @@ def read_hyperparameters(path: Path) -> Hyperparameters:
         raise UserError(f"--hyp {path}: expected lines like `lr: 0.001`, got {type(content).__name__}")
     for name, value in content.items():
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            raise UserError(
-                f"--hyp {path}: unknown {name!r}; known are {', '.join(known)}"
-                + (f". Near it: {near[0]}" if near else "")
-            )
+            near = "".join(f"; near it: {close}" for close in difflib.get_close_matches(str(name), known, 1))
+            raise UserError(f"--hyp {path}: unknown {name!r}{near}. Known are {', '.join(known)}")
         wanted = str if isinstance(known[name], str) else (int, float)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise UserError(f"--hyp {path}: {name} is {value!r}; expected something like {known[name]!r}")

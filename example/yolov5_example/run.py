@@ -59,7 +59,7 @@ class Run:
         return self.scores("float", model, task)
 
     def quantized(self, model: Yolo) -> Scores:
-        """Prepare, calibrate, finetune and export; returns the scores of the best epoch's ONNX file."""
+        """Prepare, calibrate, finetune and export; returns the scores of the best epoch."""
         options, files = self.options, self.files
         if self.resumed:
             model.load_state_dict(self.resumed["float_state_dict"])
@@ -93,13 +93,11 @@ class Run:
         fit = self.fit(gm, task, training, NaNGuard(gm))
         fit.run(save)
         load_in_first(self.process, gm, lambda: load_checkpoint(gm, files.best))
-        self.scores("fake-quant, best epoch", gm, task)
+        best = self.scores("fake-quant, best epoch", gm, task)
         if self.process.is_first:
-            found = evaluate(
-                OnnxDetector(files.best_onnx), self.pictures["val"], options.img, 1, options.workers, False
-            )
-            LOG.info("ONNX Runtime, %s:\n%s\n%s", files.best_onnx.name, HEADLINE, found)
-        return gather(found if self.process.is_first else None)[0]
+            found = evaluate(OnnxDetector(files.best_onnx), task.pictures["val"], options.img, 16, 0, rectangular=False)
+            LOG.info("ONNX Runtime, %s, square images:\n%s\n%s", files.best_onnx.name, HEADLINE, found)
+        return best
 
     def start(self, model: Yolo, trained: nn.Module) -> tuple[Detection, Training]:
         """The task and the state of the training."""

@@ -1,7 +1,6 @@
 """The example's modules, and runs of it on small models and images."""
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "example" / "imagenet_example"
-COMMON = EXAMPLE.with_name("common")
+from tests.example.modules import EXAMPLES, modules_of
+
+EXAMPLE = EXAMPLES / "imagenet_example"
 MODELS = Path(__file__).with_name("tiny_models.py")
 TINY = f"{MODELS}:Tiny"
 
@@ -49,17 +49,11 @@ def printed_table(printed: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The example's main module; its siblings are imported by bare names, which are given back afterwards."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(EXAMPLE))
-    yield importlib.import_module("main")
-    sys.path.remove(str(EXAMPLE))
-    sys.path.remove(str(COMMON))
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (EXAMPLE, COMMON):
-            del sys.modules[name]
+    """The example's main module."""
+    with modules_of(EXAMPLE, "main") as module:
+        yield module
 
 
 @pytest.fixture(scope="session")

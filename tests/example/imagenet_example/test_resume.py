@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.example.conftest import EXAMPLE, TINY
+from tests.example.imagenet_example.conftest import EXAMPLE, TINY
 
 FLAGS = ["--epochs", "3", "--ema", "0.9", "--distill-method", "hints", "--lr", "0.01"]
 

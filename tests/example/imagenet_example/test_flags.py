@@ -13,7 +13,7 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.example.conftest import MODELS
+from tests.example.imagenet_example.conftest import MODELS
 
 GUIDE = [
     "-h",

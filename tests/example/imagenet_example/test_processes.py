@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.example.conftest import EXAMPLE, MODELS
+from tests.example.imagenet_example.conftest import EXAMPLE, MODELS
 
 CONFIG = "extra_qconfig_dict: {w_observer: MinMax, a_observer: MinMax}\n"
 

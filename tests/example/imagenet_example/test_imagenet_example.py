@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from fxqat import load_checkpoint, prepare_by_platform
-from tests.example.conftest import EXAMPLE, printed_table
+from tests.example.imagenet_example.conftest import EXAMPLE, printed_table
 
 SMALL = "squeezenet1_1"
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxqat import prepare_by_platform
 from fxqat.fake_quantize.state import named_fake_quants
-from tests.example.tiny_models import Tiny, Wide, WithoutBatchNorm
+from tests.example.imagenet_example.tiny_models import Tiny, Wide, WithoutBatchNorm
 
 
 @pytest.fixture(scope="module")
