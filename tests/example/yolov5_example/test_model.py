@@ -94,17 +94,15 @@ def test_weights_tell_which_model_they_are_of(yolo, generation, tmp_path):
 def published(yolo, path, monkeypatch):
     """A pickle as upstream publishes it: of a model whose classes are in a module that is not here."""
     foreign = types.ModuleType("models.yolo")
-    for name in ("Model", "Holder"):
-        setattr(foreign, name, type(name, (nn.Module,), {"__module__": "models.yolo"}))
+    foreign.Model = type("Model", (nn.Module,), {"__module__": "models.yolo"})
     monkeypatch.setitem(sys.modules, "models", types.ModuleType("models"))
     monkeypatch.setitem(sys.modules, "models.yolo", foreign)
     source = yolo("n", 2).half()
     model = foreign.Model()
     model.names, model.model = ["a", "b"], source.model
-    for module in source.modules():
-        if type(module).__module__ in ("blocks", "model"):
-            module.__class__ = type(type(module).__name__, (type(module),), {"__module__": "models.yolo"})
-            setattr(foreign, type(module).__name__, type(module))
+    for kind in {type(module) for module in source.modules() if type(module).__module__ == "blocks"}:
+        monkeypatch.setattr(kind, "__module__", "models.yolo")
+        setattr(foreign, kind.__name__, kind)
     torch.save({"epoch": -1, "model": model, "optimizer": None}, path)
     monkeypatch.undo()
     return source
