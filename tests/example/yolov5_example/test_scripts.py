@@ -1,0 +1,112 @@
+"""The scripts on a small set: float training, quantization, export, measuring, drawing, resuming; and their errors."""
+
+import importlib
+import re
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+SMALL = ("--img", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1")
+
+
+@pytest.fixture
+def train(example, tree, tmp_path, capsys):
+    """``train(folder, *flags)`` trains on the small set; returns what was printed."""
+
+    def train(folder, *flags, data=True):
+        capsys.readouterr()
+        example.main([*(("--data", str(tree)) if data else ()), "--output_dir", str(tmp_path / folder), *flags])
+        return capsys.readouterr().out
+
+    return train
+
+
+def scores(printed):
+    return printed.strip().splitlines()[-1].split()
+
+
+def test_from_float_training_to_pictures(train, tree, tmp_path, capsys):
+    printed = train("float", *SMALL)
+    assert re.search(r"Epoch: \[0\]\[0/2\] Time .* Data .* Loss .* Box .* Obj .* Cls ", printed)
+    assert printed.strip().splitlines()[-2].split() == ["Class", "Images", "Targets", "P", "R", "mAP@.5", "mAP@.5:.95"]
+    assert scores(printed)[:3] == ["all", "4", "4"]
+    weights = tmp_path / "float" / "yolov5n_model_best.pth"
+
+    flags = ("--weights", str(weights), "--quantize", "--distill", "--with-decode", "--calib-pictures", "4")
+    train("quantized", *SMALL, *flags)
+    names = {path.name for path in (tmp_path / "quantized").iterdir()}
+    pairs = [f"yolov5n_{kind}_quantization{end}" for kind in ("onnx", "bestonnx") for end in (".onnx", ".json")]
+    assert {"yolov5n_checkpoint.pth", "yolov5n_model_best.pth", *pairs} <= names
+    assert not [name for name in names if "partial" in name]
+
+    test = importlib.import_module("test")
+    found = []
+    for name in ("yolov5n_model_best.pth", "yolov5n_bestonnx_quantization.onnx"):
+        capsys.readouterr()
+        flags = ["--img", "64", "--square", "--batch", "3", "--unoptimized", "--data", str(tree)]
+        test.main(["--weights", str(tmp_path / "quantized" / name), *flags])
+        found.append([float(figure) for figure in scores(capsys.readouterr().out)[3:]])
+    assert found[0] == pytest.approx(found[1], abs=0.02)
+
+    detect = importlib.import_module("detect")
+    onnx = tmp_path / "quantized" / pairs[0]
+    flags = ["--beside", str(onnx), "--img", "64", "--conf", "0.001", "--output", str(tmp_path / "found")]
+    detect.main(["--weights", str(weights), *flags, "--source", str(tree / "images" / "val")])
+    drawn = sorted((tmp_path / "found").iterdir())
+    assert [path.name for path in drawn] == [f"{i}.jpg" for i in range(4)]
+    assert Image.open(drawn[0]).size == (2 * 40, 64)
+
+
+def test_a_resumed_training_is_the_uninterrupted_one(train, tmp_path, monkeypatch):
+    flags = (*SMALL[:-1], "2", "--ema", "0.9")
+    train("whole", *flags)
+    arrived = sys.modules["interrupts"].Interrupt.arrived
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["interrupts"].Interrupt, "arrived", lambda self, step: 15 if step == 1 else 0)
+        with pytest.raises(SystemExit) as caught:
+            train("parts", *flags)
+    assert caught.value.code == 128 + 15
+    assert arrived is sys.modules["interrupts"].Interrupt.arrived
+    train("parts", "--resume", str(tmp_path / "parts" / "yolov5n_checkpoint.pth"), data=False)
+    whole, parts = (
+        torch.load(tmp_path / kind / "yolov5n_checkpoint.pth", weights_only=True) for kind in ("whole", "parts")
+    )
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(value, parts["state_dict"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--quantize", "--quantize needs --weights"),
+        ("--distill", "--distill has no effect without --quantize"),
+        ("--img 100", "give a multiple of 32"),
+        ("--weights nowhere.pt", "nowhere.pt cannot be read"),
+        ("--resume nowhere.pt --seed 1", "--seed has no effect with --resume"),
+        ("--hyp nowhere.yaml", "nowhere.yaml cannot be read"),
+    ],
+)
+def test_errors_of_flags_are_one_line(train, flags, message):
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        train("nothing", *flags.split(), data="--resume" not in flags)
+
+
+def test_hyperparameters_are_checked(train, tmp_path):
+    (tmp_path / "hyp.yaml").write_text("lrr: 0.1")
+    with pytest.raises(SystemExit, match="unknown 'lrr'; near it: lr"):
+        train("nothing", "--hyp", str(tmp_path / "hyp.yaml"))
+    (tmp_path / "hyp.yaml").write_text("lr: fast")
+    with pytest.raises(SystemExit, match="lr is 'fast'; expected something like 0.001"):
+        train("nothing", "--hyp", str(tmp_path / "hyp.yaml"))
+
+
+def test_a_wrong_number_of_classes_is_an_error(train, tmp_path):
+    model = sys.modules["model"].Yolo("n", 3)
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "three.pt")
+    with pytest.raises(SystemExit, match="three.pt finds 3 classes, .*data.yaml names 2"):
+        train("nothing", "--weights", str(tmp_path / "three.pt"))
+    torch.save({"state_dict": torch.nn.Linear(2, 2).state_dict()}, tmp_path / "linear.pt")
+    with pytest.raises(SystemExit, match="its 2 tensors are not those of YOLOv5"):
+        train("nothing", "--weights", str(tmp_path / "linear.pt"))
