@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 # Factor of the learning rate at `epoch` (with its fraction) of `epochs`.
 SCHEDULES: dict[str, Callable[[float, int], float]] = {
-    "cosine": lambda epoch, epochs: 0.5 * (1 + math.cos(math.pi * min(epoch / epochs, 1.0))),
+    "cosine": lambda epoch, epochs: 0.5 * (1 + math.cos(math.pi * min(epoch / max(epochs, 1), 1.0))),
     "step": lambda epoch, epochs: 0.1 ** (epoch // 30),
     "constant": lambda epoch, epochs: 1.0,
 }

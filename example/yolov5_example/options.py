@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--size", choices=tuple(SIZES), help="of a model without --weights (default: n)")
     add("--generation", choices=tuple(GENERATIONS), help="of a model without --weights (default: v6.0)")
     add("--img", "--img-size", type=integer(32), help="longer side of an image in px (default: 640, digits 160)")
-    add("--epochs", type=integer(1), help="(default: 10; of a float training 40)")
+    add("--epochs", type=integer(0), help="with --quantize 0 only calibrates (default: 10; of a float training 40)")
     add("--batch-size", type=integer(1), help="of all processes together (default: 16)")
     add("--workers", type=integer(0), help="processes that load pictures (default: 4, digits 0)")
     add("--seed", type=integer(0), help="of the run (default: 0)")
@@ -160,6 +160,8 @@ def refuse_idle(given: dict[str, Any]) -> None:
                 raise UserError(f"--{name.replace('_', '-')} has no effect {why}: drop one of them")
     if given.get("quantize") and "weights" not in given:
         raise UserError("--quantize needs --weights: a float model that was trained, by this script or published")
+    if given.get("epochs") == 0 and not given.get("quantize"):
+        raise UserError("--epochs 0 trains nothing: give 1 or more, or --quantize, which calibrates then")
     if given.get("img", 32) % 32:
         raise UserError(f"--img {given['img']}: give a multiple of 32, the largest stride")
 
