@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             figures = run_row(row, arguments.data, Path(folder))
-            if row.backend:
+            if row.backend and not row.epochs:  # training changes no time
                 figures["ms_float"], figures["ms"] = latency_of(Path(folder), arguments.data)
         experiments.add(arguments.results, {"row": asdict(row), "threads": arguments.threads, **figures})
 

@@ -92,12 +92,16 @@ def test_a_picture_that_ends_early_is_an_error_with_its_name(dataset, user_error
         picture.load()
 
 
-def squares_are_in_their_boxes(sample):
-    """Each box holds a dark or a bright square, as its class says."""
+def squares_in_their_boxes(sample):
+    """Each box holds a dark or a bright square, as its class says; gives how many were wide enough to look into."""
+    seen = 0
     for kind, *sides in sample.boxes.tolist():
         left, top, right, bottom = (round(side) for side in sides)
         inside = sample.image[:, top + 2 : bottom - 2, left + 2 : right - 2].float()
-        assert abs(inside.mean() - 255 * kind) < 12, (kind, sides)
+        if inside.numel():  # else an edge cut the square
+            assert abs(inside.mean() - 255 * kind) < 12, (kind, sides)
+            seen += 1
+    return seen
 
 
 def test_boxes_stay_with_their_pixels(dataset, tree):
@@ -106,17 +110,14 @@ def test_boxes_stay_with_their_pixels(dataset, tree):
     for i, picture in enumerate(found):
         sample = pictures.letterbox(picture, i, 96, (96, 128))
         assert sample.image.shape == (3, 96, 128)
-        squares_are_in_their_boxes(sample)
-        squares_are_in_their_boxes(pictures.flip(sample))
+        assert squares_in_their_boxes(sample) == squares_in_their_boxes(pictures.flip(sample)) == 1
         there = torch.tensor([[*sample.boxes[0, 1:].tolist(), 1.0, 0.0]])
         back = sys.modules["detection"].to_picture(there, sample, picture)
         expected = pictures.corners(picture.labels, *picture.size)[0, 1:]
         assert np.allclose(back[0, :4], expected, atol=0.51)  # the side is rounded to px
     augmented = pictures.Augmented(found, 96, (0, 0), mosaics=1.0, flips=0.5, rescale=0.3)
     samples = [augmented[i] for i in range(8)]
-    assert sum(len(sample.boxes) for sample in samples) > 8
-    for sample in samples:
-        squares_are_in_their_boxes(sample)
+    assert sum(squares_in_their_boxes(sample) for sample in samples) > 8
     again = augmented[3]
     assert torch.equal(again.image, samples[3].image)
     assert not torch.equal(pictures.Augmented(found, 96, (0, 1), 1.0, 0.5, 0.3)[3].image, samples[3].image)
