@@ -31,6 +31,8 @@ def decoding_positions(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set
     """The nodes of the post-processing that decodes positions; none in a model that has no such thing."""
     nodes = list(gm.graph.nodes)
     tail = _behind_last_layers(nodes, kinds)
+    if not tail:
+        return set()
     positions = _positions(gm, nodes)
     found = {node for node in tail if identify(node).family == BINARY and positions & set(node.all_input_nodes)}
     waiting = list(found)
@@ -42,7 +44,20 @@ def decoding_positions(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set
     for node in nodes:  # what moves the values of a layer is still the layer's
         if node in found and identify(node).family in (PASS_THROUGH, IDENTITY):
             found -= {node} if found.isdisjoint(node.all_input_nodes) else set()
-    return found
+    return found | _only_for(found, nodes)
+
+
+def _only_for(found: set[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
+    """What is computed from the model's own tensors alone, for these nodes alone: a row of anchors."""
+    constant = set[fx.Node]()
+    for node in nodes:
+        if node.op == "get_attr" or (node.op != "placeholder" and set(node.all_input_nodes) <= constant):
+            constant.add(node)
+    private = set[fx.Node]()
+    for node in reversed(nodes):
+        if node in constant and node.users and set(node.users) <= found | private:
+            private.add(node)
+    return {node for node in private if node.op != "get_attr"}
 
 
 def _behind_last_layers(nodes: list[fx.Node], kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:

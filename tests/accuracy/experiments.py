@@ -28,7 +28,9 @@ def add(path: Path, result: dict[str, Any]) -> None:
         file.write(line + "\n")
 
 
-def command_line(description: str, run: Command, report: Command, choices: dict[str, list[Any]]) -> None:
+def command_line(
+    description: str, run: Command, report: Command, choices: dict[str, list[Any]], needs_data: bool = True
+) -> None:
     """Parse the arguments and call one of the two functions with them.
 
     Args:
@@ -36,11 +38,13 @@ def command_line(description: str, run: Command, report: Command, choices: dict[
         run: gets ``data`` (a folder), ``results`` (a file), ``threads`` and a list for each of the choices.
         report: gets ``results`` and ``output`` (a file).
         choices: for each option all values, of which the user can name some.
+        needs_data: whether there is a ``--data``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     runs = commands.add_parser("run", help="run what has no result yet")
-    runs.add_argument("--data", type=Path, required=True)
+    if needs_data:
+        runs.add_argument("--data", type=Path, required=True)
     runs.add_argument("--threads", type=int, default=2)
     for name, values in choices.items():
         runs.add_argument(f"--{name}", nargs="*", type=type(values[0]), choices=values, default=values)

@@ -51,6 +51,20 @@ class OneDimension(Head):
         return self.stored.unsqueeze(1)
 
 
+class Anchored(Head):
+    """Sizes, too: factors of one row of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("anchors", torch.tensor([[10.0, 373.0], [30.0, 61.0]]))
+
+    def forward(self, x):
+        _, y = super().forward(x)
+        scores = y.sigmoid()
+        sizes = scores[..., 2:4] * self.anchors[1]
+        return torch.cat(((scores[..., :2] * 2 + self.grid(x)) * 8, sizes, scores[..., 4:]), -1), y
+
+
 class Denormalised(nn.Module):
     """Behind the last layer, but with no positions: the mean and deviation of each channel."""
 
@@ -89,7 +103,8 @@ def decoding(gm):
 def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend, tmp_path):
     model, x = head().eval(), image()
     gm = prepare_by_platform(model, backend, example_inputs=(x,)).eval()
-    assert decoding(gm) == ["sigmoid", "getitem", "mul", "add", "mul", "getitem", "cat"]
+    grid = ["unsqueeze"] if head is OneDimension else []
+    assert decoding(gm) == ["sigmoid", "getitem", "mul", *grid, "add", "mul", "getitem", "cat"]
     fxqat.enable_calibration(gm)
     gm(x)
     fxqat.enable_quantization(gm)
@@ -100,6 +115,17 @@ def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend, tmp_path):
     fxqat.convert_export(gm, (x,), tmp_path / "model.onnx")
     found = run_session(session(tmp_path / "model.onnx"), [x])
     torch.testing.assert_close(torch.from_numpy(found[0]), boxes.detach(), rtol=1e-4, atol=1e-3)
+
+
+def test_the_anchors_of_decoded_boxes_stay_float():
+    gm = prepare_by_platform(Anchored(), "TSQAT", example_inputs=(image(),)).eval()
+    anchors = next(node for node in gm.graph.nodes if node.target == "anchors")
+    assert [user.target for user in anchors.users] == [operator.getitem]
+    fxqat.enable_calibration(gm)
+    gm(image())
+    fxqat.enable_quantization(gm)
+    boxes, maps = gm(image())
+    torch.testing.assert_close(boxes[..., 2:4], maps[..., 2:4].sigmoid() * torch.tensor([30.0, 61.0]))
 
 
 @pytest.mark.parametrize(

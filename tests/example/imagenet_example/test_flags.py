@@ -321,6 +321,10 @@ def test_config_file_and_command_line(run, tmp_path):
         ("-e --ema 0.9", "no effect with -e"),
         ("--sync-bn", "has no effect in one process"),
         ("--world-size 2", "without --multiprocessing-distributed"),
+        (
+            "--multiprocessing-distributed --world-size 2 --rank 2 --dist-url tcp://127.0.0.1:1",
+            "--rank 2: the nodes of --world-size 2 are numbered from 0",
+        ),
         (f"-a {MODELS}:Nothing", "has no attribute 'Nothing'"),
         (f"-a {MODELS}:not_a_classifier", "as a classifier does"),
         ("--quant-config nowhere.yaml", "nowhere.yaml"),

@@ -52,19 +52,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("way", ["spawned", "torchrun", "nodes"])
+@pytest.mark.parametrize("way", ["torchrun", "nodes"])
 def test_two_are_as_one(way: str, flags: list[str], alone: tuple[dict, str], tmp_path: Path) -> None:
     command = [str(EXAMPLE / "main.py"), *flags]
-    if way == "spawned":
+    if way == "nodes":
         command += ["--multiprocessing-distributed", "--world-size", "2", "--dist-backend", "gloo"]
-    elif way == "nodes":
-        command += [
-            "--multiprocessing-distributed",
-            "--world-size",
-            "2",
-            "--dist-url",
-            f"tcp://127.0.0.1:{free_port()}",
-        ]
+        command += ["--dist-url", f"tcp://127.0.0.1:{free_port()}"]
         second = [sys.executable, *command, "--rank", "1", "--output-dir", str(tmp_path / "second")]
         other = subprocess.Popen(second, stdout=subprocess.PIPE, text=True)
         command += ["--rank", "0"]
@@ -100,18 +93,10 @@ def test_a_signal_to_two_processes_leaves_a_checkpoint(flags: list[str], tmp_pat
     assert len(state["rng"]) == 2
 
 
-def test_errors_are_one_line(flags: list[str], tmp_path: Path) -> None:
+def test_an_error_in_each_process_is_one_line(flags: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLE / "main.py"), *flags, "--multiprocessing-distributed", "--world-size", "2"]
-    for wrong, message in (
-        (["-nc", "7"], "-nc 7"),
-        (["--sync-bn"], "SyncBatchNorm does not train on the CPU"),
-        (
-            ["--rank", "2", "--dist-url", "tcp://127.0.0.1:1"],
-            "--rank 2: the nodes of --world-size 2 are numbered from 0",
-        ),
-    ):
-        done = subprocess.run([*command, *wrong], capture_output=True, text=True, timeout=600, env=environment)
-        assert done.returncode != 0
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    done = subprocess.run([*command, "--sync-bn"], capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode != 0
+    assert done.stderr.count("SyncBatchNorm does not train on the CPU") == 1
+    assert "Traceback" not in done.stderr

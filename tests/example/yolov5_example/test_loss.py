@@ -71,6 +71,7 @@ def test_pictures_without_objects_train_their_objectness(head):
     total, parts = loss.detection_loss(maps, torch.zeros(0, 6), head, loss.Gains())
     total.backward()
     assert parts[0] == parts[2] == 0
+    assert float(total) == pytest.approx(2 * float(parts[1]))
     assert all(y.grad[..., 4].abs().min() > 0 and y.grad[..., :4].abs().max() == 0 for y in maps)
 
 
