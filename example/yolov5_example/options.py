@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backend", choices=[backend.name for backend in BackendType], help="whom to quantize for (default: TSQAT)")
     add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: detector.QUANT_CONFIG)")
     add("--calib-pictures", type=integer(1), help="pictures to calibrate with (default: 64)")
-    add("--distill", action="store_true", default=None, help="learn from the float model, beside the labels")
+    add("--distill", action="store_true", default=None, help="learn from the float model; from labels too if --hyp says so")
     add("--amp", action="store_true", default=None, help="automatic mixed precision")
     add("--ema", type=number(0, 0.999999, above=True), help="decay of averaged weights, which are evaluated")
     add("--with-decode", action="store_true", default=None, help="the ONNX file gives boxes (default: maps)")
@@ -145,7 +145,8 @@ def parse_options(argv: Sequence[str]) -> Options:
         paths = {name: Path(known[name]) for name in ("data", "weights") if known.get(name)}
         return fill({**known, **paths, **given}, hyp)
     refuse_idle(given)
-    hyp = given.pop("hyp", FOLDER / ("qat.yaml" if given.get("quantize") else "scratch.yaml"))
+    name = "scratch" if not given.get("quantize") else "distill" if given.get("distill") else "qat"
+    hyp = given.pop("hyp", FOLDER / f"{name}.yaml")
     return fill(given, read_hyperparameters(hyp))
 
 
