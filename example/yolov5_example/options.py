@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backend", choices=[backend.name for backend in BackendType], help="whom to quantize for (default: TSQAT)")
     add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: detector.QUANT_CONFIG)")
     add("--calib-pictures", type=integer(1), help="pictures to calibrate with (default: 64)")
-    add("--distill", action="store_true", default=None, help="learn from the float model; from labels too if --hyp says so")
+    add("--distill", action="store_true", default=None, help="learn from the float model (labels, too, by --hyp)")
     add("--amp", action="store_true", default=None, help="automatic mixed precision")
     add("--ema", type=number(0, 0.999999, above=True), help="decay of averaged weights, which are evaluated")
     add("--with-decode", action="store_true", default=None, help="the ONNX file gives boxes (default: maps)")
