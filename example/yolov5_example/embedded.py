@@ -61,9 +61,8 @@ def draw(
         taken[y : y + side, x : x + side] = True
         pixels = Image.fromarray((digits.images[which] * 255 / 16).astype(np.uint8))
         ink = np.asarray(pixels.resize((side, side), Image.Resampling.BILINEAR))[..., None] / 255
-        color = random.integers(0, 256, 3)
-        paper = 255 - color
-        image[y : y + side, x : x + side] = ink * color + (1 - ink) * paper
+        dark, light = random.integers(0, 80, 3), random.integers(176, 256, 3)
+        image[y : y + side, x : x + side] = ink * dark + (1 - ink) * light
         box = ((x + side / 2) / SIDE, (y + side / 2) / SIDE, side / SIDE, side / SIDE)
         lines.append(f"{digits.target[which]} " + " ".join(f"{value:.6f}" for value in box))
     return image, lines
