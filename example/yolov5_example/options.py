@@ -107,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--size", choices=tuple(SIZES), help="of a model without --weights (default: n)")
     add("--generation", choices=tuple(GENERATIONS), help="of a model without --weights (default: v6.0)")
     add("--img", "--img-size", type=integer(32), help="longer side of an image in px (default: 640, digits 160)")
-    add("--epochs", type=integer(0), help="with --quantize 0 only calibrates (default: 10; of a float training 40)")
+    add("--epochs", type=integer(0), help="with --quantize 0 only calibrates (default: 10; of a float training 30)")
     add("--batch-size", type=integer(1), help="of all processes together (default: 16)")
     add("--workers", type=integer(0), help="processes that load pictures (default: 4, digits 0)")
     add("--seed", type=integer(0), help="of the run (default: 0)")
@@ -173,7 +173,7 @@ def fill(given: dict[str, Any], hyp: Hyperparameters) -> Options:
     defaults = {
         **dict.fromkeys(field.name for field in fields(Options)),
         **dict.fromkeys(("quantize", "distill", "amp", "with_decode", "multiprocessing_distributed"), False),
-        **{"size": "n", "generation": "v6.0", "img": 160 if embedded else 640, "epochs": 10 if quantize else 40},
+        **{"size": "n", "generation": "v6.0", "img": 160 if embedded else 640, "epochs": 10 if quantize else 30},
         **{"batch_size": 16, "workers": 0 if embedded else 4, "seed": 0, "backend": "TSQAT", "calib_pictures": 64},
         **{"print_freq": 20, "log_level": 1, "output_dir": CHECKPOINTS, "hyp": hyp},
     }
