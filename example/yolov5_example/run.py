@@ -76,20 +76,20 @@ class Run:
                     gm(batch.images.to(self.process.device).float() / 255)
             enable_quantization(gm)
             training.best = self.scores("fake-quant, calibrated", gm, task).map
-        self.export(gm)  # before training too: what cannot be exported shows now
 
         def save(is_best: bool) -> None:
             extra = self.extra(training) | {"float_state_dict": dict(model.state_dict())}
             if not self.process.is_first:
                 return
+            written = self.export(training.evaluated)
             if is_best:
-                for path in self.export(training.evaluated):
+                for path in written:
                     copy_file(path, path.with_name(path.name.replace(files.onnx.stem, files.best_onnx.stem)))
                 save_checkpoint(training.evaluated, files.best, extra=extra)
             save_checkpoint(gm, files.checkpoint, extra=extra)  # last: after a crash before it the epoch is repeated
 
         if not self.resumed:
-            save(True)  # what was calibrated is the first candidate
+            save(True)  # what was calibrated is the first candidate; and what cannot be exported shows now
         fit = self.fit(gm, task, training, NaNGuard(gm))
         fit.run(save)
         load_in_first(self.process, gm, lambda: load_checkpoint(gm, files.best))
