@@ -74,7 +74,7 @@ def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
     header = ["generation", "size", "backend", "million parameters", "leaves", "float before post-processing"]
-    table = PrettyTable([*header, "proven", "a step off", "batch of 3", "MB"], align="l", hrules=1)
+    table = PrettyTable([*header, "proven", "a step off, end to end", "batch of 3", "MB"], align="l", hrules=1)
     for r in sorted(results, key=lambda r: (r["generation"], r["million_parameters"], r["backend"])):
         cells = [r["generation"], r["size"], r["backend"], f"{r['million_parameters']:.1f}", r["leaves"]]
         cells += [", ".join(r["float"]) or "nothing", "yes" if r["passed"] else "NO", f"{r['off_share']:.3%}"]
