@@ -67,7 +67,7 @@ def open_output(folder: Path, arch: str) -> OutputFiles:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # processes of one run do this at the same time
     except OSError as error:
         raise UserError(f"--output-dir {folder} cannot be written: {error.strerror}") from error
     return OutputFiles(folder, name)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from errors import UserError, leaving
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Options(Protocol):
@@ -48,6 +48,13 @@ class Process:
     def is_first(self) -> bool:
         """Whether it is the one that prints and writes."""
         return self.rank == 0
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        """A model that averages its gradients over the processes; itself if there is but one."""
+        if self.world == 1:
+            return model
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
 def choose_device(options: Options, local_rank: int, alone: bool) -> torch.device:
@@ -136,8 +143,9 @@ def nodes_and_processes(options: Options) -> tuple[int, int]:
 def spawned(local_rank: int, job: Callable[[Any, Process], Any], options: Options, *place: Any) -> None:
     """What a process that was started here does; a user's error leaves with its line, as in one process."""
     first, world, url = place
-    with leaving(local_rank == 0):
-        run_one(local_rank, job, options, first + local_rank, world, url)
+    rank = first + local_rank
+    with leaving(rank):
+        run_one(local_rank, job, options, rank, world, url)
 
 
 def run_one(

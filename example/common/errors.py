@@ -25,14 +25,17 @@ class Interrupted(Exception):  # noqa: N818  it is not an error
 
 
 @contextmanager
-def leaving(is_first: bool = True) -> Iterator[None]:
-    """End the process where an error of the user's, or a signal, comes out of the block; the first one tells why."""
+def leaving(rank: int = 0) -> Iterator[None]:
+    """End the process of a rank where an error of the user's, or a signal, comes out of the block, in a line.
+
+    Each process tells its own error, since others may have none; a signal is told by the first.
+    """
     try:
         yield
     except (UserError, FxqatError) as error:
-        sys.exit(f"error: {one_line(error)}" if is_first else 1)
+        sys.exit(f"error{f' in process {rank}' if rank else ''}: {one_line(error)}")
     except Interrupted as interrupted:
-        if is_first:
+        if not rank:
             print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
         sys.exit(128 + interrupted.number)
     except KeyboardInterrupt:  # outside of a training there is nothing to save

@@ -111,8 +111,8 @@ class Fit:
             bad_steps = 0 if accepted else bad_steps + 1
             if bad_steps == BAD_STEPS:
                 raise UserError(
-                    f"the last {BAD_STEPS} steps were not finite, see the warnings above: lower --lr, or leave the "
-                    "layer named there float with --quant-config; the last good checkpoint is kept"
+                    f"the last {BAD_STEPS} steps were not finite, see the warnings above: lower the learning rate, or "
+                    "leave the layer named there float with --quant-config; the last good checkpoint is kept"
                 )
             loss = done.loss.detach()
             figures = (time.perf_counter() - start, data_time, loss, *done.figures)
@@ -139,7 +139,9 @@ class Fit:
         whole = not training.scaler.is_enabled()
         accepted = self.guard is None or self.guard.accepts(done.loss, done.inputs, gradients=whole)
         if self.guard is None and not done.loss.isfinite():
-            raise UserError("the loss of the float model is not finite: lower --lr; the last good checkpoint is kept")
+            raise UserError(
+                "the float model's loss is not finite: lower the learning rate; the last good checkpoint is kept"
+            )
         training.step(accepted)
         return done, accepted
 

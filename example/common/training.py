@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from logs import LOG
 from schedules import lr_factor
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -139,6 +141,13 @@ class Training:
         torch.set_rng_state(state["rng"][min(rank, len(state["rng"]) - 1)].cpu())
         if state["rng_cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["rng_cuda"]])
+
+    def resume(self, checkpoint: Path, state: dict[str, Any], folder: Path, rank: int) -> None:
+        """Go on in a folder as the process of a rank, from the state that a checkpoint holds."""
+        self.load_state_dict(state, rank)
+        if checkpoint.resolve().parent != folder.resolve():
+            self.best = -math.inf  # the best of before is not in this folder
+        LOG.info("resuming %s after %d of %d epochs", checkpoint, self.epochs_done, self.epochs)
 
 
 def plain_state(module: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What every part of a run needs."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,18 +36,12 @@ class Job:
         precision = Precision.of(options, device)
         training = Training(model, options, precision, self.loaders.steps_per_epoch, extra)
         wrapped: Any = torch.compile(model) if options.compile else model
-        if self.process.world > 1:
-            ids = [device.index] if device.type == "cuda" else None
-            wrapped = nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
         task = Classification(self.loaders, device, options.label_smoothing, distiller)
-        return Fit(training, wrapped, task, self.process, self.board, options.print_freq)
+        return Fit(training, self.process.wrapped(wrapped), task, self.process, self.board, options.print_freq)
 
     def resume(self, training: Training, extra: dict[str, Any]) -> None:
         """Continue the training whose checkpoint held `extra`."""
-        training.load_state_dict(extra["training"], self.process.rank)
-        if self.options.resume.resolve().parent != self.files.folder.resolve():
-            training.best = -math.inf  # the best of before is not in this folder
-        LOG.info("resuming %s after %d of %d epochs", self.options.resume, training.epochs_done, training.epochs)
+        training.resume(self.options.resume, extra["training"], self.files.folder, self.process.rank)
 
     def extra(self, training: Training, quantized: bool) -> dict[str, Any]:
         """What a checkpoint holds beside the model; all processes have to ask for it."""

@@ -33,7 +33,7 @@ from summary import make_table
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    with leaving(os.environ.get("RANK", "0") == "0"):  # torchrun sets it
+    with leaving(int(os.environ.get("RANK", "0"))):  # torchrun sets it
         options = parse_options(sys.argv[1:] if argv is None else argv)
         launch(run, options)
 

@@ -81,7 +81,8 @@ class Run:
             extra = self.extra(training) | {"float_state_dict": dict(model.state_dict())}
             if not self.process.is_first:
                 return
-            written = self.export(training.evaluated)
+            # An interrupt does not wait for an export.
+            written = [] if training.steps_done else self.export(training.evaluated)
             if is_best:
                 for path in written:
                     copy_file(path, path.with_name(path.name.replace(files.onnx.stem, files.best_onnx.stem)))
@@ -110,16 +111,12 @@ class Run:
         )  # fmt: skip
         training = Training(trained, options, Precision.of(options, device), task.steps_per_epoch)
         if self.resumed:
-            training.load_state_dict(self.resumed["training"], self.process.rank)
-            LOG.info("resuming %s after %d of %d epochs", options.resume, training.epochs_done, training.epochs)
+            training.resume(options.resume, self.resumed["training"], self.files.folder, self.process.rank)
         return task, training
 
     def fit(self, model: nn.Module, task: Detection, training: Training, guard: NaNGuard | None) -> Fit:
         """The loop."""
-        wrapped: nn.Module = model
-        if self.process.world > 1:
-            ids = [self.process.device.index] if self.process.device.type == "cuda" else None
-            wrapped = nn.parallel.DistributedDataParallel(model, device_ids=ids)
+        wrapped = self.process.wrapped(model)
         return Fit(training, wrapped, task, self.process, Board(None), self.options.print_freq, guard)
 
     def extra(self, training: Training) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from training import Precision
 
-CALIBRATION_PICTURES = 64
-
 
 def loader(dataset: Any, batches: Sequence[Sequence[int]], workers: int) -> DataLoader[Batch]:
     """The samples of a data set in batches of these."""
@@ -84,7 +82,7 @@ class Detection:
         own = [batch[self.process.rank :: self.process.world] for batch in whole]
         return loader(augmented, own, self.workers)
 
-    def calibration(self, count: int = CALIBRATION_PICTURES) -> Iterable[Batch]:
+    def calibration(self, count: int) -> Iterable[Batch]:
         """Training pictures as validation sees them."""
         pictures = self.pictures["train"]
         order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(self.seed)).tolist()[:count]

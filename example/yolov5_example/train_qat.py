@@ -31,7 +31,7 @@ from weights import build_for, read_weights
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    with leaving(os.environ.get("RANK", "0") == "0"):  # torchrun sets it
+    with leaving(int(os.environ.get("RANK", "0"))):  # torchrun sets it
         options = parse_options(sys.argv[1:] if argv is None else argv)
         launch(train, options)
 

@@ -352,7 +352,8 @@ def test_a_training_that_is_not_finite_keeps_the_last_good_checkpoint(run, monke
     original = training.step
     monkeypatch.setattr(training, "step", step)
     message = (
-        "the last 5 steps were not finite, see the warnings above: lower --lr, or leave the layer named there float"
+        "the last 5 steps were not finite, see the warnings above: lower the learning rate, or leave the layer "
+        "named there float"
     )
     with pytest.warns(RuntimeWarning, match="first appears in .*body.0"), pytest.raises(SystemExit, match=message):
         run("--epochs", "2", "-b", "4")

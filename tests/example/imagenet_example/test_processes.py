@@ -37,7 +37,7 @@ def run(command: list[str], folder: Path) -> tuple[dict, str]:
         timeout=600,
         env=environment,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "WithoutBatchNorm_checkpoint.pth", weights_only=True), done.stdout
 
 
@@ -93,10 +93,17 @@ def test_a_signal_to_two_processes_leaves_a_checkpoint(flags: list[str], tmp_pat
     assert len(state["rng"]) == 2
 
 
-def test_an_error_in_each_process_is_one_line(flags: list[str]) -> None:
+def test_another_process_may_try_the_folder_first(example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # the other one has taken the file away already
+    files = sys.modules["checkpointing"].open_output(tmp_path / "new", "resnet18")
+    assert files.folder.is_dir()
+
+
+def test_each_process_tells_its_error_in_one_line(flags: list[str]) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLE / "main.py"), *flags, "--multiprocessing-distributed", "--world-size", "2"]
     done = subprocess.run([*command, "--sync-bn"], capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode != 0
-    assert done.stderr.count("SyncBatchNorm does not train on the CPU") == 1
+    assert done.stderr.count("error: --sync-bn: torch's SyncBatchNorm does not train on the CPU") == 1
+    assert done.stderr.count("error in process 1: --sync-bn: torch's SyncBatchNorm does not train on the CPU") == 1
     assert "Traceback" not in done.stderr

@@ -75,6 +75,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(train, tmp_path, monkeypatc
     )
     for name, value in whole["state_dict"].items():
         assert torch.equal(value, parts["state_dict"][name]), name
+    checkpoint = tmp_path / "whole" / "yolov5n_checkpoint.pth"
+    train("elsewhere", "--resume", str(checkpoint), "--epochs", "3", data=False)
+    assert (tmp_path / "elsewhere" / "yolov5n_model_best.pth").exists()
 
 
 @pytest.mark.parametrize(
