@@ -322,6 +322,18 @@ def test_the_names_of_a_small_model_in_full(tmp_path: Path) -> None:
     assert {f"{tensor}_quantized" for tensor in activations} <= produced
 
 
+@pytest.mark.parametrize("opset", [18, 21])
+def test_nothing_of_the_exporting_machine_is_in_the_file(opset: int, tmp_path: Path) -> None:
+    gm, inputs = known("residual", "TSQAT")
+    _, model, _ = export(gm, inputs, tmp_path, verify=False, opset_version=opset)
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        assert not part.metadata_props
+        assert not part.doc_string
+    for note in (b"torch.", b".py", b"lowered", str(Path(__file__).parents[1]).encode()):
+        assert note not in model.SerializeToString()
+
+
 def test_the_default_names_of_the_outputs_can_be_read(tmp_path: Path) -> None:
     gm, inputs = known("several", "TSQAT")
     _, model, _ = export(gm, inputs, tmp_path, verify=False)
