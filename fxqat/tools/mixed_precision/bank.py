@@ -1,0 +1,167 @@
+"""One model calibrated at several widths, of which any mix is put together without calibrating again."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxqat.custom_quantizer.effective import effective_config
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.custom_quantizer.table import BackendType
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.state import disable_all, enable_calibration, require_calibrated
+from fxqat.nn.qat import QATLayer
+from fxqat.prepare_by_platform import prepare_by_platform
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.report import QuantReport
+from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.utils.fx_graph import set_module
+
+
+class WidthBank:
+    """The fake-quants of a model at each width they may have, calibrated.
+
+    Args:
+        model: a float model; not changed.
+        batches: inputs of the model to calibrate with, each a tensor or a tuple.
+        weight_widths: bits that a weight may have.
+        value_widths: bits that a value may have.
+        backend: as for :func:`fxqat.prepare_by_platform`.
+        prepare_custom_config_dict: the same; widths that it has are of no effect, but for those of ``keep``.
+        keep: names of units whose width is not a choice: it stays as the backend and the configuration have it.
+
+    Attributes:
+        units: by name, see :func:`fxqat.tools.mixed_precision.units.find_units`.
+        widths: what each unit may have, in rising order.
+        model: prepared, with its fake-quants off: the float model.
+
+    Raises:
+        ConfigError: no batches, a width that is none, an unknown name; or as ``prepare_by_platform``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        weight_widths: Sequence[int] = (2, 3, 4, 8),
+        value_widths: Sequence[int] = (8,),
+        backend: BackendType | BackendSpec | str = BackendType.TSQAT,
+        prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        keep: Sequence[str] = (),
+    ) -> None:
+        if not batches or not weight_widths or not value_widths:
+            raise ConfigError("WidthBank: needs at least one batch of inputs, one width of weights and one of values")
+        inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
+        first = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=tuple(inputs[0])).eval()
+        self.units = find_units(first)
+        unknown = sorted(set(keep) - set(self.units))
+        if unknown:
+            raise ConfigError(f"WidthBank: keep has {unknown[0]!r}, which is no unit: {', '.join(self.units)}")
+        self._quants: dict[tuple[str, int], FakeQuantizeBase] = {}
+        self.widths: dict[str, tuple[int, ...]] = {}
+        for name, unit in self.units.items():
+            usual = quant_at(first, unit.path).scheme.bit_width
+            choice = (usual,) if name in keep else tuple(weight_widths if unit.is_weight else value_widths)
+            self.widths[name] = tuple(sorted(set(choice)))
+        for step in range(max(map(len, self.widths.values()))):
+            widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
+            gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=tuple(inputs[0])).eval()
+            unseen = {name: copy.deepcopy(quant_at(gm, unit.path)) for name, unit in self.units.items()}
+            enable_calibration(gm)
+            with torch.no_grad():
+                for batch in inputs:
+                    gm(*batch)
+            disable_all(gm)
+            require_calibrated(gm)
+            for name, unit in self.units.items():
+                self._quants[name, widths[name]] = unseen[name] if unit.is_weight else quant_at(gm, unit.path)
+            self.model = gm
+
+    def quant(self, name: str, bits: int, gm: QuantGraphModule | None = None) -> FakeQuantizeBase:
+        """A new fake-quant of a unit at a width, on: that of a weight fits the weight as it is in a model now."""
+        if (name, bits) not in self._quants:
+            raise ConfigError(f"{name} may have {', '.join(map(str, self.widths[name]))} bits, not {bits}")
+        unit, found = self.units[name], copy.deepcopy(self._quants[name, bits])
+        if unit.layer is not None:
+            layer = (gm or self.model).get_submodule(unit.layer)
+            assert isinstance(layer, QATLayer)
+            with torch.no_grad():
+                found.observe(layer.folded()[0].detach())
+        found.observer_enabled, found.fake_quant_enabled = False, True
+        return found
+
+    def mix(self, widths: Mapping[str, int]) -> QuantGraphModule:
+        """The quantized model with these widths: to evaluate, finetune or export.
+
+        Raises:
+            ConfigError: see :meth:`install`.
+        """
+        gm = copy.deepcopy(self.model)
+        self.install(gm, widths)
+        return gm
+
+    def install(self, gm: QuantGraphModule, widths: Mapping[str, int]) -> None:
+        """Give a prepared model, maybe finetuned since, these widths in place; afterwards its fake-quants are on.
+
+        A fake-quant that has its width already stays as it is, learned scale included.
+
+        Args:
+            gm: of the same float model and backend.
+            widths: bits by name; a unit that is not named has the most it may have.
+
+        Raises:
+            ConfigError: a name or a width is unknown, or the model is another one.
+        """
+        unknown = sorted(set(widths) - set(self.units))
+        if unknown:
+            raise ConfigError(f"no unit {unknown[0]!r}; they are {', '.join(self.units)}")
+        if {unit.path for unit in find_units(gm).values()} != {unit.path for unit in self.units.values()}:
+            raise ConfigError("this model was not prepared as the one of the bank: its fake-quants are others")
+        wanted = {name: widths.get(name, choice[-1]) for name, choice in self.widths.items()}
+        device = next((parameter.device for parameter in gm.parameters()), torch.device("cpu"))
+        for name, bits in wanted.items():
+            old = quant_at(gm, self.units[name].path)
+            if old.scheme.bit_width != bits or not old.observer.has_seen_data():
+                set_module(gm, self.units[name].path, self.quant(name, bits, gm).to(device).train(gm.training))
+            old.fake_quant_enabled = True
+        gm.provenance.config = with_widths(gm, wanted)
+        gm.provenance.report = _report_of(gm, self.units)
+
+
+def with_widths(gm: QuantGraphModule, widths: Mapping[str, int]) -> dict[str, Any]:
+    """The effective configuration of a prepared model, with other widths."""
+    config = effective_config(gm)
+    units = find_units(gm)
+    for name, bits in widths.items():
+        wanted = units[name].rule(bits)
+        part = "weight" if units[name].is_weight else "value"
+        rule = next(rule for rule in config["overrides"] if rule["match"] == wanted["match"] and part in rule)
+        rule[part]["bit_width"] = bits
+    return config
+
+
+def _report_of(gm: QuantGraphModule, units: Mapping[str, Unit]) -> QuantReport:
+    """The report, with the schemes as they are now."""
+    report = gm.quant_report
+    weights = {unit.layer: str(quant_at(gm, unit.path).scheme) for unit in units.values() if unit.is_weight}
+    groups = {
+        report.row(unit.node).group: str(quant_at(gm, unit.path).scheme)
+        for unit in units.values()
+        if unit.node is not None
+    }
+    rows = tuple(
+        replace(
+            row,
+            weight=weights.get(row.target, row.weight) if row.weight else "",
+            output=groups.get(row.group, row.output) if row.output else "",
+        )
+        for row in report
+    )
+    return replace(report, rows=rows)

@@ -1,0 +1,99 @@
+"""The widths that lose least within budgets: an integer linear program.
+
+Source: Yao et al. 2021, HAWQ-V3 (arXiv:2011.10680), section 3.4: the sum of the sensitivities is made least under
+linear limits. Products of two choices (bit operations of a layer) are made linear with a variable for each pair of
+widths (McCormick's lower bound). Solved by CBC, which pulp brings along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pulp
+
+from fxqat.errors import ConfigError
+from fxqat.tools.mixed_precision.costs import Cost
+from fxqat.tools.mixed_precision.units import Unit
+
+Scores = Mapping[str, Mapping[int, float]]
+"""What is lost by the width of a unit: by name and bits."""
+Budget = tuple[Cost, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A width for each unit.
+
+    Args:
+        widths: bits by the unit's name.
+        score: the sum of what is lost.
+        costs: what it costs, by the name of the cost.
+    """
+
+    widths: Mapping[str, int]
+    score: float
+    costs: Mapping[str, float]
+
+    def overrides(self, units: Mapping[str, Unit]) -> list[dict[str, Any]]:
+        """The rules for ``prepare_custom_config_dict["overrides"]``."""
+        return [units[name].rule(bits) for name, bits in self.widths.items()]
+
+
+def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
+    """Choose the widths of least total loss.
+
+    Args:
+        scores: for each unit the loss at each width that it may have; see ``sensitivity``.
+        budgets: costs, each with the most that it may be.
+
+    Raises:
+        ConfigError: no choice is within the budgets; the message says what the least cost is, of each budget by itself.
+    """
+    program = pulp.LpProblem("widths", pulp.LpMinimize)
+    chosen = {
+        (name, bits): pulp.LpVariable(f"x_{i}_{bits}", cat="Binary")
+        for i, (name, losses) in enumerate(scores.items())
+        for bits in losses
+    }
+    for name, losses in scores.items():
+        program += pulp.lpSum(chosen[name, bits] for bits in losses) == 1
+    largest = max((abs(loss) for losses in scores.values() for loss in losses.values()), default=0.0) or 1.0
+    program += pulp.lpSum(scores[name][bits] / largest * variable for (name, bits), variable in chosen.items())
+    rows = [(row, limit) for cost, limit in budgets for row in cost.rows]
+    pairs = sorted({pair for row, _ in rows for pair in row.pairs})
+    both = {}
+    for i, (a, b) in enumerate(pairs):
+        for one, other in product(scores[a], scores[b]):
+            both[a, b, one, other] = y = pulp.LpVariable(f"y_{i}_{one}_{other}", 0)
+            program += y >= chosen[a, one] + chosen[b, other] - 1
+    for row, limit in rows:
+        scale = max(abs(limit), 1e-12)
+        linear = [f / scale * bits * chosen[name, bits] for name, f in row.linear.items() for bits in scores[name]]
+        products = [
+            factor / scale * one * other * both[a, b, one, other]
+            for (a, b), factor in row.pairs.items()
+            for one, other in product(scores[a], scores[b])
+        ]
+        program += pulp.lpSum([*linear, *products]) <= (limit - row.fixed) / scale
+    program.solve(pulp.PULP_CBC_CMD(msg=False))
+    if program.status != pulp.LpStatusOptimal:
+        raise ConfigError(f"no choice of widths is within the budgets: {_least(scores, budgets)}")
+    widths = {name: bits for (name, bits), variable in chosen.items() if variable.value() > 0.5}
+    return choice_of(widths, scores, [cost for cost, _ in budgets])
+
+
+def choice_of(widths: Mapping[str, int], scores: Scores, costs: Sequence[Cost]) -> Choice:
+    """Some widths with what they lose and cost."""
+    score = sum(scores[name][bits] for name, bits in widths.items())
+    return Choice(dict(widths), score, {cost.name: cost.of(widths) for cost in costs})
+
+
+def _least(scores: Scores, budgets: Sequence[Budget]) -> str:
+    """What the budgets ask for, and the least that there is."""
+    narrowest = {name: min(losses) for name, losses in scores.items()}
+    return "; ".join(
+        f"{cost.name} may be {limit:g} {cost.unit}, and are {cost.of(narrowest):g} at least" for cost, limit in budgets
+    )

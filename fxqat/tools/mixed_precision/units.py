@@ -1,0 +1,82 @@
+"""What has a width of its own: the weight of a layer, or values that share a scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.mode_branches import graph_of_mode
+from fxqat.utils.fx_graph import called_module
+
+Widths = dict[str, int]
+"""Bits by the name of the unit."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A fake-quant, whose width is one choice.
+
+    Args:
+        name: ``"<layer>.weight"``, or the name of the tensor that comes first of those that share the scale.
+        path: of the fake-quant in the prepared model.
+        tensors: names of all tensors it rounds, as they are in an exported file.
+        layer: path of the layer whose weight it rounds; None for values.
+        node: name of the node that gives the first value, as in ``quant_report``; None for a weight.
+    """
+
+    name: str
+    path: str
+    tensors: tuple[str, ...]
+    layer: str | None = None
+    node: str | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a layer's weight."""
+        return self.layer is not None
+
+    def rule(self, bits: int) -> dict[str, Any]:
+        """The rule of ``overrides`` that gives it so many bits."""
+        if self.is_weight:
+            return {"match": {"module": self.layer}, "weight": {"bit_width": bits}}
+        return {"match": {"node": self.node}, "value": {"bit_width": bits}}
+
+
+def eval_graph(gm: QuantGraphModule) -> fx.Graph:
+    """The graph that is deployed, with its modules at hand."""
+    graph = graph_of_mode(gm.graph, training=False)
+    graph.owning_module = gm
+    return graph
+
+
+def find_units(gm: QuantGraphModule) -> dict[str, Unit]:
+    """Every unit of a prepared model by name, in the order of execution."""
+    found: dict[str, Unit] = {}
+    names: dict[str, str] = {}  # of the unit, by path
+    for node in eval_graph(gm).nodes:
+        module = called_module(node)
+        target = str(node.target)
+        if isinstance(module, QATLayer):
+            name = f"{target}.weight"
+            found.setdefault(name, Unit(name, f"{target}.weight_fake_quant", (name,), layer=target))
+        elif isinstance(module, FakeQuantizeBase):
+            tensor = str(node.kwargs["tensor_name"])
+            if target not in names:
+                names[target] = tensor
+                found[tensor] = Unit(tensor, target, (tensor,), node=node.args[0].name)
+            elif not node.kwargs.get("on_grid"):
+                first = found[names[target]]
+                found[first.name] = Unit(first.name, target, (*first.tensors, tensor), node=first.node)
+    return found
+
+
+def quant_at(gm: QuantGraphModule, path: str) -> FakeQuantizeBase:
+    """The fake-quant at a path."""
+    found = gm.get_submodule(path)
+    assert isinstance(found, FakeQuantizeBase)
+    return found
