@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,14 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.mixed_precision.bank import WidthBank
+from fxqat.tools.mixed_precision.curvature import (
+    Loss,
+    curvature_scores,
+    drawn_cross_entropy,
+    own_cross_entropy,
+    squared_gradients,
+    traces,
+)
 from fxqat.tools.mixed_precision.units import quant_at
 from fxqat.utils.files import atomic_path
 from fxqat.utils.fx_graph import set_module
@@ -27,7 +35,7 @@ from fxqat.utils.tensors import flatten_tensors
 
 Measure = Callable[[Any, Any, Any], float]
 """What is lost: of the quantized model's outputs, the float model's, and the batch."""
-METHODS = ("alone", "without")
+METHODS = ("alone", "without", "hessian", "fisher")
 
 
 @dataclass
@@ -109,19 +117,30 @@ def squared_error(found: Any, expected: Any, batch: Any) -> float:
 
 def sensitivity(
     bank: WidthBank, batches: Sequence[Any], method: str = "alone", measure: Measure = divergence,
-    path: str | os.PathLike[str] | None = None, progress: bool = False,
+    loss: Loss | None = None, probes: int = 32, path: str | os.PathLike[str] | None = None, progress: bool = False,
 ) -> Sensitivity:  # fmt: skip
-    """What is lost by each width of each unit, by running the model.
+    """What is lost by each width of each unit.
+
+    By running the model, once for each width of each unit and batch:
 
     * ``"alone"``: only this unit is quantized, what is lost then.
     * ``"without"``: everything has this width (or the nearest that it may have), what is won if this unit is float.
 
+    By derivatives of a loss (``fxqat.tools.mixed_precision.curvature``), all units at once:
+
+    * ``"hessian"``: the trace of the Hessian, times the squared error of the rounding.
+    * ``"fisher"``: squared gradients times squared errors; one backward pass for each batch.
+
     Args:
         bank: the model with its fake-quants.
         batches: inputs of the model.
-        method: one of the two.
-        measure: what counts as lost; it gets the outputs, the float model's outputs, and the batch.
-        path: a JSON file for what is found, unit by unit; if it is there, what it has is not measured again.
+        method: one of these.
+        measure: of the first two, what counts as lost; it gets the outputs, the float model's outputs, and the batch.
+        loss: of the last two, a mean over samples, of the outputs and the batch; by default the cross entropy to the
+            model's own probabilities.
+        probes: of ``"hessian"``, random signs for each batch; what is left of chance falls with the root of the number.
+        path: a JSON file for what is found, of the first two unit by unit; if it is there, what it has is not measured
+            again.
         progress: show a progress bar.
 
     Raises:
@@ -138,15 +157,29 @@ def sensitivity(
             raise ConfigError(f"{path} holds scores of {result.method!r} or of another model; give another path")
     began = time.perf_counter() - result.seconds
     inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
-    trial = _Trial(bank, inputs, measure)
-    score = trial.alone if method == "alone" else trial.without
-    for name, widths in tqdm(bank.widths.items(), desc=method, unit="unit", disable=not progress):
-        if set(result.scores.get(name, ())) != set(widths):
-            result.scores[name] = {bits: score(name, bits) for bits in widths}
-            result.seconds = time.perf_counter() - began
-            if path is not None:
-                result.write_json(path)
+    missing = [name for name, widths in bank.widths.items() if set(result.scores.get(name, ())) != set(widths)]
+    names = tqdm(missing, desc=method, disable=not progress)
+    if method in ("alone", "without"):
+        parts = _by_running(_Trial(bank, inputs, measure), method, names)
+    elif not missing:
+        return result
+    elif method == "hessian":
+        parts = iter([curvature_scores(bank, inputs, loss or own_cross_entropy, traces(probes))])
+    else:
+        parts = iter([curvature_scores(bank, inputs, loss or drawn_cross_entropy, squared_gradients)])
+    for found in parts:
+        result.scores |= found
+        result.seconds = time.perf_counter() - began
+        if path is not None:
+            result.write_json(path)
     return result
+
+
+def _by_running(trial: _Trial, method: str, names: Iterable[str]) -> Iterator[dict[str, dict[int, float]]]:
+    """The scores of these units, as they are found."""
+    score = trial.alone if method == "alone" else trial.without
+    for name in names:
+        yield {name: {bits: score(name, bits) for bits in trial.bank.widths[name]}}
 
 
 class _Trial:

@@ -1,0 +1,101 @@
+"""What is lost by each width: four ways that agree, files, and going on where it stopped."""
+
+import csv
+
+import pytest
+import torch
+
+from fxqat.errors import ConfigError
+from fxqat.tools.mixed_precision.sensitivity import METHODS, divergence, read_sensitivity, sensitivity, squared_error
+
+
+@pytest.fixture(scope="module")
+def found(bank, batches):
+    return {method: sensitivity(bank, batches, method, probes=200) for method in METHODS}
+
+
+@pytest.mark.parametrize("method", ["hessian", "fisher"])
+def test_scores_of_derivatives_are_near_what_is_really_lost(found, method):
+    alone, guessed = (
+        torch.tensor([loss for losses in found[m].scores.values() for loss in losses.values()]).clamp_min(1e-12).log()
+        for m in ("alone", method)
+    )
+    assert len(alone) > 20
+    assert torch.corrcoef(torch.stack((alone, guessed)))[0, 1] > 0.9
+    assert abs(float((guessed - alone).median())) < 1.0
+
+
+def test_fewer_bits_lose_more(found):
+    for method in ("alone", "hessian", "fisher"):
+        for name, losses in found[method].scores.items():
+            assert losses[min(losses)] > losses[8], (method, name)
+    most = max(found["without"].scores, key=lambda name: found["without"].scores[name].get(2, 0.0))
+    assert most.endswith(".weight")
+
+
+def test_alone_is_a_model_with_one_quantized_unit(bank, batches, found):
+    gm = bank.mix({"b.weight": 2})
+    for unit in bank.units.values():
+        gm.get_submodule(unit.path).fake_quant_enabled = unit.name == "b.weight"
+    with torch.no_grad():
+        lost = [divergence(gm(batch), bank.model(batch), batch) for batch in batches]
+    assert found["alone"].scores["b.weight"][2] == pytest.approx(sum(lost) / 2, rel=1e-4)
+    assert sum(lost) > 0
+
+
+def test_measures_of_ones_own(bank, batches):
+    seen = []
+
+    def measure(outputs, expected, batch):
+        seen.append(batch)
+        return squared_error(outputs, expected, batch)
+
+    scores = sensitivity(bank, batches[:1], measure=measure).scores
+    assert len(seen) == sum(map(len, bank.widths.values()))
+    assert scores["head.weight"][2] > scores["head.weight"][8] > 0
+
+
+def test_it_goes_on_where_it_stopped(bank, batches, tmp_path):
+    path = tmp_path / "scores.json"
+    count = 0
+
+    def measure(outputs, expected, batch):
+        nonlocal count
+        count += 1
+        if count == 8:
+            raise KeyboardInterrupt
+        return squared_error(outputs, expected, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        sensitivity(bank, batches[:1], measure=measure, path=path)
+    known = set(read_sensitivity(path).scores)
+    assert 0 < len(known) < len(bank.units)
+    done = sensitivity(bank, batches[:1], measure=measure, path=path)
+    assert count == 8 + sum(len(widths) for name, widths in bank.widths.items() if name not in known)
+    assert read_sensitivity(path) == done
+    assert done.scores == sensitivity(bank, batches[:1], measure=squared_error).scores
+
+
+def test_tables_and_files(found, tmp_path):
+    result = found["alone"]
+    assert "b.weight" in str(result)
+    assert "2 bits" in str(result)
+    result.write_csv(tmp_path / "scores.csv")
+    rows = list(csv.reader((tmp_path / "scores.csv").open()))
+    assert rows[0] == ["unit", "bits", "loss"]
+    assert {(name, int(bits)): float(loss) for name, bits, loss in rows[1:]} == {
+        (name, bits): loss for name, losses in result.scores.items() for bits, loss in losses.items()
+    }
+
+
+def test_wrong_arguments(bank, batches, tmp_path):
+    with pytest.raises(ConfigError, match="unknown method 'alon'; known: alone, without"):
+        sensitivity(bank, batches, "alon")
+    with pytest.raises(ConfigError, match="at least one batch"):
+        sensitivity(bank, [])
+    (tmp_path / "scores.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a file of Sensitivity.write_json"):
+        sensitivity(bank, batches, path=tmp_path / "scores.json")
+    sensitivity(bank, batches, "fisher", path=tmp_path / "fisher.json")
+    with pytest.raises(ConfigError, match="holds scores of 'fisher'"):
+        sensitivity(bank, batches, path=tmp_path / "fisher.json")
