@@ -3,6 +3,11 @@
 from fxqat.tools.batch_norm import reestimate_batch_norm
 from fxqat.tools.correct_bias import correct_bias
 from fxqat.tools.equalize import equalize
+from fxqat.tools.mixed_precision.bank import WidthBank
+from fxqat.tools.mixed_precision.choose import Choice, solve
+from fxqat.tools.mixed_precision.costs import activation_peak, average_weight_bits, bit_operations, weight_bytes
+from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity
+from fxqat.tools.mixed_precision.skip_until import Skipped, skip_until
 from fxqat.tools.nan_guard import NaNGuard, first_not_finite
 from fxqat.tools.profile import Profile, profile
 from fxqat.tools.ptq import ptq
@@ -11,15 +16,27 @@ from fxqat.tools.rounding import Reconstruction
 from fxqat.tools.to_float import to_float
 
 __all__ = [
+    "Choice",
     "NaNGuard",
     "Profile",
     "Reconstruction",
+    "Sensitivity",
+    "Skipped",
+    "WidthBank",
+    "activation_peak",
+    "average_weight_bits",
+    "bit_operations",
     "correct_bias",
     "equalize",
     "first_not_finite",
     "profile",
     "ptq",
+    "read_sensitivity",
     "reconstruct",
     "reestimate_batch_norm",
+    "sensitivity",
+    "skip_until",
+    "solve",
     "to_float",
+    "weight_bytes",
 ]
