@@ -141,8 +141,8 @@ edit.
 
 ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) on a lossless subset of CIFAR-10 (1017 test images). Top-1 in
 percent after calibration on {IMAGES} images, by the average bits of a weight (of {", ".join(map(str, WIDTHS))};
-activations 8): the same for all layers, {DRAWS} random choices of the size (mean and standard deviation), and the choice of least
-loss by scores of each method (:doc:`mixed_precision`); the longest solve took {solved:.2f} s.
+activations 8): the same for all layers, {DRAWS} random choices of the size (mean and standard deviation), and the
+choice of least loss by scores of each method (:doc:`mixed_precision`); the longest solve took {solved:.2f} s.
 
 {table.get_string()}
 
