@@ -6,6 +6,7 @@ from fxqat.tools.equalize import equalize
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.choose import Choice, solve
 from fxqat.tools.mixed_precision.costs import activation_peak, average_weight_bits, bit_operations, weight_bytes
+from fxqat.tools.mixed_precision.pareto import Pareto, sweep
 from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity
 from fxqat.tools.mixed_precision.skip_until import Skipped, skip_until
 from fxqat.tools.nan_guard import NaNGuard, first_not_finite
@@ -18,6 +19,7 @@ from fxqat.tools.to_float import to_float
 __all__ = [
     "Choice",
     "NaNGuard",
+    "Pareto",
     "Profile",
     "Reconstruction",
     "Sensitivity",
@@ -37,6 +39,7 @@ __all__ = [
     "sensitivity",
     "skip_until",
     "solve",
+    "sweep",
     "to_float",
     "weight_bytes",
 ]

@@ -7,6 +7,7 @@ widths (McCormick's lower bound). Solved by CBC, which pulp brings along.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -14,6 +15,7 @@ from typing import Any
 
 import pulp
 
+from fxqat.custom_quantizer.yaml_file import write_yaml
 from fxqat.errors import ConfigError
 from fxqat.tools.mixed_precision.costs import Cost
 from fxqat.tools.mixed_precision.units import Unit
@@ -40,6 +42,15 @@ class Choice:
     def overrides(self, units: Mapping[str, Unit]) -> list[dict[str, Any]]:
         """The rules for ``prepare_custom_config_dict["overrides"]``."""
         return [units[name].rule(bits) for name, bits in self.widths.items()]
+
+    def write_yaml(self, units: Mapping[str, Unit], path: str | os.PathLike[str]) -> None:
+        """The same as a file for ``prepare_by_platform``.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        told = "; ".join(f"{name} {cost:g}" for name, cost in self.costs.items())
+        write_yaml({"overrides": self.overrides(units)}, path, f"Widths of least loss, {self.score:.4g}: {told}.")
 
 
 def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
