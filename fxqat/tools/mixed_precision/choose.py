@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import pulp
-
 from fxqat.custom_quantizer.yaml_file import write_yaml
 from fxqat.errors import ConfigError
 from fxqat.tools.mixed_precision.costs import Cost
@@ -63,6 +61,8 @@ def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
     Raises:
         ConfigError: no choice is within the budgets; the message says what the least cost is, of each budget by itself.
     """
+    import pulp  # here, because importing it touches the logging of the process
+
     program = pulp.LpProblem("widths", pulp.LpMinimize)
     chosen = {
         (name, bits): pulp.LpVariable(f"x_{i}_{bits}", cat="Binary")

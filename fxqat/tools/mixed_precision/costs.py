@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
@@ -143,6 +142,8 @@ class _Multiplications(_Run):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and count."""
+        from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
+
         is_layer = isinstance(called_module(n), QATLayer)
         if not is_layer and identify(n).family != MATMUL:
             return super().run_node(n)
