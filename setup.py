@@ -49,7 +49,7 @@ setup(
         "prettytable",
         "easydict",
         "timm",
-        "pulp",
+        "pulp>=3.3,<4",  # 4 brings no solver along
         "PyYAML",
         "tqdm",
         "Jinja2",

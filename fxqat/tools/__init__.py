@@ -5,7 +5,14 @@ from fxqat.tools.correct_bias import correct_bias
 from fxqat.tools.equalize import equalize
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.choose import Choice, solve
-from fxqat.tools.mixed_precision.costs import activation_peak, average_weight_bits, bit_operations, weight_bytes
+from fxqat.tools.mixed_precision.costs import (
+    activation_peak,
+    average_weight_bits,
+    bit_operations,
+    file_bytes,
+    weight_bytes,
+)
+from fxqat.tools.mixed_precision.latency import layer_latency
 from fxqat.tools.mixed_precision.pareto import Pareto, sweep
 from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity
 from fxqat.tools.mixed_precision.skip_until import Skipped, skip_until
@@ -30,7 +37,9 @@ __all__ = [
     "bit_operations",
     "correct_bias",
     "equalize",
+    "file_bytes",
     "first_not_finite",
+    "layer_latency",
     "profile",
     "ptq",
     "read_sensitivity",

@@ -65,7 +65,7 @@ def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
 
     program = pulp.LpProblem("widths", pulp.LpMinimize)
     chosen = {
-        (name, bits): pulp.LpVariable(f"x_{i}_{bits}", cat="Binary")
+        (name, bits): program.add_variable(f"x_{i}_{bits}", cat="Binary")
         for i, (name, losses) in enumerate(scores.items())
         for bits in losses
     }
@@ -78,17 +78,19 @@ def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
     both = {}
     for i, (a, b) in enumerate(pairs):
         for one, other in product(scores[a], scores[b]):
-            both[a, b, one, other] = y = pulp.LpVariable(f"y_{i}_{one}_{other}", 0)
+            both[a, b, one, other] = y = program.add_variable(f"y_{i}_{one}_{other}", 0)
             program += y >= chosen[a, one] + chosen[b, other] - 1
     for row, limit in rows:
         scale = max(abs(limit), 1e-12)
-        linear = [f / scale * bits * chosen[name, bits] for name, f in row.linear.items() for bits in scores[name]]
-        products = [
-            factor / scale * one * other * both[a, b, one, other]
-            for (a, b), factor in row.pairs.items()
+        single = [
+            added[bits] / scale * chosen[name, bits] for name, added in row.single.items() for bits in scores[name]
+        ]
+        together = [
+            added[one, other] / scale * both[a, b, one, other]
+            for (a, b), added in row.pairs.items()
             for one, other in product(scores[a], scores[b])
         ]
-        program += pulp.lpSum([*linear, *products]) <= (limit - row.fixed) / scale
+        program += pulp.lpSum([*single, *together]) <= (limit - row.fixed) / scale
     program.solve(pulp.PULP_CBC_CMD(msg=False))
     if program.status != pulp.LpStatusOptimal:
         raise ConfigError(f"no choice of widths is within the budgets: {_least(scores, budgets)}")

@@ -1,24 +1,30 @@
-"""What widths cost: memory of weights, memory of activations, and bit operations.
+"""What widths cost: memory of weights, the size of the file, memory of activations, and bit operations.
 
-Every cost is the largest of some rows, and each row is linear in the choices, or has products of two of them: that is
-what an integer program takes (``fxqat.tools.mixed_precision.choose``).
+Every cost is the largest of some rows, and each row adds up what units cost by their widths, alone or two together:
+that is what an integer program takes (``fxqat.tools.mixed_precision.choose``).
 """
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxqat.convert_export import convert_export
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.onnx.opset import DEFAULT
 from fxqat.quantization.op_table import IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.quantization.ops import identify
 from fxqat.tools.mixed_precision.bank import WidthBank
-from fxqat.tools.mixed_precision.units import eval_graph
+from fxqat.tools.mixed_precision.units import eval_graph, quant_at
 from fxqat.utils.fx_graph import called_module
 
 FLOAT_BITS = 32
@@ -29,19 +35,19 @@ class Row:
     """A sum over units.
 
     Args:
-        linear: what each bit of a unit adds, by its name.
-        pairs: what each bit of one times each bit of the other adds.
+        single: what a unit adds at each width, by its name and bits.
+        pairs: what two units add at each two widths, 0 or more, by their names and bits.
         fixed: what is added whatever the choice.
     """
 
-    linear: Mapping[str, float] = field(default_factory=dict)
-    pairs: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    single: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    pairs: Mapping[tuple[str, str], Mapping[tuple[int, int], float]] = field(default_factory=dict)
     fixed: float = 0.0
 
     def of(self, widths: Mapping[str, int]) -> float:
         """The sum for some widths."""
-        products = sum(factor * widths[a] * widths[b] for (a, b), factor in self.pairs.items())
-        return self.fixed + sum(factor * widths[name] for name, factor in self.linear.items()) + products
+        together = sum(added[widths[a], widths[b]] for (a, b), added in self.pairs.items())
+        return self.fixed + sum(added[widths[name]] for name, added in self.single.items()) + together
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,39 @@ class Cost:
 
 def weight_bytes(bank: WidthBank) -> Cost:
     """Memory of the weights: elements times bits over 8."""
-    return Cost("weights", "bytes", (Row({name: count / 8 for name, count in _elements(bank).items()}),))
+    return Cost("weights", "bytes", (_per_bit(bank, {name: count / 8 for name, count in _elements(bank).items()}),))
 
 
 def average_weight_bits(bank: WidthBank) -> Cost:
     """Bits of a weight, averaged over all elements."""
     counts = _elements(bank)
-    return Cost("average weight", "bits", (Row({name: n / sum(counts.values()) for name, n in counts.items()}),))
+    shares = {name: count / sum(counts.values()) for name, count in counts.items()}
+    return Cost("average weight", "bits", (_per_bit(bank, shares),))
+
+
+def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
+    """Size of the ONNX file that ``convert_export`` writes: weights are stored in 4, 8 or 16 bits, the rest is fixed.
+
+    Args:
+        bank: of a model, which is exported once, at the most bits that each unit may have, to see what the rest is.
+        inputs: of the model, as the file takes them.
+
+    Raises:
+        ExportError: the model cannot be exported.
+    """
+    added: dict[str, dict[int, float]] = {}
+    for name, count in _elements(bank).items():
+        channels = bank.quant(name, bank.widths[name][-1]).scale.numel()  # each has a zero point
+        added[name] = {
+            bits: math.ceil(count * width / 8) + math.ceil(channels * width / 8)
+            for bits, width in stored_bits(bank, name).items()
+        }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "widest.onnx"
+        convert_export(bank.mix({}), tuple(inputs), path, verify=False)
+        size = path.stat().st_size
+    weights = sum(sizes[bank.widths[name][-1]] for name, sizes in added.items())
+    return Cost("file", "bytes", (Row(added, fixed=size - weights),))
 
 
 def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
@@ -82,17 +114,22 @@ def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
         inputs: of the model.
     """
     linear: dict[str, float] = {}
-    pairs: dict[tuple[str, str], float] = {}
+    macs_of: dict[tuple[str, str], float] = {}
     fixed = 0.0
     for factors, macs in _Multiplications(bank, inputs).found:
         known = sorted(name for name in factors if name is not None)
         if len(known) == 2:
-            pairs[known[0], known[1]] = pairs.get((known[0], known[1]), 0.0) + macs
+            macs_of[known[0], known[1]] = macs_of.get((known[0], known[1]), 0.0) + macs
         elif known:
             linear[known[0]] = linear.get(known[0], 0.0) + macs * FLOAT_BITS
         else:
             fixed += macs * FLOAT_BITS**2
-    return Cost("bit operations", "operations", (Row(linear, pairs, fixed),))
+    pairs = {
+        (a, b): {(one, other): macs * one * other for one, other in product(bank.widths[a], bank.widths[b])}
+        for (a, b), macs in macs_of.items()
+    }
+    row = Row(_per_bit(bank, linear).single, pairs, fixed)
+    return Cost("bit operations", "operations", (row,))
 
 
 def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
@@ -108,25 +145,38 @@ def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     return Cost("activations", "bytes", tuple(_undominated(_Sizes(bank, inputs).cuts())))
 
 
+def stored_bits(bank: WidthBank, name: str) -> dict[int, int]:
+    """For each width of a unit, how many bits an integer takes in the file."""
+    scheme = quant_at(bank.model, bank.units[name].path).scheme
+    return {bits: replace(scheme, bit_width=bits).storage_width(DEFAULT) for bits in bank.widths[name]}
+
+
+def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
+    """For each unit of a weight, the unit of the values that its layer reads; None if these are float."""
+    layers = [node for node in eval_graph(bank.model).nodes if isinstance(called_module(node), QATLayer)]
+    return {f"{node.target}.weight": _unit_of(bank, node.args[0]) for node in layers}
+
+
+def _unit_of(bank: WidthBank, value: object) -> str | None:
+    """The unit that a value is rounded by, looking through what only moves values; None if it is float."""
+    while isinstance(value, fx.Node):
+        if isinstance(called_module(value), FakeQuantizeBase):
+            return next(unit.name for unit in bank.units.values() if unit.path == value.target)
+        if not _moves(value):
+            return None
+        value = value.args[0]
+    return None
+
+
 class _Run(fx.Interpreter):
     """One run of the graph that is deployed, with all fake-quants off."""
 
     def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
         super().__init__(bank.model, graph=eval_graph(bank.model))
-        self.names = {unit.path: unit.name for unit in bank.units.values()}
+        self.bank = bank
         self.samples = next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim())
         with torch.no_grad():
             self.run(*inputs)
-
-    def unit_of(self, value: object) -> str | None:
-        """The unit that a value is rounded by, looking through what only moves values; None if it is float."""
-        while isinstance(value, fx.Node):
-            if isinstance(called_module(value), FakeQuantizeBase):
-                return self.names[str(value.target)]
-            if not _moves(value):
-                return None
-            value = value.args[0]
-        return None
 
 
 class _Multiplications(_Run):
@@ -149,7 +199,8 @@ class _Multiplications(_Run):
             return super().run_node(n)
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        factors = (f"{n.target}.weight" if is_layer else self.unit_of(n.args[1]), self.unit_of(n.args[0]))
+        weight = f"{n.target}.weight" if is_layer else _unit_of(self.bank, n.args[1])
+        factors = weight, _unit_of(self.bank, n.args[0])
         self.found.append((factors, counter.get_total_flops() / 2 / self.samples))
         return result
 
@@ -182,7 +233,7 @@ class _Sizes(_Run):
                 if read in owner:
                     last[owner[read]] = i
             if isinstance(called_module(node), FakeQuantizeBase):
-                rounded.setdefault(owner[node], self.names[str(node.target)])
+                rounded.setdefault(owner[node], str(_unit_of(self.bank, node)))
         rows = []
         for i, node in enumerate(nodes):
             there = [other for other in nodes[: i + 1] if owner[other] is other and last[other] >= i]
@@ -192,7 +243,7 @@ class _Sizes(_Run):
                     if other in rounded:
                         linear[rounded[other]] = linear.get(rounded[other], 0.0) + self.sizes[other] / 8
                 fixed = sum(self.sizes[other] for other in there if other not in rounded) * FLOAT_BITS / 8
-                rows.append(Row(linear, fixed=fixed))
+                rows.append(_per_bit(self.bank, linear, fixed))
         return rows
 
 
@@ -204,13 +255,27 @@ def _moves(node: fx.Node) -> bool:
 def _undominated(rows: Sequence[Row]) -> list[Row]:
     """Those that no other row is at least as large as, whatever the choice."""
     kept: list[Row] = []
-    for row in sorted(rows, key=lambda row: -(row.fixed + 8 * sum(row.linear.values()))):
+    for row in sorted(rows, key=_most, reverse=True):
         if not any(
-            other.fixed >= row.fixed and all(other.linear.get(name, 0.0) >= size for name, size in row.linear.items())
+            other.fixed >= row.fixed
+            and all(name in other.single and _most_of(other, name) >= _most_of(row, name) for name in row.single)
             for other in kept
         ):
             kept.append(row)
     return kept
+
+
+def _most_of(row: Row, name: str) -> float:
+    return max(row.single[name].values())
+
+
+def _most(row: Row) -> float:
+    return row.fixed + sum(_most_of(row, name) for name in row.single)
+
+
+def _per_bit(bank: WidthBank, factors: Mapping[str, float], fixed: float = 0.0) -> Row:
+    """A row in which each bit of a unit adds the same."""
+    return Row({name: {b: factor * b for b in bank.widths[name]} for name, factor in factors.items()}, fixed=fixed)
 
 
 def _elements(bank: WidthBank) -> dict[str, int]:

@@ -25,7 +25,7 @@ from fxqat.tools.mixed_precision.units import Unit, quant_at
 from fxqat.utils.tensors import flatten_tensors
 
 Loss = Callable[[Any, Any], Tensor]
-"""A mean over samples, of the outputs and the batch."""
+"""A mean over samples, of the outputs and the batch's target."""
 Diagonal = Callable[[Tensor, list[Tensor], int], list[Tensor]]
 """Of the Hessian, from the loss, for some tensors and so many samples; each of a shape that fits the tensor's."""
 
@@ -45,13 +45,13 @@ class Tap:
     moved: Tensor
 
 
-def own_cross_entropy(outputs: Any, batch: Any) -> Tensor:
+def own_cross_entropy(outputs: Any, target: Any) -> Tensor:
     """Cross entropy to the model's own probabilities of classes along dimension 1: curved as the Fisher information."""
     logits = flatten_tensors(outputs)[0].float()
     return F.cross_entropy(logits, logits.detach().softmax(1))
 
 
-def drawn_cross_entropy(outputs: Any, batch: Any) -> Tensor:
+def drawn_cross_entropy(outputs: Any, target: Any) -> Tensor:
     """Cross entropy to labels that are drawn from the model's own probabilities."""
     logits = flatten_tensors(outputs)[0].float()
     return F.cross_entropy(logits, torch.distributions.Categorical(logits=logits.detach().movedim(1, -1)).sample())
@@ -97,13 +97,19 @@ def squared_gradients(loss: Tensor, tensors: list[Tensor], samples: int) -> list
 
 
 def curvature_scores(
-    bank: WidthBank, batches: Sequence[Sequence[Any]], loss: Loss, diagonal: Diagonal, seed: int = 0
+    bank: WidthBank,
+    batches: Sequence[Sequence[Any]],
+    targets: Sequence[Any],
+    loss: Loss,
+    diagonal: Diagonal,
+    seed: int = 0,
 ) -> dict[str, dict[int, float]]:
     """What each width of each unit adds to a loss.
 
     Args:
         bank: the model with its fake-quants.
         batches: inputs of the model.
+        targets: of each of them, for the loss.
         loss: of the float model.
         diagonal: :func:`traces` or :func:`squared_gradients`.
         seed: of random numbers.
@@ -115,10 +121,10 @@ def curvature_scores(
     quants = {(name, bits): bank.quant(name, bits) for name, widths in bank.widths.items() for bits in widths}
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
-        for batch in batches:
-            value, taps = _run(bank, batch, loss)
+        for batch, target in zip(batches, targets, strict=True):
+            outputs, taps = _run(bank, batch)
             samples = next(x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim())
-            found = diagonal(value, [tap.moved for tap in taps], samples)
+            found = diagonal(loss(outputs, target), [tap.moved for tap in taps], samples)
             for tap, curved in zip(taps, found, strict=True):
                 for bits, total in scores[tap.unit.name].items():
                     noise = _noise(bank, tap, quants[tap.unit.name, bits])
@@ -126,8 +132,8 @@ def curvature_scores(
     return scores
 
 
-def _run(bank: WidthBank, batch: Sequence[Any], loss: Loss) -> tuple[Tensor, list[Tap]]:
-    """The float model's loss, and all that is rounded in the quantized one."""
+def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
+    """The float model's outputs, and all that is rounded in the quantized one."""
     gm, taps = bank.model, []
     for unit in bank.units.values():
         if unit.layer is not None:
@@ -150,7 +156,7 @@ def _run(bank: WidthBank, batch: Sequence[Any], loss: Loss) -> tuple[Tensor, lis
                 handle = quant_at(gm, unit.path).register_forward_hook(tap_of(unit), with_kwargs=True)
                 stack.callback(handle.remove)
         outputs = gm(*batch)
-    return loss(outputs, batch), taps
+    return outputs, taps
 
 
 @torch.no_grad()

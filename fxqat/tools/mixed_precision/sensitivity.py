@@ -34,7 +34,7 @@ from fxqat.utils.fx_graph import set_module
 from fxqat.utils.tensors import flatten_tensors
 
 Measure = Callable[[Any, Any, Any], float]
-"""What is lost: of the quantized model's outputs, the float model's, and the batch."""
+"""What is lost: of the quantized model's outputs, the float model's, and the batch's target."""
 METHODS = ("alone", "without", "hessian", "fisher")
 
 
@@ -100,7 +100,7 @@ def read_sensitivity(path: str | os.PathLike[str]) -> Sensitivity:
         raise ConfigError(f"{path} is not a file of Sensitivity.write_json: {error}") from error
 
 
-def divergence(found: Any, expected: Any, batch: Any) -> float:
+def divergence(found: Any, expected: Any, target: Any) -> float:
     """Kullback-Leibler divergence of the class probabilities from the float model's, in nats, a mean over samples.
 
     Of the first output, with classes along dimension 1.
@@ -109,7 +109,7 @@ def divergence(found: Any, expected: Any, batch: Any) -> float:
     return float(F.kl_div(ours, theirs, log_target=True, reduction="none").sum(1).mean())
 
 
-def squared_error(found: Any, expected: Any, batch: Any) -> float:
+def squared_error(found: Any, expected: Any, target: Any) -> float:
     """Mean squared error over the mean square, summed over the outputs."""
     pairs = zip(flatten_tensors(found), flatten_tensors(expected), strict=True)
     return sum(float((a - b).square().mean() / b.square().mean().clamp_min(1e-30)) for a, b in pairs)
@@ -117,7 +117,8 @@ def squared_error(found: Any, expected: Any, batch: Any) -> float:
 
 def sensitivity(
     bank: WidthBank, batches: Sequence[Any], method: str = "alone", measure: Measure = divergence,
-    loss: Loss | None = None, probes: int = 32, path: str | os.PathLike[str] | None = None, progress: bool = False,
+    loss: Loss | None = None, targets: Sequence[Any] | None = None, probes: int = 32,
+    path: str | os.PathLike[str] | None = None, progress: bool = False,
 ) -> Sensitivity:  # fmt: skip
     """What is lost by each width of each unit.
 
@@ -135,19 +136,23 @@ def sensitivity(
         bank: the model with its fake-quants.
         batches: inputs of the model.
         method: one of these.
-        measure: of the first two, what counts as lost; it gets the outputs, the float model's outputs, and the batch.
-        loss: of the last two, a mean over samples, of the outputs and the batch; by default the cross entropy to the
+        measure: of the first two, what counts as lost; it gets the outputs, the float model's outputs, and the target.
+        loss: of the last two, a mean over samples, of the outputs and the target; by default the cross entropy to the
             model's own probabilities.
+        targets: labels, or whatever ``measure`` or ``loss`` compares with, of each batch; by default they get None.
         probes: of ``"hessian"``, random signs for each batch; what is left of chance falls with the root of the number.
         path: a JSON file for what is found, of the first two unit by unit; if it is there, what it has is not measured
             again.
         progress: show a progress bar.
 
     Raises:
-        ConfigError: no batches, an unknown method, or a file that belongs to something else.
+        ConfigError: no batches, not a target for each, an unknown method, or a file that belongs to something else.
     """
     if not batches:
         raise ConfigError("sensitivity: needs at least one batch of inputs")
+    given = [None] * len(batches) if targets is None else targets
+    if len(given) != len(batches):
+        raise ConfigError(f"sensitivity: {len(batches)} batches, but targets for {len(given)}")
     if method not in METHODS:
         raise ConfigError(f"sensitivity: unknown method {method!r}; known: {', '.join(METHODS)}")
     result = Sensitivity(method)
@@ -160,13 +165,13 @@ def sensitivity(
     missing = [name for name, widths in bank.widths.items() if set(result.scores.get(name, ())) != set(widths)]
     names = tqdm(missing, desc=method, disable=not progress)
     if method in ("alone", "without"):
-        parts = _by_running(_Trial(bank, inputs, measure), method, names)
+        parts = _by_running(_Trial(bank, inputs, given, measure), method, names)
     elif not missing:
         return result
     elif method == "hessian":
-        parts = iter([curvature_scores(bank, inputs, loss or own_cross_entropy, traces(probes))])
+        parts = iter([curvature_scores(bank, inputs, given, loss or own_cross_entropy, traces(probes))])
     else:
-        parts = iter([curvature_scores(bank, inputs, loss or drawn_cross_entropy, squared_gradients)])
+        parts = iter([curvature_scores(bank, inputs, given, loss or drawn_cross_entropy, squared_gradients)])
     for found in parts:
         result.scores |= found
         result.seconds = time.perf_counter() - began
@@ -185,8 +190,10 @@ def _by_running(trial: _Trial, method: str, names: Iterable[str]) -> Iterator[di
 class _Trial:
     """Runs of a model with one unit unlike the others."""
 
-    def __init__(self, bank: WidthBank, inputs: Sequence[Sequence[Any]], measure: Measure) -> None:
-        self.bank, self.inputs, self.measure = bank, inputs, measure
+    def __init__(
+        self, bank: WidthBank, inputs: Sequence[Sequence[Any]], targets: Sequence[Any], measure: Measure
+    ) -> None:
+        self.bank, self.inputs, self.targets, self.measure = bank, inputs, targets, measure
         with torch.no_grad():
             self.expected = [bank.model(*batch) for batch in inputs]
         self.float = bank.mix({})
@@ -196,8 +203,8 @@ class _Trial:
     def lost(self, gm: QuantGraphModule) -> float:
         """What a model loses, a mean over the batches."""
         with torch.no_grad():
-            pairs = zip(self.inputs, self.expected, strict=True)
-            losses = [self.measure(gm(*batch), expected, batch) for batch, expected in pairs]
+            known = zip(self.inputs, self.expected, self.targets, strict=True)
+            losses = [self.measure(gm(*batch), expected, target) for batch, expected, target in known]
         return sum(losses) / len(losses)
 
     def alone(self, name: str, bits: int) -> float:

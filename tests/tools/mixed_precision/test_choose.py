@@ -17,11 +17,17 @@ def table(seed):
     """Scores of six layers, and costs of three kinds: linear, the largest of several rows, products of two layers."""
     draw = random.Random(seed)
     scores = {name: {bits: draw.random() * 4.0**-bits * 100 for bits in WIDTHS} for name in LAYERS}
-    size = Cost("size", "bytes", (Row({name: draw.uniform(1, 100) for name in LAYERS}),))
-    cuts = [
-        Row({name: draw.uniform(1, 9) for name in draw.sample(LAYERS, 3)}, fixed=draw.uniform(0, 5)) for _ in range(4)
-    ]
-    pairs = {pair: draw.uniform(1, 50) for pair in itertools.pairwise(LAYERS)}
+
+    def rising(most):
+        """What a unit costs at each width: any numbers, the more bits the more."""
+        return dict(zip(WIDTHS, sorted(draw.uniform(0, most) for _ in WIDTHS), strict=True))
+
+    size = Cost("size", "bytes", (Row({name: rising(800) for name in LAYERS}),))
+    cuts = [Row({name: rising(72) for name in draw.sample(LAYERS, 3)}, fixed=draw.uniform(0, 5)) for _ in range(4)]
+    pairs = {
+        pair: {(one, other): draw.uniform(1, 50) * one * other for one, other in itertools.product(WIDTHS, WIDTHS)}
+        for pair in itertools.pairwise(LAYERS)
+    }
     return scores, (size, Cost("peak", "bytes", tuple(cuts)), Cost("work", "operations", (Row(pairs=pairs),)))
 
 

@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from fxqat import convert_export
 from fxqat.tools.mixed_precision.bank import WidthBank
-from fxqat.tools.mixed_precision.costs import activation_peak, average_weight_bits, bit_operations, weight_bytes
+from fxqat.tools.mixed_precision.costs import (
+    activation_peak,
+    average_weight_bits,
+    bit_operations,
+    file_bytes,
+    weight_bytes,
+)
 
 A, B, C, HEAD = 8 * 3 * 9, 8 * 8 * 9, 8 * 8, 5 * 16
 
@@ -15,6 +22,15 @@ def test_memory_of_weights(bank):
     assert weight_bytes(bank).of(widths) == A / 2 + B + C / 4 + HEAD
     elements = A + B + C + HEAD
     assert average_weight_bits(bank).of(widths) == pytest.approx((4 * A + 8 * B + 2 * C + 8 * HEAD) / elements)
+
+
+@pytest.mark.parametrize("narrow", [(), ("b.weight",), ("b.weight", "head.weight", "a.weight", "c.weight")])
+def test_the_size_of_the_file(bank, batches, narrow, tmp_path):
+    cost = file_bytes(bank, (batches[0],))
+    widths = {name: choice[-1] for name, choice in bank.widths.items()} | dict.fromkeys(narrow, 4)
+    report = convert_export(bank.mix(widths), (batches[0],), tmp_path / "a.onnx")
+    assert cost.of(widths) == pytest.approx(report.onnx_path.stat().st_size, abs=32)  # the lengths of numbers differ
+    assert cost.of(widths | dict.fromkeys(narrow, 2)) == cost.of(widths)  # 2 bits are stored in 4
 
 
 def test_bit_operations_of_a_sample(bank, batches):

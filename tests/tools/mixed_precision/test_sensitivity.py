@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.tools.mixed_precision.sensitivity import METHODS, divergence, read_sensitivity, sensitivity, squared_error
@@ -38,7 +39,7 @@ def test_alone_is_a_model_with_one_quantized_unit(bank, batches, found):
     for unit in bank.units.values():
         gm.get_submodule(unit.path).fake_quant_enabled = unit.name == "b.weight"
     with torch.no_grad():
-        lost = [divergence(gm(batch), bank.model(batch), batch) for batch in batches]
+        lost = [divergence(gm(batch), bank.model(batch), None) for batch in batches]
     assert found["alone"].scores["b.weight"][2] == pytest.approx(sum(lost) / 2, rel=1e-4)
     assert sum(lost) > 0
 
@@ -46,25 +47,44 @@ def test_alone_is_a_model_with_one_quantized_unit(bank, batches, found):
 def test_measures_of_ones_own(bank, batches):
     seen = []
 
-    def measure(outputs, expected, batch):
-        seen.append(batch)
-        return squared_error(outputs, expected, batch)
+    def measure(outputs, expected, target):
+        seen.append(target)
+        return squared_error(outputs, expected, target)
 
     scores = sensitivity(bank, batches[:1], measure=measure).scores
-    assert len(seen) == sum(map(len, bank.widths.values()))
+    assert seen == [None] * sum(map(len, bank.widths.values()))
     assert scores["head.weight"][2] > scores["head.weight"][8] > 0
+
+
+def test_the_task_s_own_loss(bank, batches):
+    labels = [bank.model(batch).argmax(1) for batch in batches]
+
+    def loss(outputs, target):
+        return F.cross_entropy(outputs, target)
+
+    def measure(outputs, expected, target):
+        return float(loss(outputs, target))
+
+    with torch.no_grad():
+        usual = sum(measure(bank.model(batch), None, target) for batch, target in zip(batches, labels, strict=True)) / 2
+    alone = sensitivity(bank, batches, measure=measure, targets=labels).scores
+    assert alone["b.weight"][2] > alone["b.weight"][8] == pytest.approx(usual, abs=1e-3)
+    hessian = sensitivity(bank, batches, "hessian", loss=loss, targets=labels, probes=200).scores
+    assert hessian["b.weight"][4] == pytest.approx(alone["b.weight"][4] - usual, rel=1.0)
+    with pytest.raises(ConfigError, match="2 batches, but targets for 1"):
+        sensitivity(bank, batches, targets=labels[:1])
 
 
 def test_it_goes_on_where_it_stopped(bank, batches, tmp_path):
     path = tmp_path / "scores.json"
     count = 0
 
-    def measure(outputs, expected, batch):
+    def measure(outputs, expected, target):
         nonlocal count
         count += 1
         if count == 8:
             raise KeyboardInterrupt
-        return squared_error(outputs, expected, batch)
+        return squared_error(outputs, expected, target)
 
     with pytest.raises(KeyboardInterrupt):
         sensitivity(bank, batches[:1], measure=measure, path=path)

@@ -1,0 +1,160 @@
+"""What widths cost in time: each layer of the exported file, by itself in ONNX Runtime.
+
+ONNX Runtime has kernels for some pairs of widths (8-bit weights and values, and few others); where it has none, it
+converts to float, computes, and converts back. A layer is cut out of the file from the integers that it reads to those
+that it gives, and is timed at each pair of widths, so that the table knows both without knowing the kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import helper
+
+from fxqat.convert_export import convert_export
+from fxqat.tools.mixed_precision.bank import WidthBank
+from fxqat.tools.mixed_precision.costs import Cost, Row, layer_inputs, stored_bits
+
+WARMUP = 3
+
+
+def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = None, runs: int = 30) -> Cost:
+    """Time of the layers with weights in ONNX Runtime on this CPU, summed up; the median of some runs for each.
+
+    Args:
+        bank: of a model, which is exported once for each pair of types that weights and values are stored in.
+        inputs: of the model, as the file takes them; their batch is the one that is timed.
+        threads: of ONNX Runtime; by default as many as torch has.
+        runs: of each layer at each pair of widths.
+
+    Raises:
+        ExportError: the model cannot be exported.
+    """
+    stored = {name: stored_bits(bank, name) for name in bank.units}
+    kinds = [sorted({s for n, of in stored.items() if bank.units[n].is_weight is weights for s in of.values()})
+             for weights in (True, False)]  # fmt: skip
+    times: dict[tuple[str, int, int | None], float] = {}
+    readers = layer_inputs(bank)
+    for of_weights, of_values in product(*kinds):
+        widths = {
+            name: _nearest(of, of_weights if bank.units[name].is_weight else of_values) for name, of in stored.items()
+        }
+        for name, layer in layer_models(bank, widths, inputs):
+            reader = readers[name]
+            key = name, stored[name][widths[name]], stored[reader][widths[reader]] if reader else None
+            if key not in times:
+                times[key] = _milliseconds(layer, threads or torch.get_num_threads(), runs)
+    single: dict[str, Mapping[int, float]] = {}
+    pairs: dict[tuple[str, str], Mapping[tuple[int, int], float]] = {}
+    for name, reader in readers.items():
+        weights = stored[name].items()
+        if reader is None:
+            single[name] = {bits: times[name, kind, None] for bits, kind in weights}
+        else:
+            values = stored[reader].items()
+            pairs[name, reader] = {(w, v): times[name, i, j] for (w, i), (v, j) in product(weights, values)}
+    return Cost("layers", "ms", (Row(single, pairs),))
+
+
+def layer_models(
+    bank: WidthBank, widths: Mapping[str, int], inputs: Sequence[Any]
+) -> Iterator[tuple[str, onnx.ModelProto]]:
+    """Each layer of the exported file as a model of its own, with the name of its weight's unit.
+
+    It reads the integers that the layer reads and gives those that it gives; float values where these are float, or of
+    less than 8 bits, which ONNX Runtime does not take from outside.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "whole.onnx"
+        convert_export(bank.mix(widths), tuple(inputs), path, verify=False)
+        whole = onnx.shape_inference.infer_shapes(onnx.load(path))
+    cutter = onnx.utils.Extractor(whole)
+    graph = _Graph(whole)
+    for name, unit in bank.units.items():
+        if unit.is_weight:
+            node = graph.reader_of_weight(name)
+            yield name, cutter.extract_model([graph.before(node)], [graph.behind(node)])
+
+
+class _Graph:
+    """Walks in a QDQ file."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graph = model.graph
+        self.makers = {name: node for node in graph.node for name in node.output}
+        self.readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
+        self.constants = {tensor.name for tensor in graph.initializer} | {""}
+        for node in graph.node:
+            if self.constants.issuperset(node.input):
+                self.constants.update(node.output)
+        self.types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
+
+    def reader_of_weight(self, name: str) -> onnx.NodeProto:
+        """The first operation that a weight and a value meet in."""
+        node: onnx.NodeProto = self.readers[name][0]
+        while self.constants.issuperset(node.input):
+            (node,) = self.readers[node.output[0]]
+        return node
+
+    def before(self, node: onnx.NodeProto) -> str:
+        """The value that an operation reads, as integers if they can be given from outside."""
+        value: str = next(name for name in node.input if name not in self.constants)
+        maker = self.makers.get(value)
+        if maker is None or maker.op_type != "DequantizeLinear":
+            return value
+        if self._can_be_given(maker.input[0]):
+            return str(maker.input[0])
+        source = self.makers.get(maker.input[0])
+        return str(source.input[0]) if source is not None and source.op_type == "QuantizeLinear" else value
+
+    def behind(self, node: onnx.NodeProto) -> str:
+        """What becomes of its result, up to its integers, or up to where it meets another value."""
+        value = str(node.output[0])
+        while True:
+            readers = self.readers.get(value, [])
+            if len(readers) != 1 or sum(name not in self.constants for name in readers[0].input) != 1:
+                return value
+            following = str(readers[0].output[0])
+            if readers[0].op_type == "QuantizeLinear":
+                return following if self._can_be_given(following) else value
+            value = following
+
+    def _can_be_given(self, name: str) -> bool:
+        return self.types.get(name) in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+
+
+def _milliseconds(model: onnx.ModelProto, threads: int, runs: int) -> float:
+    """The median of some runs."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (value,) = model.graph.input
+    tensor = value.type.tensor_type
+    shape = [dimension.dim_value for dimension in tensor.shape.dim]
+    data_type = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
+    given = {value.name: np.random.default_rng(0).integers(0, 100, shape).astype(data_type)}
+    seconds = []
+    for _ in range(WARMUP + runs):
+        began = time.perf_counter()
+        session.run(None, given)
+        seconds.append(time.perf_counter() - began)
+    return 1000 * statistics.median(seconds[WARMUP:])
+
+
+def _nearest(stored: Mapping[int, int], kind: int) -> int:
+    """The width whose type is nearest."""
+    return min(stored, key=lambda bits: (abs(stored[bits] - kind), -bits))

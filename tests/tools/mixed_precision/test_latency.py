@@ -1,0 +1,51 @@
+"""Time of layers: each is cut out of the file as it is in it, and timed where it has a kernel and where it has none."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+from fxqat import convert_export
+from fxqat.tools.mixed_precision.bank import WidthBank
+from fxqat.tools.mixed_precision.latency import layer_latency, layer_models
+
+
+def run(model, **inputs):
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, inputs)[0]
+
+
+def test_layers_that_are_cut_out_make_the_whole(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
+    bank = WidthBank(model, [x], (4, 8), (8,))
+    for bits in (4, 8):
+        widths = {name: bits if unit.is_weight else 8 for name, unit in bank.units.items()}
+        layers = dict(layer_models(bank, widths, (x,)))
+        assert list(layers) == ["0.weight", "2.weight", "4.weight"]
+        gm = bank.mix(widths)
+        report = convert_export(gm, (x,), tmp_path / f"{bits}.onnx")
+        scales = {tensor.name: tensor for tensor in report.tensors}
+        first = scales[next(iter(bank.units))]
+        value = np.clip(np.round(x.numpy() / first.scale + first.zero_point), first.quant_min, first.quant_max)
+        value = value.astype(first.dtype)
+        for name, layer in layers.items():
+            (given,) = (entry.name for entry in layer.graph.input)
+            value = run(layer, **{given: value if name != "4.weight" else value.reshape(2, -1)})
+        last = report.tensors[-1]
+        found = (value.astype(np.float32) - last.zero_point) * last.scale if value.dtype != np.float32 else value
+        np.testing.assert_allclose(found, gm(x).detach().numpy(), atol=1.01 * float(np.max(last.scale)))
+
+
+def test_time_of_a_choice(bank, batches):
+    cost = layer_latency(bank, (batches[0],), threads=1, runs=5)
+    (row,) = cost.rows
+    layers = {name for pair in row.pairs for name in pair} | set(row.single)
+    assert {"a.weight", "b.weight", "c.weight", "head.weight"} <= layers
+    for pair, times in row.pairs.items():
+        assert set(times) == {(one, other) for one in bank.widths[pair[0]] for other in bank.widths[pair[1]]}
+        assert all(0 < milliseconds < 1000 for milliseconds in times.values())
+        assert times[2, 8] == times[4, 8]  # of one type in the file
+    assert cost.of(dict.fromkeys(bank.units, 8)) == pytest.approx(sum(times[8, 8] for times in row.pairs.values()))
