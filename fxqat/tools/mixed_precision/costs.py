@@ -23,6 +23,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.onnx.opset import DEFAULT
 from fxqat.quantization.op_table import IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.quantization.ops import identify
+from fxqat.scheme import STORAGE_OPSETS
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.units import eval_graph, quant_at
 from fxqat.utils.fx_graph import called_module
@@ -85,12 +86,14 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     """Size of the ONNX file that ``convert_export`` writes: weights are stored in 4, 8 or 16 bits, the rest is fixed.
 
     Args:
-        bank: of a model, which is exported once, at the most bits that each unit may have, to see what the rest is.
+        bank: of a model, which is exported once, at the most bits that each unit may have and the opset that any choice
+            takes, to see what the rest is.
         inputs: of the model, as the file takes them.
 
     Raises:
         ExportError: the model cannot be exported.
     """
+    opset = max(STORAGE_OPSETS[bits] for name in bank.units for bits in stored_bits(bank, name).values())
     added: dict[str, dict[int, float]] = {}
     for name, count in _elements(bank).items():
         channels = bank.quant(name, bank.widths[name][-1]).scale.numel()  # each has a zero point
@@ -100,7 +103,7 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
         }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "widest.onnx"
-        convert_export(bank.mix({}), tuple(inputs), path, verify=False)
+        convert_export(bank.mix({}), tuple(inputs), path, opset_version=max(opset, DEFAULT), verify=False)
         size = path.stat().st_size
     weights = sum(sizes[bank.widths[name][-1]] for name, sizes in added.items())
     return Cost("file", "bytes", (Row(added, fixed=size - weights),))
