@@ -5,7 +5,7 @@ A small residual network on scikit-learn's handwritten digits, 32 x 32 px. Write
 the ONNX file with its JSON.
 
     python example/mixed_precision_example/main.py
-    python example/mixed_precision_example/main.py --bits 3 --method fisher --output-dir three_bits
+    python example/mixed_precision_example/main.py --size 120 --method fisher --output-dir small
 """
 
 import argparse
@@ -26,9 +26,9 @@ from torch.nn import functional as F
 
 from fxqat import convert_export, load_checkpoint, save_checkpoint
 from fxqat.errors import ConfigError
-from fxqat.tools import WidthBank, average_weight_bits, sensitivity, solve, sweep
+from fxqat.tools import WidthBank, file_bytes, sensitivity, solve, sweep
 
-WIDTHS = (2, 3, 4, 6, 8)
+WIDTHS = (4, 8)
 METHODS = ("alone", "without", "hessian", "fisher")
 CONFIG = {"extra_qconfig_dict": {"w_observer": "MSE", "w_qscheme": {"narrow_range": False}}, "bn_mode": "freeze"}
 
@@ -90,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags."""
     parser = argparse.ArgumentParser(description="Choose a width for each layer within a budget.")
     add = parser.add_argument
-    add("--bits", type=number(2, 8), default=4.0, help="of a weight, on average (default: 4)")
+    add("--size", type=number(1), help="of the file in kB (default: midway between all at 4 and all at 8 bits)")
     add("--method", choices=METHODS, default="alone", help="how layers are scored (default: alone)")
     add("--backend", default="ONNXRuntime", help="whom to quantize for (default: ONNXRuntime)")
     add("--epochs", type=integer(1), default=8, help="of the float training (default: 8)")
@@ -124,30 +124,34 @@ def run(flags: argparse.Namespace) -> None:
     scores = sensitivity(bank, batches, flags.method, progress=True)
     print(scores)
     scores.write_json(folder / "scores.json")
-    cost = average_weight_bits(bank)
+    cost = file_bytes(bank, (test_images[:1],))
     pareto = sweep(scores.scores, cost)
     pareto.write_json(folder / "pareto.json")
     pareto.plot(folder / "pareto.png")
-    choice = solve(scores.scores, [(cost, flags.bits)])
+    uniform = {bits: {name: bits if unit.is_weight else 8 for name, unit in bank.units.items()} for bits in WIDTHS}
+    midway = sum(cost.of(widths) for widths in uniform.values()) / len(uniform)
+    choice = solve(scores.scores, [(cost, 1000 * flags.size if flags.size else midway)])
     choice.write_yaml(bank.units, folder / "widths.yaml")
 
-    nearest = max((bits for bits in WIDTHS if bits <= flags.bits), default=WIDTHS[0])
-    uniform = {name: nearest for name, unit in bank.units.items() if unit.is_weight}
-    table = PrettyTable(["model", "bits of a weight", "top-1"], align="l")
-    table.add_row(["float", 32, f"{accuracy(model, test_images, test_labels):.2f}"])
-    for name, widths in ((f"all at {nearest}", uniform), ("chosen", choice.widths)):
-        gm = bank.mix(widths)
-        full = {unit: gm.get_submodule(bank.units[unit].path).scheme.bit_width for unit in bank.units}
-        table.add_row([f"{name}, calibrated", f"{cost.of(full):.2f}", f"{accuracy(gm, test_images, test_labels):.2f}"])
-    best = accuracy(gm, test_images, test_labels)
+    table = PrettyTable(["model", "file, kB", "top-1"], align="l")
+
+    def add_row(name: str, evaluated: nn.Module, size: float | str) -> float:
+        found = accuracy(evaluated, test_images, test_labels)
+        table.add_row([name, size if isinstance(size, str) else f"{size / 1000:.1f}", f"{found:.2f}"])
+        return found
+
+    add_row("float", model, "")
+    for bits, widths in uniform.items():
+        add_row(f"all at {bits} bits, calibrated", bank.mix(widths), cost.of(widths))
+    gm = bank.mix(choice.widths)
+    before = add_row("chosen, calibrated", gm, choice.costs[cost.name])
     save_checkpoint(gm, folder / "model.pth")
     train(gm, images, labels, flags.qat_epochs, 3e-4)
-    if accuracy(gm, test_images, test_labels) < best:
+    if accuracy(gm, test_images, test_labels) < before:
         load_checkpoint(gm, folder / "model.pth")
     save_checkpoint(gm, folder / "model.pth")
-    finetuned = f"{accuracy(gm, test_images, test_labels):.2f}"
-    table.add_row(["chosen, finetuned", f"{choice.costs[cost.name]:.2f}", finetuned])
-    report = convert_export(gm, (test_images[:1],), folder / "model.onnx", folder / "model.json", dynamic_batch=True)
+    report = convert_export(gm, (test_images[:1],), folder / "model.onnx", folder / "model.json")
+    add_row("chosen, finetuned", gm, report.onnx_path.stat().st_size)
     print(table)
     print(f"{report.onnx_path}: verified; {100 * report.certificate.off_share:.3f}% of its values off by a step")
 

@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from typing import Any
 import torch
 from prettytable import PrettyTable
 from scipy.stats import spearmanr
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxqat.tools import Sensitivity, WidthBank, average_weight_bits, read_sensitivity, sensitivity, solve
+from fxqat import convert_export
+from fxqat.tools import Sensitivity, WidthBank, average_weight_bits, file_bytes, read_sensitivity, sensitivity, solve
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -80,9 +82,12 @@ def run(arguments: argparse.Namespace) -> None:
     scores = {method: scored(bank, batches, method, arguments.results) for method in arguments.methods}
     cost = average_weight_bits(bank)
     for budget in arguments.budgets:
-        for kind in ("uniform", "random", *scores):
+        for kind in ("uniform", "random", *scores, "file"):
             row = {"kind": kind, "budget": budget}
             if any(result.items() >= row.items() for result in experiments.read(arguments.results)):
+                continue
+            if kind == "file":
+                experiments.add(arguments.results, row | exported(bank, scores["alone"], budget, batches[0][:1]))
                 continue
             began = time.perf_counter()
             if kind == "random":
@@ -99,6 +104,21 @@ def run(arguments: argparse.Namespace) -> None:
                 found["finetuned"] = finetuned(bank.mix(full[0]), data, seed=0)
                 found["widths"] = full[0]
             experiments.add(arguments.results, row | found)
+
+
+def exported(bank: WidthBank, scores: Sensitivity, budget: float, example: Tensor) -> dict[str, Any]:
+    """The file of the solved widths: its size beside what the cost model says, how weights are stored, and parity."""
+    cost = file_bytes(bank, (example,))
+    widths = solve(scores.scores, [(average_weight_bits(bank), budget)]).widths
+    with tempfile.TemporaryDirectory() as folder:
+        report = convert_export(bank.mix(widths), (example,), Path(folder) / "mixed.onnx")
+        stored = [tensor.dtype for tensor in report.tensors if tensor.kind == "weight"]
+        return {
+            "bytes": report.onnx_path.stat().st_size,
+            "predicted": cost.of(widths),
+            "dtypes": {dtype: stored.count(dtype) for dtype in sorted(set(stored))},
+            "off_share": report.certificate.off_share,
+        }
 
 
 def scored(bank: WidthBank, batches: Any, method: str, results: Path) -> Sensitivity:
@@ -125,13 +145,24 @@ def report(arguments: argparse.Namespace) -> None:
         table.add_row([kind, *(cell(kind, budget, "top1") for budget in BUDGETS)])
     for kind in ("uniform", "alone"):
         table.add_row([f"{kind}, {EPOCHS} epochs", *(cell(kind, budget, "finetuned") for budget in BUDGETS)])
-    files = {method: arguments.results.with_name(f"{arguments.results.stem}_{method}.json") for method in METHODS}
-    known = {method: sensitivity_of(path) for method, path in files.items() if path.exists()}
+    paths = {method: arguments.results.with_name(f"{arguments.results.stem}_{method}.json") for method in METHODS}
+    known = {method: sensitivity_of(path) for method, path in paths.items() if path.exists()}
     ranks = PrettyTable(["Spearman", *known, "seconds"], align="l", hrules=1)
     for method, (losses, seconds) in known.items():
         ranks.add_row(
             [method, *(f"{spearmanr(losses, other)[0]:.2f}" for other, _ in known.values()), f"{seconds:.0f}"]
         )
+    files = PrettyTable(["file", *(f"{budget} bits" for budget in BUDGETS)], align="l", hrules=1)
+    of_files = [next((r for r in results if (r["kind"], r["budget"]) == ("file", budget)), None) for budget in BUDGETS]
+    rows = {
+        "kB": lambda r: f"{r['bytes'] / 1000:.1f}",
+        "kB by the cost model": lambda r: f"{r['predicted'] / 1000:.1f}",
+        "apart": lambda r: f"{100 * (r['predicted'] / r['bytes'] - 1):+.2f} %",
+        "weights by type": lambda r: ", ".join(f"{count} {dtype}" for dtype, count in r["dtypes"].items()),
+        "values off by a step": lambda r: f"{100 * r['off_share']:.3f} %",
+    }
+    for name, told in rows.items():
+        files.add_row([name, *("" if row is None else told(row) for row in of_files)])
     solved = max((r["seconds"] for r in results if r["kind"] in METHODS), default=0.0)
     text = f"""Accuracy of mixed precision
 ===========================
@@ -145,6 +176,10 @@ activations 8): the same for all layers, {DRAWS} random choices of the size (mea
 choice of least loss by scores of each method (:doc:`mixed_precision`); the longest solve took {solved:.2f} s.
 
 {table.get_string()}
+
+The files of the widths by ``alone``, verified in ONNX Runtime (2 and 3 bits are stored in 4, 5 and 6 in 8):
+
+{files.get_string()}
 
 How the methods rank all widths of all layers (Spearman's correlation), and how long they took with the two threads of a
 busy machine.

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import json
 import re
 import shutil
 import sys
@@ -13,7 +14,8 @@ import torch
 import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.example.imagenet_example.conftest import MODELS
+from fxqat.tools import WidthBank, average_weight_bits, sensitivity, solve
+from tests.example.imagenet_example.conftest import MODELS, TINY
 
 GUIDE = [
     "-h",
@@ -191,6 +193,21 @@ def test_backend_and_quant_config(run, tmp_path):
     assert onnx.load(path).opset_import[0].version == 21
     (path,) = run("-e").folder.glob("*_onnx_quantization.onnx")
     assert onnx.load(path).opset_import[0].version == 18
+
+
+def test_quant_config_takes_widths_that_were_solved(run, weights, tmp_path):
+    model = sys.modules["model_zoo"].build_model("torchvision", TINY, 2, 32, pretrained=False)
+    sys.modules["model_zoo"].load_weights(model, weights)
+    batches = [torch.rand(8, 3, 32, 32)]
+    bank = WidthBank(model.eval(), batches, (4, 8), (8,), "ONNXRuntime")
+    choice = solve(sensitivity(bank, batches, "fisher").scores, [(average_weight_bits(bank), 6.0)])
+    choice.write_yaml(bank.units, tmp_path / "widths.yaml")
+    found = run("-e", "--backend", "ONNXRuntime", "--quant-config", str(tmp_path / "widths.yaml"))
+    (path,) = found.folder.glob("*_onnx_quantization.json")
+    tensors = json.loads(path.read_text())["tensors"]
+    widths = {name: tensor["bit_width"] for name, tensor in tensors.items() if tensor["kind"] == "weight"}
+    assert set(widths.values()) == {4, 8}
+    assert widths == {name: bits for name, bits in choice.widths.items() if name.endswith(".weight")}
 
 
 def test_calib_batches(run, monkeypatch):

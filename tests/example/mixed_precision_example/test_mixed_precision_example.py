@@ -1,6 +1,7 @@
 """The example, from training to a file whose weights have the chosen widths."""
 
 import json
+import math
 
 import onnx
 import pytest
@@ -19,7 +20,7 @@ def example():
 
 def test_from_training_to_a_file(example, tmp_path, capsys):
     folder = tmp_path / "found"
-    flags = ["--epochs", "1", "--qat-epochs", "1", "--method", "fisher", "--bits", "3.5", "--output-dir", str(folder)]
+    flags = ["--epochs", "1", "--qat-epochs", "1", "--method", "fisher", "--size", "150", "--output-dir", str(folder)]
     example.main(flags)
     printed = capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} >= FILES
@@ -28,8 +29,16 @@ def test_from_training_to_a_file(example, tmp_path, capsys):
     tensors = json.loads((folder / "model.json").read_text())["tensors"]
     found = {t["module"]: t["bit_width"] for t in tensors.values() if t["kind"] == "weight"}
     assert {path.removesuffix(".weight_fake_quant"): bits for path, bits in found.items()} == chosen
-    types = {t.data_type for t in onnx.load(folder / "model.onnx").graph.initializer}
-    assert onnx.TensorProto.INT4 in types
+    assert set(chosen.values()) == {4, 8}
+    weights = {
+        t.name: t for t in onnx.load(folder / "model.onnx").graph.initializer if t.name.endswith("weight_quantized")
+    }
+    assert len(weights) == len(chosen)
+    for name, tensor in weights.items():
+        bits = chosen[name.removesuffix(".weight_quantized")]
+        assert tensor.data_type == (onnx.TensorProto.INT4 if bits == 4 else onnx.TensorProto.INT8)
+        assert len(tensor.raw_data) == math.prod(tensor.dims) * bits // 8
+    assert 0.97 * 150_000 < (folder / "model.onnx").stat().st_size <= 150_000
     assert "chosen, finetuned" in printed
     assert "verified" in printed
 
@@ -39,5 +48,7 @@ def test_errors_are_one_line(example, tmp_path):
     with pytest.raises(SystemExit, match="^error: "):
         example.main(["--epochs", "1", "--output-dir", str(tmp_path / "file" / "below")])
     with pytest.raises(SystemExit) as caught:
-        example.main(["--bits", "9"])
+        example.main(["--size", "0"])
     assert caught.value.code == 2
+    with pytest.raises(SystemExit, match="^error: .*file may be 1000 bytes, and are [0-9]+ at least"):
+        example.main(["--epochs", "1", "--method", "fisher", "--size", "1", "--output-dir", str(tmp_path / "tight")])
