@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,13 @@ from prettytable import PrettyTable
 from torch import nn
 
 from fxqat.tools import WidthBank, sensitivity, skip_until, weight_bytes
+from fxqat.tools.mixed_precision.sensitivity import METHODS
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import mobilenet_v2_imagenet as mobilenet  # noqa: E402
 
-CALIBRATION, TESTED, LOSS, DRAWS = 64, 500, 2.0, 3
+CALIBRATION, TESTED, LOSS, DRAWS = 64, 300, 2.0, 3
 CONFIG = {"extra_qconfig_dict": {"w_observer": "MSE", "a_observer": "MSE", "w_qscheme": {"narrow_range": False}}}
 
 
@@ -44,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--methods", nargs="*", choices=METHODS, default=["fisher"])
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -68,10 +71,10 @@ def main() -> None:
     table = PrettyTable(["order", "scores, s", "layers of 8 bits", "top-1", "weights, kB"], align="l", hrules=1)
     target = baseline - LOSS
     curves = []
-    for method in ("alone", "fisher"):
+    for method in arguments.methods:
         scores = sensitivity(bank, batches, method, progress=True)
         found = skip_until(bank, top1, target, scores.scores)
-        curves.append(f"``{method}``\n\n::\n\n{str(found).replace(chr(10), chr(10) + '    ').join(('    ', ''))}")
+        curves.append(f"By ``{method}``::\n\n{textwrap.indent(str(found), '    ')}")
         count = sum(found.widths[name] == 8 for name in weights)
         kilobytes = f"{size.of(found.widths) / 1000:.0f}"
         table.add_row(row(f"skip_until by {method}", scores.seconds, count, f"{found.curve[-1].metric:.1f}", kilobytes))
