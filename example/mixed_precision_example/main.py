@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat import convert_export, load_checkpoint, save_checkpoint
-from fxqat.errors import ConfigError
 from fxqat.tools import WidthBank, file_bytes, sensitivity, solve, sweep
 
 WIDTHS = (4, 8)
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         flags = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
         try:
             run(flags)
-        except (ConfigError, OSError) as error:
+        except OSError as error:
             raise UserError(str(error)) from error
 
 

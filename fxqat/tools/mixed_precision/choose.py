@@ -60,7 +60,9 @@ def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
 
     Raises:
         ConfigError: no choice is within the budgets; the message says what the least cost is, of each budget by itself.
+            Or a cost is not of the same widths as the scores.
     """
+    _check(scores, budgets)
     import pulp  # here, because importing it touches the logging of the process
 
     program = pulp.LpProblem("widths", pulp.LpMinimize)
@@ -102,6 +104,26 @@ def choice_of(widths: Mapping[str, int], scores: Scores, costs: Sequence[Cost]) 
     """Some widths with what they lose and cost."""
     score = sum(scores[name][bits] for name, bits in widths.items())
     return Choice(dict(widths), score, {cost.name: cost.of(widths) for cost in costs})
+
+
+def _check(scores: Scores, budgets: Sequence[Budget]) -> None:
+    """Raise if a cost knows other units, or fewer widths of them, than the scores."""
+    for cost, _ in budgets:
+        known: dict[str, set[int]] = {}
+        for row in cost.rows:
+            for name, added in row.single.items():
+                known.setdefault(name, set()).update(added)
+            for (a, b), together in row.pairs.items():
+                for one, other in together:
+                    known.setdefault(a, set()).add(one)
+                    known.setdefault(b, set()).add(other)
+        for name, widths in known.items():
+            if not widths >= set(scores.get(name, {0: 0.0})):
+                given = ", ".join(map(str, scores.get(name, ()))) or "none"
+                raise ConfigError(
+                    f"solve: the cost {cost.name!r} is of {name} at {', '.join(map(str, sorted(widths)))} bits, the "
+                    f"scores at {given}: make both from one bank"
+                )
 
 
 def _least(scores: Scores, budgets: Sequence[Budget]) -> str:

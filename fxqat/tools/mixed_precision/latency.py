@@ -49,11 +49,12 @@ def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = 
         widths = {
             name: _nearest(of, of_weights if bank.units[name].is_weight else of_values) for name, of in stored.items()
         }
+        found = dict.fromkeys(readers, 0.0)
         for name, layer in layer_models(bank, widths, inputs):
-            reader = readers[name]
-            key = name, stored[name][widths[name]], stored[reader][widths[reader]] if reader else None
-            if key not in times:
-                times[key] = _milliseconds(layer, threads or torch.get_num_threads(), runs)
+            found[name] += _milliseconds(layer, threads or torch.get_num_threads(), runs)
+        for name, reader in readers.items():
+            of_reader = stored[reader][widths[reader]] if reader else None
+            times[name, stored[name][widths[name]], of_reader] = found[name]
     single: dict[str, Mapping[int, float]] = {}
     pairs: dict[tuple[str, str], Mapping[tuple[int, int], float]] = {}
     for name, reader in readers.items():
@@ -69,7 +70,7 @@ def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = 
 def layer_models(
     bank: WidthBank, widths: Mapping[str, int], inputs: Sequence[Any]
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Each layer of the exported file as a model of its own, with the name of its weight's unit.
+    """Each call of each layer of the exported file as a model of its own, with the name of its weight's unit.
 
     It reads the integers that the layer reads and gives those that it gives; float values where these are float, or of
     less than 8 bits, which ONNX Runtime does not take from outside.
@@ -82,8 +83,8 @@ def layer_models(
     graph = _Graph(whole)
     for name, unit in bank.units.items():
         if unit.is_weight:
-            node = graph.reader_of_weight(name)
-            yield name, cutter.extract_model([graph.before(node)], [graph.behind(node)])
+            for node in graph.meetings(f"{name}_quantized"):
+                yield name, cutter.extract_model([graph.before(node)], [graph.behind(node)])
 
 
 class _Graph:
@@ -102,12 +103,13 @@ class _Graph:
                 self.constants.update(node.output)
         self.types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
 
-    def reader_of_weight(self, name: str) -> onnx.NodeProto:
-        """The first operation that a weight and a value meet in."""
-        node: onnx.NodeProto = self.readers[name][0]
-        while self.constants.issuperset(node.input):
-            (node,) = self.readers[node.output[0]]
-        return node
+    def meetings(self, constant: str) -> Iterator[onnx.NodeProto]:
+        """The operations in which a constant, or what is made of it, meets a value."""
+        for node in self.readers[constant]:
+            if self.constants.issuperset(node.input):
+                yield from self.meetings(node.output[0])
+            else:
+                yield node
 
     def before(self, node: onnx.NodeProto) -> str:
         """The value that an operation reads, as integers if they can be given from outside."""

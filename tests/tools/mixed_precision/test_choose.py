@@ -62,6 +62,16 @@ def test_without_budgets_each_has_what_loses_least():
     assert found.costs == {}
 
 
+def test_a_cost_of_other_widths_is_refused():
+    scores, (size, _, work) = table(0)
+    less = {name: {bits: loss for bits, loss in losses.items() if bits < 8} for name, losses in scores.items()}
+    assert set(solve(less, [(size, 1e9), (work, 1e9)]).widths.values()) <= {2, 4}
+    with pytest.raises(ConfigError, match="cost 'size' is of layer0 at 2, 4, 8 bits, the scores at 2, 4, 8, 16: make"):
+        solve({name: losses | {16: 0.0} for name, losses in scores.items()}, [(size, 1e9)])
+    with pytest.raises(ConfigError, match="cost 'work' is of layer0 at 2, 4, 8 bits, the scores at none"):
+        solve({name: losses for name, losses in scores.items() if name != "layer0"}, [(work, 1e9)])
+
+
 def test_too_small_a_budget_is_an_error_that_says_the_least():
     scores, (size, peak, _) = table(0)
     least = dict.fromkeys(LAYERS, 2)

@@ -50,3 +50,21 @@ def test_time_of_a_choice(bank, batches):
         assert all(0 < milliseconds < 1000 for milliseconds in times.values())
         assert times[2, 8] == times[4, 8]  # of one type in the file
     assert cost.of(dict.fromkeys(bank.units, 8)) == pytest.approx(sum(times[8, 8] for times in row.pairs.values()))
+
+
+class Twice(nn.Module):
+    """One layer, called for values of two scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(self.layer(x).relu())
+
+
+def test_each_call_of_a_layer_is_timed():
+    x = torch.randn(2, 6)
+    bank = WidthBank(Twice().eval(), [x], (8,), (8,))
+    assert [name for name, _ in layer_models(bank, {}, (x,))] == ["layer.weight"] * 2
+    assert list(layer_latency(bank, (x,), threads=1, runs=2).rows[0].pairs) == [("layer.weight", "relu")]
