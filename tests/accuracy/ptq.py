@@ -88,6 +88,14 @@ class Row:
         return {"extra_qconfig_dict": qconfig, **ends}
 
 
+MIRRORED = Row(
+    *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
+    correct_bias=True,
+    wanted=83.0,
+    images=256,
+    iterations=600,
+    views=2,
+)
 ROWS = (
     Row("ResNet20", "ONNXRuntime", 4, 8, "MinMax"),
     Row("ResNet20", "ONNXRuntime", 4, 8, "MSE"),
@@ -102,39 +110,10 @@ ROWS = (
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MinMax"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0),
-    Row(
-        *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
-        correct_bias=True,
-        wanted=83.0,
-        images=256,
-        iterations=600,
-        views=2,
-    ),
-    Row(
-        *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
-        correct_bias=True,
-        wanted=83.0,
-        images=256,
-        iterations=1000,
-        views=2,
-    ),
-    Row(
-        *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
-        correct_bias=True,
-        wanted=83.0,
-        images=256,
-        iterations=600,
-        views=4,
-    ),
-    Row(
-        *("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop"),
-        correct_bias=True,
-        wanted=83.0,
-        images=256,
-        iterations=600,
-        views=2,
-        ends_at_8=True,
-    ),
+    MIRRORED,
+    replace(MIRRORED, iterations=1000),
+    replace(MIRRORED, views=4),
+    replace(MIRRORED, ends_at_8=True),
     Row("MobileNetV2", "Vitis", 8, 8),
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),

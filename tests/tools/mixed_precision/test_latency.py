@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxqat import convert_export
+from fxqat.tools.mixed_precision import latency
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.latency import layer_latency, layer_models
 
@@ -63,8 +64,10 @@ class Twice(nn.Module):
         return self.layer(self.layer(x).relu())
 
 
-def test_each_call_of_a_layer_is_timed():
+def test_each_call_of_a_layer_is_timed(monkeypatch):
     x = torch.randn(2, 6)
     bank = WidthBank(Twice().eval(), [x], (8,), (8,))
     assert [name for name, _ in layer_models(bank, {}, (x,))] == ["layer.weight"] * 2
-    assert list(layer_latency(bank, (x,), threads=1, runs=2).rows[0].pairs) == [("layer.weight", "relu")]
+    milliseconds = iter([1.0, 2.5])
+    monkeypatch.setattr(latency, "_milliseconds", lambda model, threads, runs: next(milliseconds))
+    assert layer_latency(bank, (x,)).rows[0].pairs == {("layer.weight", "relu"): {(8, 8): 3.5}}
