@@ -112,7 +112,6 @@ ROWS = (
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0),
     MIRRORED,
     replace(MIRRORED, iterations=1000),
-    replace(MIRRORED, views=4),
     replace(MIRRORED, ends_at_8=True),
     Row("MobileNetV2", "Vitis", 8, 8),
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
