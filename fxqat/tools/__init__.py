@@ -5,13 +5,8 @@ from fxqat.tools.correct_bias import correct_bias
 from fxqat.tools.equalize import equalize
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.choose import Choice, solve
-from fxqat.tools.mixed_precision.costs import (
-    activation_peak,
-    average_weight_bits,
-    bit_operations,
-    file_bytes,
-    weight_bytes,
-)
+from fxqat.tools.mixed_precision.costs import average_weight_bits, file_bytes, weight_bytes
+from fxqat.tools.mixed_precision.graph_costs import activation_peak, bit_operations
 from fxqat.tools.mixed_precision.latency import layer_latency
 from fxqat.tools.mixed_precision.pareto import Pareto, sweep
 from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity

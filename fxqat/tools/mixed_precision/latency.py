@@ -23,7 +23,8 @@ from onnx import helper
 
 from fxqat.convert_export import convert_export
 from fxqat.tools.mixed_precision.bank import WidthBank
-from fxqat.tools.mixed_precision.costs import Cost, Row, layer_inputs, stored_bits
+from fxqat.tools.mixed_precision.costs import Cost, Row, stored_bits
+from fxqat.tools.mixed_precision.graph_costs import layer_inputs
 
 WARMUP = 3
 

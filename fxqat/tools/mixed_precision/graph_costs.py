@@ -1,0 +1,191 @@
+"""What widths cost where the graph decides: bit operations, and memory of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.op_table import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
+from fxqat.quantization.ops import identify
+from fxqat.tools.mixed_precision.bank import WidthBank
+from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
+from fxqat.tools.mixed_precision.units import eval_graph
+from fxqat.utils.fx_graph import called_module
+
+FLOAT_BITS = 32
+
+
+def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
+    """Multiply-accumulates times the bits of both factors, of one sample (Wang et al. 2019, HAQ, arXiv:1811.08886).
+
+    Args:
+        bank: of a model; a factor that stays float counts as 32 bits.
+        inputs: of the model.
+    """
+    linear: dict[str, float] = {}
+    macs_of: dict[tuple[str, str], float] = {}
+    fixed = 0.0
+    for factors, macs in _Multiplications(bank, inputs).found:
+        known = sorted(name for name in factors if name is not None)
+        if len(known) == 2:
+            macs_of[known[0], known[1]] = macs_of.get((known[0], known[1]), 0.0) + macs
+        elif known:
+            linear[known[0]] = linear.get(known[0], 0.0) + macs * FLOAT_BITS
+        else:
+            fixed += macs * FLOAT_BITS**2
+    pairs = {
+        (a, b): {(one, other): macs * one * other for one, other in product(bank.widths[a], bank.widths[b])}
+        for (a, b), macs in macs_of.items()
+    }
+    row = Row(per_bit(bank, linear).single, pairs, fixed)
+    return Cost("bit operations", "operations", (row,))
+
+
+def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
+    """The most memory that values take at one time, of one sample, if each is freed after its last reader.
+
+    While an operation runs, its operands, its result and all that is read later are there. What only moves or reshapes
+    values reads them in place; so does an activation function that alone reads a value before it is rounded: both are
+    computed at once.
+
+    Args:
+        bank: of a model; what stays float counts as 32 bits.
+        inputs: of the model.
+    """
+    return Cost("activations", "bytes", tuple(_undominated(_Sizes(bank, inputs).cuts())))
+
+
+def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
+    """For each unit of a weight, the unit of the values that its layer reads; None if these are float."""
+    layers = [node for node in eval_graph(bank.model).nodes if isinstance(called_module(node), QATLayer)]
+    return {f"{node.target}.weight": _unit_of(bank, node.args[0]) for node in layers}
+
+
+def _unit_of(bank: WidthBank, value: object) -> str | None:
+    """The unit that a value is rounded by, looking through what only moves values; None if it is float."""
+    while isinstance(value, fx.Node):
+        if isinstance(called_module(value), FakeQuantizeBase):
+            return next(unit.name for unit in bank.units.values() if unit.path == value.target)
+        if not _moves(value):
+            return None
+        value = value.args[0]
+    return None
+
+
+class _Run(fx.Interpreter):
+    """One run of the graph that is deployed, with all fake-quants off."""
+
+    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
+        super().__init__(bank.model, graph=eval_graph(bank.model))
+        self.bank = bank
+        self.samples = next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim())
+        with torch.no_grad():
+            self.run(*inputs)
+
+
+class _Multiplications(_Run):
+    """Counts multiply-accumulates by the units of their factors.
+
+    Attributes:
+        found: ``((unit, unit), multiply-accumulates of a sample)`` of each operation that multiplies matrices.
+    """
+
+    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
+        self.found: list[tuple[tuple[str | None, str | None], float]] = []
+        super().__init__(bank, inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and count."""
+        from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
+
+        is_layer = isinstance(called_module(n), QATLayer)
+        if not is_layer and identify(n).family != MATMUL:
+            return super().run_node(n)
+        with FlopCounterMode(display=False) as counter:
+            result = super().run_node(n)
+        weight = f"{n.target}.weight" if is_layer else _unit_of(self.bank, n.args[1])
+        factors = weight, _unit_of(self.bank, n.args[0])
+        self.found.append((factors, counter.get_total_flops() / 2 / self.samples))
+        return result
+
+
+class _Sizes(_Run):
+    """Notes how many values each node gives for a sample."""
+
+    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
+        self.sizes: dict[fx.Node, float] = {}
+        super().__init__(bank, inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node and note its size."""
+        result = super().run_node(n)
+        if isinstance(result, Tensor) and n.op != "get_attr":
+            self.sizes[n] = result.numel() / self.samples
+        return result
+
+    def cuts(self) -> list[Row]:
+        """What is in memory while each operation runs."""
+        nodes = [node for node in self.graph.nodes if node in self.sizes or node.op == "output"]
+        owner: dict[fx.Node, fx.Node] = {}  # whose memory a node's value is in
+        last: dict[fx.Node, int] = {}
+        rounded: dict[fx.Node, str] = {}
+        for i, node in enumerate(nodes):
+            source = node.args[0] if (_moves(node) or _at_once(node)) and node.args else None
+            owner[node] = owner.get(source, node) if isinstance(source, fx.Node) else node
+            last[owner[node]] = i
+            for read in node.all_input_nodes:
+                if read in owner:
+                    last[owner[read]] = i
+            if isinstance(called_module(node), FakeQuantizeBase):
+                rounded.setdefault(owner[node], str(_unit_of(self.bank, node)))
+        rows = []
+        for i, node in enumerate(nodes):
+            there = [other for other in nodes[: i + 1] if owner[other] is other and last[other] >= i]
+            if owner[node] is node and node.op != "output":
+                linear: dict[str, float] = {}
+                for other in there:
+                    if other in rounded:
+                        linear[rounded[other]] = linear.get(rounded[other], 0.0) + self.sizes[other] / 8
+                fixed = sum(self.sizes[other] for other in there if other not in rounded) * FLOAT_BITS / 8
+                rows.append(per_bit(self.bank, linear, fixed))
+        return rows
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a node's value is that of its first argument, rounded or in another shape."""
+    return isinstance(called_module(node), FakeQuantizeBase) or identify(node).family in (IDENTITY, PASS_THROUGH)
+
+
+def _at_once(node: fx.Node) -> bool:
+    """Whether it is an activation function of a value that nothing else reads, not even a quantizer."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or source.op == "placeholder" or len(source.users) > 1:
+        return False
+    return not isinstance(called_module(source), FakeQuantizeBase) and identify(node).family == ACTIVATION
+
+
+def _undominated(rows: Sequence[Row]) -> list[Row]:
+    """Those that no other row is at least as large as, whatever the choice."""
+    kept: list[Row] = []
+    for row in sorted(rows, key=_most, reverse=True):
+        if not any(
+            other.fixed >= row.fixed
+            and all(name in other.single and _most_of(other, name) >= _most_of(row, name) for name in row.single)
+            for other in kept
+        ):
+            kept.append(row)
+    return kept
+
+
+def _most_of(row: Row, name: str) -> float:
+    return max(row.single[name].values())
+
+
+def _most(row: Row) -> float:
+    return row.fixed + sum(_most_of(row, name) for name in row.single)
