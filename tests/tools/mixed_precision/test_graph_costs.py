@@ -26,9 +26,11 @@ def test_an_activation_function_is_computed_with_what_it_reads():
             y = self.a(x)
             return (self.b(y) + y).relu()
 
-    bank = WidthBank(Residual().eval(), [torch.randn(2, 3, 4, 4)], (8,), (8,))
-    # a and b and their sum, which is rounded behind the ReLU, in 8 bits each
-    assert activation_peak(bank, (torch.randn(2, 3, 4, 4),)).of(dict.fromkeys(bank.units, 8)) == 3 * 8 * 16
+    bank = WidthBank(Residual().eval(), [torch.randn(2, 3, 4, 4)], (8,), (2, 8))
+    cost, widths = activation_peak(bank, (torch.randn(2, 3, 4, 4),)), dict.fromkeys(bank.units, 8)
+    # a and b and their sum, which is rounded behind the ReLU
+    assert cost.of(widths) == (1 + 1 + 1) * 8 * 16
+    assert cost.of(widths | {"relu": 2}) == (1 + 1 + 2 / 8) * 8 * 16
 
 
 class Chain(nn.Module):
