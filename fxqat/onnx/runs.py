@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import onnx
@@ -74,15 +75,30 @@ def run(
     Raises:
         ExportError: ONNX Runtime cannot load or run the model.
     """
+    with explained():
+        session = open_session(model, level)
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def open_session(
+    model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int | None = None
+) -> ort.InferenceSession:
+    """A session on the CPU whose threads sleep while they wait; by default as many as ONNX Runtime takes."""
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.log_severity_level = 3
+    options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Make what ONNX Runtime raises inside an :class:`ExportError`: its errors have no common base of their own."""
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        names = [value.name for value in session.get_outputs()]
-        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
-    except Exception as cause:  # onnxruntime's errors have no common base of their own
+        yield
+    except Exception as cause:
         raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}") from cause
 
 

@@ -22,6 +22,8 @@ import torch
 from onnx import helper
 
 from fxqat.convert_export import convert_export
+from fxqat.errors import ExportError
+from fxqat.onnx.runs import explained, open_session
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, stored_bits
 from fxqat.tools.mixed_precision.graph_costs import layer_inputs
@@ -140,11 +142,16 @@ class _Graph:
 
 
 def _milliseconds(model: onnx.ModelProto, threads: int, runs: int) -> float:
-    """The median of some runs."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    """The median of some runs; without optimizations where these break the model."""
+    try:
+        return _timed(model, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, threads, runs)
+    except ExportError:
+        return _timed(model, ort.GraphOptimizationLevel.ORT_DISABLE_ALL, threads, runs)
+
+
+@explained()
+def _timed(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int, runs: int) -> float:
+    session = open_session(model, level, threads)
     (value,) = model.graph.input
     tensor = value.type.tensor_type
     shape = [dimension.dim_value for dimension in tensor.shape.dim]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxqat import convert_export
+from fxqat.errors import ExportError
 from fxqat.tools.mixed_precision import latency
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.latency import layer_latency, layer_models
@@ -71,3 +72,16 @@ def test_each_call_of_a_layer_is_timed(monkeypatch):
     milliseconds = iter([1.0, 2.5])
     monkeypatch.setattr(latency, "_milliseconds", lambda model, threads, runs: next(milliseconds))
     assert layer_latency(bank, (x,)).rows[0].pairs == {("layer.weight", "relu"): {(8, 8): 3.5}}
+
+
+def test_what_the_optimizer_breaks_is_timed_without_it():
+    """Integers of 4 bits and symmetric int8 values before a Linear on a 3-D input: see `run_optimized`."""
+    x = torch.randn(2, 5, 6)
+    bank = WidthBank(nn.Linear(6, 4).eval(), [x], (4, 8), (8,), backend="TSQAT")
+    widths = {name: 4 if unit.is_weight else 8 for name, unit in bank.units.items()}
+    ((_, layer),) = layer_models(bank, widths, (x,))
+    with pytest.raises(ExportError, match="ONNX Runtime .* cannot run the exported model"):
+        latency._timed(layer, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, 1, 1)
+    ((_, times),) = layer_latency(bank, (x,), threads=1, runs=5).rows[0].pairs.items()
+    assert set(times) == {(4, 8), (8, 8)}
+    assert all(0 < milliseconds < 1000 for milliseconds in times.values())
