@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fxqat
+from fxqat.fake_quantize.state import named_fake_quants
 
 PARAMETERS = {  # millions, of the published models: the releases' tables, at 80 classes
     "v3.0": {"s": 7.5, "m": 21.8, "l": 47.8, "x": 89.0},
@@ -65,6 +66,17 @@ def test_the_whole_model_is_quantized_but_for_its_post_processing(yolo, generati
     assert (boxes - expected).abs().median() < 1e-3
     names = [output.name for output in ort.InferenceSession(path).get_outputs()]
     assert names == (["boxes"] if with_decode else ["map_8", "map_16", "map_32"])
+
+
+@pytest.mark.parametrize("backend", [backend.name for backend in fxqat.BackendType])
+def test_the_configuration_of_the_example_fits_every_backend(yolo, backend):
+    gm = sys.modules["detector"].prepared(yolo("n", 2), {"img": 64, "backend": backend, "quant_config": None})
+    quants = dict(named_fake_quants(gm))
+    weights = [quants.pop(f"model.24.m.{i}.weight_fake_quant") for i in range(3)]
+    assert {type(quant.observer).__name__ for quant in weights} == {"MSEObserver"}
+    ranges = [quant.scheme.fixed_range for name, quant in quants.items() if name.startswith("model_24_")]
+    assert ranges in ([(-8.0, 8.0)] * 3, [])
+    assert ranges or backend != "TSQAT"
 
 
 def test_boxes_are_where_the_maps_say(yolo):
