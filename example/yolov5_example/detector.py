@@ -16,33 +16,29 @@ from weights import build_for, read_weights
 
 from fxqat import convert_export, load_checkpoint, prepare_by_platform
 from fxqat.convert_export import ExportReport
-from fxqat.scheme import QConfig
 
 BOXES, MAPS = "boxes", [f"map_{stride}" for stride in STRIDES]
 ABOUT = "yolov5_example"  # key of an ONNX file's metadata
 
 
-def finer(path: str, current: QConfig) -> dict[str, Any] | None:
-    """An override: ranges of weights have the least squared error, and maps, where they are quantized, end at 8.
+MAPS_IN_INTEGERS = ("TSQAT", "Experimental", "QNN", "QNN_A16", "Vitis")
+"""Backends that quantize the maps; on others the last layers give float values, or are float where that is faster."""
 
-    Beyond 8 the sigmoid of a map's value is within 0.0004 of 0 or 1.
+
+def default_config(backend: str) -> dict[str, Any]:
+    """The configuration without ``--quant-config``.
+
+    Few epochs find no better BatchNorm statistics than the float model's. Ranges have the least squared error, that of
+    values over one histogram of all pictures: in the first layers rare values, at edges, are 20 times the deviation,
+    and the widest of the ranges of all batches (MSE) is too wide for the rest. Beyond 8 the sigmoid of a map's value is
+    within 0.0004 of 0 or 1.
     """
-    changes: dict[str, Any] = {"weight": {"observer": "MSE"}} if current.weight is not None else {}
-    if path.startswith("model.24.m.") and current.output is not None:
-        changes["value"] = {"fixed_range": (-8.0, 8.0)}
-    return changes or None
-
-
-QUANT_CONFIG = {
-    "bn_mode": "freeze",
-    "extra_qconfig_dict": {"a_observer": "HistogramL2"},
-    "overrides": [finer],
-}
-"""Few epochs find no better BatchNorm statistics than the float model's; ranges have the least squared error.
-
-That of values is over one histogram of all pictures. In the first layers rare values, at edges, are 20 times the
-deviation; the widest of the ranges of all batches (MSE) is too wide for the rest.
-"""
+    ends = {"match": {"module": "model.24.m.*"}, "value": {"fixed_range": [-8.0, 8.0]}}
+    return {
+        "bn_mode": "freeze",
+        "extra_qconfig_dict": {"w_observer": "MSE", "a_observer": "HistogramL2"},
+        "overrides": [ends] if backend in MAPS_IN_INTEGERS else [],
+    }
 
 
 class Detector:
@@ -109,14 +105,12 @@ def open_detector(path: Path, device: torch.device, optimize: bool = True) -> De
     return TorchDetector(model.to(device), model.num_classes, names, device)
 
 
-def prepared(model: Yolo, options: dict[str, object]) -> nn.Module:
-    """The model with its fake-quants; `options` are those of the training, by name.
-
-    Without a configuration it is `QUANT_CONFIG`.
-    """
+def prepared(model: Yolo, options: dict[str, Any]) -> nn.Module:
+    """The model with its fake-quants; `options` are those of the training, by name."""
     example = torch.zeros(1, 3, options["img"], options["img"], device=next(model.parameters()).device)
-    config = options["quant_config"] or QUANT_CONFIG
-    return prepare_by_platform(model, options["backend"], config, example_inputs=(example,))
+    backend = options["backend"]
+    config = options["quant_config"] or default_config(backend)
+    return prepare_by_platform(model, backend, config, example_inputs=(example,))
 
 
 def export(

@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hyp", type=Path, metavar="FILE", help="YAML of learning rate, loss, augmentation (default: hyp/*.yaml)")
     add("--quantize", action="store_true", default=None, help="quantization-aware training, and export")
     add("--backend", choices=[backend.name for backend in BackendType], help="whom to quantize for (default: TSQAT)")
-    add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: detector.QUANT_CONFIG)")
+    add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: in detector.py)")
     add("--calib-pictures", type=integer(1), help="pictures to calibrate with (default: 64)")
     add("--distill", action="store_true", default=None, help="learn from the float model (labels, too, by --hyp)")
     add("--amp", action="store_true", default=None, help="automatic mixed precision")
