@@ -19,8 +19,6 @@ from fxqat.convert_export import ExportReport
 
 BOXES, MAPS = "boxes", [f"map_{stride}" for stride in STRIDES]
 ABOUT = "yolov5_example"  # key of an ONNX file's metadata
-
-
 MAPS_IN_INTEGERS = ("TSQAT", "Experimental", "QNN", "QNN_A16", "Vitis")
 """Backends that quantize the maps; on others the last layers give float values, or are float where that is faster."""
 
