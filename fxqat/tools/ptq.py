@@ -48,7 +48,7 @@ def ptq(
         prepare_custom_config_dict: the same.
         equalize: equalize consecutive layers and absorb high biases.
         replace_relu6: for the equalization, make each ReLU6 between two layers a ReLU.
-        reconstruct: ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a setting of one's own.
+        reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a setting of one's own.
         correct_bias: correct the bias of every layer.
         progress: show a progress bar.
 

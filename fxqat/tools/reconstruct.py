@@ -2,6 +2,8 @@
 
 One loop, of which the published methods are settings (:data:`METHODS`):
 
+* GPTQ: each layer by itself, without a loop: what the rounding of a weight takes away is made up for by the others.
+  Frantar et al. 2022 (arXiv:2210.17323), see :mod:`fxqat.tools.gptq`;
 * AdaRound: each layer by itself, the rounding of its weights is learned. Nagel et al. 2020 (arXiv:2004.10568),
   equations 21 to 25;
 * BRECQ: blocks instead of layers, and the scales of activations are learned, too. Li et al. 2021 (arXiv:2102.05426),
@@ -16,13 +18,14 @@ So the biases of a segment can be corrected (``fxqat.tools.correct_bias``) befor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
@@ -31,13 +34,15 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.correct_bias import channel_means, require_float_biases, shift_means
-from fxqat.tools.rounding import Reconstruction, learn
+from fxqat.tools.gptq import compensated
+from fxqat.tools.rounding import Reconstruction, learn, write_folded
 from fxqat.tools.segments import Segment, Values, inputs_of, needed_after, split
 from fxqat.utils.modes import eval_mode
 from fxqat.utils.tensors import flatten_tensors
 
 METHODS: Mapping[str, Reconstruction] = MappingProxyType(
     {
+        "GPTQ": Reconstruction(max_layers=1, gptq=True, iterations=0),
         "AdaRound": Reconstruction(max_layers=1, scale_lr=0.0),
         "BRECQ": Reconstruction(),
         "QDrop": Reconstruction(drop=0.5),
@@ -54,7 +59,7 @@ def reconstruct(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, tuple[float, float]]:
-    """Learn the rounding of weights, and the scales of activations, on unlabelled data. In place.
+    """Choose the rounding of weights, and the scales of activations, on unlabelled data. In place.
 
     Args:
         gm: a prepared and calibrated model; afterwards its fake-quants are on and it is in the mode it was in.
@@ -65,7 +70,7 @@ def reconstruct(
         progress: show a progress bar.
 
     Returns:
-        For each segment that was learned, by the path of its last layer: the mean squared error of what it gives,
+        For each segment with weights, by the path of its last layer: the mean squared error of what it gives,
         relative to the float model's mean square, before and after.
 
     Raises:
@@ -92,13 +97,28 @@ def reconstruct(
             if segment.layers:
                 means = channel_means(segment, exact, quantized=False) if correct_bias else {}
                 before = _error(segment, rounded, targets)
-                shift_means(segment, rounded, means)
-                learn(segment, exact, rounded, targets, setting, generator)
-                shift_means(segment, rounded, means)
+                if setting.gptq:
+                    _compensate(segment, exact, rounded, means, setting.damping)
+                else:
+                    shift_means(segment, rounded, means)
+                if setting.iterations:
+                    learn(segment, exact, rounded, targets, setting, generator)
+                    shift_means(segment, rounded, means)
                 found[list(segment.layers)[-1]] = (before, _error(segment, rounded, targets))
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
     return found
+
+
+def _compensate(
+    segment: Segment, exact: list[Values], rounded: list[Values], means: Mapping[str, Tensor], damping: float
+) -> None:
+    """GPTQ of the layers of a segment, one behind the other; each bias is corrected before the next one is done."""
+    reference = copy.deepcopy(segment)
+    for path, layer in segment.layers.items():
+        weight = compensated(segment, path, reference, rounded, exact, damping, centred=path in means)
+        write_folded(layer, weight)
+        shift_means(segment, rounded, {path: means[path]} if path in means else {})
 
 
 def _setting(method: str | Reconstruction) -> Reconstruction:

@@ -26,7 +26,9 @@ class Reconstruction:
 
     Args:
         max_layers: weighted layers in a segment, see :func:`fxqat.tools.segments.split`; 1 is layer by layer.
-        iterations: steps for each segment, of one batch each.
+        gptq: make up for the rounding of each weight by the others first (:mod:`fxqat.tools.gptq`).
+        damping: of that, as a part of the mean square of what a layer reads.
+        iterations: steps for each segment, of one batch each; 0, with ``gptq`` only: nothing is learned.
         rounding_lr: learning rate of the rounding variables (Adam).
         scale_lr: learning rate of activation scales, as a part of each scale; 0: they are not learned.
         drop: probability that an activation stays float in a step, to 1/256; 0 only if it is 0.
@@ -40,6 +42,8 @@ class Reconstruction:
     """
 
     max_layers: int = 6
+    gptq: bool = False
+    damping: float = 0.01
     iterations: int = 1000
     rounding_lr: float = 3e-2
     scale_lr: float = 1e-3
@@ -51,10 +55,15 @@ class Reconstruction:
     def __post_init__(self) -> None:
         if not (0.0 <= self.drop <= 1.0 and 0.0 <= self.warmup < 1.0):
             raise ConfigError(f"drop must be in [0, 1] and warmup in [0, 1), got {self.drop} and {self.warmup}")
-        if not (self.iterations >= 1 and self.rounding_lr > 0 and self.scale_lr >= 0 and self.regularization >= 0):
+        if not (self.iterations >= (0 if self.gptq else 1) and self.damping > 0):
             raise ConfigError(
-                "iterations and rounding_lr must be positive, scale_lr and regularization not negative, got "
-                f"{self.iterations}, {self.rounding_lr}, {self.scale_lr} and {self.regularization}"
+                "iterations (at least 1, or 0 with gptq=True) and damping must be positive, got "
+                f"{self.iterations} and {self.damping}"
+            )
+        if not (self.rounding_lr > 0 and self.scale_lr >= 0 and self.regularization >= 0):
+            raise ConfigError(
+                "rounding_lr must be positive, scale_lr and regularization not negative, got "
+                f"{self.rounding_lr}, {self.scale_lr} and {self.regularization}"
             )
 
     def rest_at(self, step: int) -> float:
@@ -128,12 +137,16 @@ def _softened(layer: QATLayer) -> Iterator[AdaRoundFakeQuantize]:
         yield soft
     finally:
         layer.weight_fake_quant = quant
-    with torch.no_grad():
-        learned = soft.rounded()
-        if layer.bn is not None:
-            factor = layer.op.per_output_channel(bn_factor(layer.bn), learned)
-            learned = torch.where(factor == 0, layer.weight, learned / factor)
-        layer.weight.copy_(learned)
+    write_folded(layer, soft.rounded())
+
+
+@torch.no_grad()
+def write_folded(layer: QATLayer, weight: Tensor) -> None:
+    """Make a layer's weight one that, folded with its BatchNorm, is a given one."""
+    if layer.bn is not None:
+        factor = layer.op.per_output_channel(bn_factor(layer.bn), weight)
+        weight = torch.where(factor == 0, layer.weight, weight / factor)
+    layer.weight.copy_(weight)
 
 
 def _scales(segment: Segment) -> list[Tensor]:

@@ -127,11 +127,11 @@ def test_a_reconstructed_model_is_exported(tmp_path):
 
 
 def test_methods():
-    assert set(METHODS) == {"AdaRound", "BRECQ", "QDrop"}
+    assert set(METHODS) == {"GPTQ", "AdaRound", "BRECQ", "QDrop"}
     assert METHODS["AdaRound"].max_layers == 1
     assert METHODS["AdaRound"].scale_lr == METHODS["BRECQ"].drop == 0
     gm, batches = low_bit()
-    with pytest.raises(ConfigError, match="unknown reconstruction 'Adaround'; known: AdaRound, BRECQ, QDrop"):
+    with pytest.raises(ConfigError, match="unknown reconstruction 'Adaround'; known: GPTQ, AdaRound, BRECQ, QDrop"):
         reconstruct(gm, batches, "Adaround")
     with pytest.raises(ConfigError, match="at least one batch"):
         reconstruct(gm, [])
