@@ -121,9 +121,9 @@ def rows(op: WeightedOp, weight: Tensor) -> Tensor:
     """A weight as matrices, ``(groups, out_channels / groups, inputs of one output)``."""
     groups = int(op.arguments.get("groups", 1))
     if op.layer in TRANSPOSED:
-        weight = weight.unflatten(0, (groups, -1)).transpose(1, 2)
-        return weight.flatten(2)
-    return weight.unflatten(0, (groups, -1)).flatten(2)
+        channels, inputs = weight.shape[1], weight.shape[0] // groups
+        return weight.reshape(groups, inputs, channels, -1).transpose(1, 2).flatten(2)
+    return weight.reshape(groups, weight.shape[0] // groups, -1)
 
 
 def from_rows(op: WeightedOp, matrices: Tensor, shape: torch.Size) -> Tensor:
