@@ -22,7 +22,7 @@ from prettytable import PrettyTable
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fxqat.tools import ptq
+from fxqat.tools import Reconstruction, ptq
 from fxqat.tools.reconstruct import METHODS
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,6 +53,7 @@ class Row:
         views: of each of them; 2: with its mirror image.
         iterations: of the reconstruction, for each segment.
         ends_at_8: the weights of the first and of the last layer have 8 bits, as where reconstruction is published.
+        after_gptq: what the method learns begins with what GPTQ gives.
     """
 
     model: str
@@ -68,11 +69,19 @@ class Row:
     iterations: int = 0
     views: int = 1
     ends_at_8: bool = False
+    after_gptq: bool = False
 
     def __post_init__(self) -> None:
         """Fill in the numbers that most rows have."""
         object.__setattr__(self, "images", self.images or IMAGES[self.model])
         object.__setattr__(self, "iterations", (self.iterations or 200) if self.method in LEARNED else 0)
+
+    def reconstruction(self) -> Reconstruction | None:
+        """The setting of its method."""
+        if not self.method:
+            return None
+        setting = METHODS[self.method]
+        return replace(setting, iterations=self.iterations, gptq=setting.gptq or self.after_gptq)
 
     def config(self) -> dict[str, Any]:
         """The ``prepare_custom_config_dict``."""
@@ -108,8 +117,10 @@ ROWS = (
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "AdaRound"),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "BRECQ"),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", wanted=86.0),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", wanted=86.0, after_gptq=True),
     Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "GPTQ", correct_bias=True),
     Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "QDrop"),
+    Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "QDrop", after_gptq=True),
     Row("MobileNetV2", "ONNXRuntime", 8, 8, wanted=86.5),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MinMax"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE"),
@@ -119,6 +130,7 @@ ROWS = (
     MIRRORED,
     replace(MIRRORED, iterations=1000),
     replace(MIRRORED, ends_at_8=True),
+    replace(MIRRORED, after_gptq=True),
     Row("MobileNetV2", "Vitis", 8, 8),
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),
@@ -183,9 +195,8 @@ def run(arguments: argparse.Namespace) -> None:
         if which not in tasks:
             tasks[which] = load(*which, arguments.data)
         task = tasks[which]
-        method = replace(METHODS[row.method], iterations=row.iterations) if row.method else None
         start = time.perf_counter()
-        options = {"equalize": row.equalize, "reconstruct": method, "correct_bias": row.correct_bias}
+        options = {"equalize": row.equalize, "reconstruct": row.reconstruction(), "correct_bias": row.correct_bias}
         batches = [view for x in task.batches for view in views(x, row.views)]
         gm = ptq(task.model, batches, row.backend, row.config(), **options, progress=True)
         seconds = time.perf_counter() - start
@@ -216,7 +227,12 @@ def report(arguments: argparse.Namespace) -> None:
         images = f"{row.images} x {row.views}" if row.views > 1 else row.images
         figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.wanted or "", images]
         figures += [row.iterations or "", f"{result['seconds']:.0f}"]
-        flags = {"equalized": row.equalize, row.method: row.method, "bias corrected": row.correct_bias}
+        flags = {
+            "equalized": row.equalize,
+            "GPTQ": row.after_gptq,
+            row.method: row.method,
+            "bias corrected": row.correct_bias,
+        }
         steps = ", ".join(step for step, done in flags.items() if done)
         table.add_row([row.model, row.backend, bits, row.observer or "backend's", steps, *figures])
     text = f"""Accuracy without training
