@@ -11,20 +11,37 @@ float model and ``X'`` what it reads in the quantized one, columns being samples
 Columns go by falling ``H_jj``. The second line makes it a GPTQ towards what the float model gives, from what the
 quantized layers before leave; Li et al. 2025 (GPTAQ, arXiv:2504.02692) have the same aim column by column.
 Where the biases are corrected afterwards, ``X`` and ``X'`` are taken without their means.
+
+Of each scale some multiples (:data:`FACTORS`) are tried, and that is taken which leaves the least error, which is
+``(Q - W*) H (Q - W*)^T`` for the integers of a row times their scale, ``Q``. Behind that, each column is rounded again
+where the error is least with all others as they are (coordinate descent, Behdin et al. 2023, arXiv:2309.01885,
+equation 8)::
+
+    w_j = q_j - ((Q - W*) H)_j / H_jj
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fxqat.fake_quantize.functional import per_axis
+from fxqat.fake_quantize.functional import per_axis, valid_scale
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.weighted import TRANSPOSED, WeightedOp
+from fxqat.tools.matrices import columns, from_rows, rows, summed_along
 from fxqat.tools.segments import Segment, Values
+
+FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
+"""What a scale is multiplied by; of equal errors the first is taken."""
+
+PASSES = 2
+"""Of the coordinate descent, through all columns."""
+
+BLOCK = 64
+"""Columns after which those behind them are updated, all at once (section 3.3, step 2)."""
 
 
 @torch.no_grad()
@@ -36,8 +53,8 @@ def compensated(
     exact: Sequence[Values],
     damping: float,
     centred: bool,
-) -> Tensor:
-    """The folded weight of a layer that, rounded to the nearest, is what GPTQ gives.
+) -> tuple[Tensor, Tensor]:
+    """The folded weight of a layer that, rounded to the nearest, is what was found, and its scale.
 
     Args:
         segment: a calibrated one, in which the layers before this one are done.
@@ -49,10 +66,11 @@ def compensated(
         centred: whether the layer's bias is corrected afterwards.
 
     Returns:
-        The weight of which each element is as it was when it was rounded, of the weight's shape.
+        The weight of which each element is as it was when it was rounded, of the weight's shape, and the scale in use,
+        of the scale's shape.
     """
     layer = segment.layers[path]
-    op, (weight, _) = layer.op, layer.folded()
+    op, (weight, _), quant = layer.op, layer.folded(), layer.weight_fake_quant
     samples = _samples(segment, path, rounded, quantized=True)
     references = _samples(reference, path, exact, quantized=False)
     count = 0
@@ -65,86 +83,123 @@ def compensated(
         mean, shift = mean + x.double().sum(-1, keepdim=True), shift + missing.double().sum(-1, keepdim=True)
     if centred:
         gram, cross = gram - mean @ mean.mT / count, cross - shift @ mean.mT / count
-    scale, zero_point = layer.weight_fake_quant.qparams()
-    axis = layer.weight_fake_quant.axis
-    step, zero = (rows(op, per_axis(t, weight.dim(), axis).expand_as(weight)) for t in (scale, zero_point))
-    scheme = layer.weight_fake_quant.scheme
-    found = gptq(
-        *(rows(op, weight).double(), gram / count, cross / count, damping),
-        *(step[..., :1].double(), zero[..., :1].double(), scheme.quant_min, scheme.quant_max),
-    )
-    return from_rows(op, found, weight.shape).to(weight.dtype)
+    error = Error.of(rows(op, weight).double(), gram / count, cross / count, damping)
+    scale, zero_point = quant.qparams()
+
+    def grid(scale: Tensor) -> Grid:
+        values = (per_axis(t, weight.dim(), quant.axis).expand_as(weight) for t in (scale, zero_point))
+        step, zero = (rows(op, t)[..., :1].double() for t in values)
+        return Grid(step, zero, quant.scheme.quant_min, quant.scheme.quant_max)
+
+    scales = torch.stack([valid_scale(scale * factor, quant.scale_bits) for factor in FACTORS])
+    left = [error.left(gptq(error, values), values) for values in map(grid, scales)]
+    axis = quant.axis if scale.dim() else None
+    best = torch.stack([summed_along(op, values, weight.shape, axis) for values in left]).argmin(0)
+    scale = scales.gather(0, best[None])[0]
+    found = descended(error, gptq(error, grid(scale)), grid(scale))
+    return from_rows(op, found, weight.shape).to(weight.dtype), scale
 
 
-def gptq(
-    weight: Tensor,
-    gram: Tensor,
-    cross: Tensor,
-    damping: float,
-    scale: Tensor,
-    zero_point: Tensor,
-    quant_min: int,
-    quant_max: int,
-) -> Tensor:
-    """GPTQ of some matrices.
+@dataclass(frozen=True)
+class Grid:
+    """The values that the rows of some matrices can take.
 
     Args:
-        weight: ``(groups, rows, columns)``.
-        gram: ``X' X'^T``, ``(groups, columns, columns)``.
-        cross: ``(X - X') X'^T``, of the same shape.
-        damping: as a part of the mean of the gram's diagonal.
         scale: ``(groups, rows, 1)``.
         zero_point: of the same shape.
         quant_min: the smallest integer.
         quant_max: the largest one.
-
-    Returns:
-        ``(groups, rows, columns)``: each weight as it was when it was rounded.
     """
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    damped = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
-    gram = gram + torch.diag_embed(damped.expand_as(diagonal))
-    weight = weight + torch.linalg.solve(gram, (weight @ cross).mT).mT
-    order = diagonal.argsort(-1, descending=True)
-    weight = weight.gather(-1, order[:, None, :].expand_as(weight))
-    gram = gram.gather(-1, order[:, None, :].expand_as(gram)).gather(-2, order[:, :, None].expand_as(gram))
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
-    for j in range(weight.shape[-1]):
-        column = weight[..., j : j + 1]
-        integers = torch.clamp(torch.round(column / scale) + zero_point, quant_min, quant_max)
-        error = (column - (integers - zero_point) * scale) / upper[:, j : j + 1, j : j + 1]
-        weight[..., j + 1 :] -= error * upper[:, j : j + 1, j + 1 :]
-    return torch.empty_like(weight).scatter_(-1, order[:, None, :].expand_as(weight), weight)
+
+    scale: Tensor
+    zero_point: Tensor
+    quant_min: int
+    quant_max: int
+
+    def nearest(self, weight: Tensor) -> Tensor:
+        """The nearest value of each element of ``(groups, rows, any)``."""
+        integers = torch.clamp(torch.round(weight / self.scale) + self.zero_point, self.quant_min, self.quant_max)
+        return (integers - self.zero_point) * self.scale
 
 
-def rows(op: WeightedOp, weight: Tensor) -> Tensor:
-    """A weight as matrices, ``(groups, out_channels / groups, inputs of one output)``."""
-    groups = int(op.arguments.get("groups", 1))
-    if op.layer in TRANSPOSED:
-        channels, inputs = weight.shape[1], weight.shape[0] // groups
-        return weight.reshape(groups, inputs, channels, -1).transpose(1, 2).flatten(2)
-    return weight.reshape(groups, weight.shape[0] // groups, -1)
+@dataclass(frozen=True)
+class Error:
+    """The mean squared error of what some matrices give, as a function of the matrices.
 
-
-def from_rows(op: WeightedOp, matrices: Tensor, shape: torch.Size) -> Tensor:
-    """The weight of some matrices, of a shape but for its number of output channels."""
-    groups, channels, _ = matrices.shape
-    if op.layer in TRANSPOSED:
-        return matrices.reshape(groups, channels, shape[0] // groups, *shape[2:]).transpose(1, 2).flatten(0, 1)
-    return matrices.reshape(groups * channels, *shape[1:])
-
-
-def columns(op: WeightedOp, weight: Tensor, x: Tensor) -> Tensor:
-    """What a layer multiplies its weight by, ``(groups, inputs of one output, samples)``.
-
-    It is what the layer gives with the identity for its matrices.
+    Args:
+        wanted: where it is least, ``W*``, ``(groups, rows, columns)``.
+        gram: ``H``, damped, ``(groups, columns, columns)``.
+        order: of the columns in GPTQ, ``(groups, columns)``.
+        upper: ``U`` of the columns in this order, of the gram's shape.
     """
-    groups, _, inputs = rows(op, weight).shape
-    identity = torch.eye(inputs, dtype=x.dtype, device=x.device).expand(groups, -1, -1)
-    y = op(x, from_rows(op, identity, weight.shape), None)
-    y = y.movedim(-1 if weight.dim() == 2 else 1 - weight.dim(), 0)
-    found: Tensor = y.reshape(groups, inputs, -1)
-    return found
+
+    wanted: Tensor
+    gram: Tensor
+    order: Tensor
+    upper: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Error:
+        """The error of some float matrices.
+
+        Args:
+            weight: ``(groups, rows, columns)``.
+            gram: ``X' X'^T``, ``(groups, columns, columns)``.
+            cross: ``(X - X') X'^T``, of the same shape.
+            damping: as a part of the mean of the gram's diagonal.
+        """
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        damped = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+        gram = gram + torch.diag_embed(damped.expand_as(diagonal))
+        order = diagonal.argsort(-1, descending=True)
+        ordered = gram.gather(-1, order[:, None, :].expand_as(gram)).gather(-2, order[:, :, None].expand_as(gram))
+        upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True)
+        return cls(weight + torch.linalg.solve(gram, (weight @ cross).mT).mT, gram, order, upper)
+
+    def left(self, weight: Tensor, grid: Grid) -> Tensor:
+        """What is left of it when a weight is rounded, ``(groups, rows)``."""
+        distance = grid.nearest(weight) - self.wanted
+        return ((distance @ self.gram) * distance).sum(-1)
+
+
+def gptq(error: Error, grid: Grid) -> Tensor:
+    """The weight as each column of it was when it was rounded, ``(groups, rows, columns)``."""
+    order = error.order[:, None, :].expand_as(error.wanted)
+    weight = error.wanted.gather(-1, order)
+    for start in range(0, weight.shape[-1], BLOCK):
+        end = start + BLOCK
+        block, corner = weight[..., start:end], error.upper[..., start:end, start:end]
+        errors = torch.empty_like(block)
+        for j in range(block.shape[-1]):
+            this, behind = slice(j, j + 1), slice(j + 1, None)
+            errors[..., this] = (block[..., this] - grid.nearest(block[..., this])) / corner[..., this, this]
+            block[..., behind] -= errors[..., this] * corner[..., this, behind]
+        weight[..., end:] -= errors @ error.upper[..., start:end, end:]
+    return torch.empty_like(weight).scatter_(-1, order, weight)
+
+
+def descended(error: Error, weight: Tensor, grid: Grid) -> Tensor:
+    """A weight after the coordinate descent, again as each column of it was when it was rounded."""
+    weight, nearest = weight.clone(), grid.nearest(weight)
+    for _ in range(PASSES):
+        gradient = (nearest - error.wanted) @ error.gram
+        for start in range(0, weight.shape[-1], BLOCK):
+            end = start + BLOCK
+            block, slope, corner = (
+                nearest[..., start:end],
+                gradient[..., start:end],
+                error.gram[..., start:end, start:end],
+            )
+            before = block.clone()
+            for j in range(block.shape[-1]):
+                this = slice(j, j + 1)
+                best = block[..., this] - slope[..., this] / corner[..., this, this]
+                step = grid.nearest(best) - block[..., this]
+                slope += step * corner[..., this, :]
+                block[..., this] += step
+                weight[..., start + j : start + j + 1] = best
+            gradient[..., end:] += (block - before) @ error.gram[..., start:end, end:]
+    return weight
 
 
 def _samples(segment: Segment, path: str, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:

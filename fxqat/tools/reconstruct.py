@@ -116,8 +116,9 @@ def _compensate(
     """GPTQ of the layers of a segment, one behind the other; each bias is corrected before the next one is done."""
     reference = copy.deepcopy(segment)
     for path, layer in segment.layers.items():
-        weight = compensated(segment, path, reference, rounded, exact, damping, centred=path in means)
+        weight, scale = compensated(segment, path, reference, rounded, exact, damping, centred=path in means)
         write_folded(layer, weight)
+        layer.weight_fake_quant.set_qparams(scale, layer.weight_fake_quant.qparams()[1])
         shift_means(segment, rounded, {path: means[path]} if path in means else {})
 
 
