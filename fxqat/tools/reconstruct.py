@@ -14,13 +14,18 @@ What was learned is written into the weights, which are then rounded to the near
 
 At 4 bits and below most of the error before learning may be a shift of the means, which rounding alone can hardly undo.
 So the biases of a segment can be corrected (``fxqat.tools.correct_bias``) before it is learned, and again behind that.
+
+Of what it was before it was learned, behind that, and with its biases corrected again, a segment is left as it is when
+its error is least: few iterations may leave it worse than GPTQ does, and a correction may undo what was learned.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -101,10 +106,13 @@ def reconstruct(
                     _compensate(segment, exact, rounded, means, setting.damping)
                 else:
                     shift_means(segment, rounded, means)
+                steps: list[Callable[[], object]] = []
                 if setting.iterations:
-                    learn(segment, exact, rounded, targets, setting, generator)
-                    shift_means(segment, rounded, means)
-                found[list(segment.layers)[-1]] = (before, _error(segment, rounded, targets))
+                    steps = [
+                        partial(learn, segment, exact, rounded, targets, setting, generator),
+                        partial(shift_means, segment, rounded, means),
+                    ]
+                found[list(segment.layers)[-1]] = (before, _best(segment, rounded, targets, steps))
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
     return found
@@ -120,6 +128,19 @@ def _compensate(
         write_folded(layer, weight)
         layer.weight_fake_quant.set_qparams(scale, layer.weight_fake_quant.qparams()[1])
         shift_means(segment, rounded, {path: means[path]} if path in means else {})
+
+
+def _best(
+    segment: Segment, batches: list[Values], targets: list[Values], steps: Sequence[Callable[[], object]]
+) -> float:
+    """Change a segment step by step, and leave it as it was when its error was least, which is returned."""
+    states = [(_error(segment, batches, targets), copy.deepcopy(segment.module.state_dict()))]
+    for step in steps:
+        step()
+        states.append((_error(segment, batches, targets), copy.deepcopy(segment.module.state_dict())))
+    least, state = min(states, key=itemgetter(0))
+    segment.module.load_state_dict(state)
+    return least
 
 
 def _setting(method: str | Reconstruction) -> Reconstruction:

@@ -1,6 +1,7 @@
 """Reconstruction: the formulas of AdaRound, and that what was learned is what is deployed."""
 
 import copy
+import importlib
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ from fxqat.tools.rounding import _some_of
 from tests.builders import INT8_WEIGHT, make_fake_quant
 from tests.models import build, calibrate, inputs
 
+reconstruct_module = importlib.import_module("fxqat.tools.reconstruct")  # the package has the function by this name
 LOW_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "w_observer": "MSE"}}
 QUICK = Reconstruction(iterations=60, drop=0.2)
 
@@ -72,14 +74,38 @@ def test_the_error_falls_and_the_integers_are_those_that_were_learned(name, monk
         return rounded(soft)
 
     monkeypatch.setattr(AdaRoundFakeQuantize, "rounded", remember)
+    layers = [m for m in gm.modules() if isinstance(m, QATLayer)]
+    nearest = [layer.weight_fake_quant.quantize(layer.folded()[0].detach()) for layer in layers]
     found = reconstruct(gm, batches, QUICK)
     before, after = (sum(errors) for errors in zip(*found.values(), strict=True))
     assert 0 < after < before
-    layers = [m for m in gm.modules() if isinstance(m, QATLayer)]
     assert len(learned) == len(layers)
-    for layer in layers:  # to the nearest, as ever
+    kept = []
+    for layer, old in zip(layers, nearest, strict=True):  # rounded to the nearest, as ever
         weight = layer.weight_fake_quant.quantize(layer.folded()[0].detach())
-        torch.testing.assert_close(weight, learned[id(layer.weight_fake_quant.observer)], rtol=0, atol=1e-6)
+        kept.append(torch.allclose(weight, learned[id(layer.weight_fake_quant.observer)], rtol=0, atol=1e-6))
+        assert kept[-1] or torch.allclose(weight, old, rtol=0, atol=1e-6)  # what was learned was no better
+    assert sum(kept) > len(layers) / 2
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_segment_that_learning_makes_worse_is_left_as_it_was(correct, monkeypatch):
+    gm, batches = low_bit()
+    before = copy.deepcopy(gm.state_dict())
+
+    def spoil(segment, *args):
+        with torch.no_grad():
+            for layer in segment.layers.values():
+                layer.weight.mul_(3)
+        for quant in segment.quantizers.values():
+            quant.set_qparams(2 * quant.used_scale(), quant.qparams()[1])
+
+    monkeypatch.setattr(reconstruct_module, "learn", spoil)
+    found = reconstruct(gm, batches, QUICK, correct_bias=correct)
+    changed = changed_since(before, gm)
+    assert all(key.endswith(".bias") for key in changed)
+    assert bool(changed) == correct
+    assert all(after == error for error, after in found.values()) or correct
 
 
 def changed_since(before, gm):
@@ -91,20 +117,13 @@ def test_only_weights_and_scales_change_and_only_where_asked():
     gm, batches = low_bit()
     before = copy.deepcopy(gm.state_dict())
     reconstruct(gm, batches, Reconstruction(iterations=5, scale_lr=0.0, max_layers=1))
-    changed = {
-        key for key, value in gm.state_dict().items() if torch.is_tensor(value) and not torch.equal(value, before[key])
-    }
+    changed = changed_since(before, gm)
     assert changed
     assert all(key.endswith(".weight") and ".bn" not in key for key in changed)
     assert all(parameter.requires_grad for parameter in gm.parameters())
     assert not gm.training
     reconstruct(gm, batches, Reconstruction(iterations=5))
-    scales = [
-        key
-        for key in before
-        if key.endswith("act_fake_quant.scale") and not torch.equal(gm.state_dict()[key], before[key])
-    ]
-    assert scales
+    assert any(key.endswith("act_fake_quant.scale") for key in changed_since(before, gm))
 
 
 def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay():
