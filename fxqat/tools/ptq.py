@@ -39,7 +39,7 @@ def ptq(
     2. cross-layer equalization, if asked for (``fxqat.tools.equalize``);
     3. calibration;
     4. reconstruction, if asked for (``fxqat.tools.reconstruct``), and bias correction (``fxqat.tools.correct_bias``):
-       with both, each segment is corrected before it is learned and behind that.
+       with both, each segment is corrected before it is learned, and behind that where this helps.
 
     Args:
         model: a float model; not changed.

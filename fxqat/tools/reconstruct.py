@@ -70,7 +70,7 @@ def reconstruct(
         gm: a prepared and calibrated model; afterwards its fake-quants are on and it is in the mode it was in.
         batches: the model's inputs; all values between the segments are kept for two segments at a time.
         method: a name in :data:`METHODS`, or a setting.
-        correct_bias: correct the biases of each segment before it is learned and behind that.
+        correct_bias: correct the biases of each segment before it is learned, and behind that if its error falls by it.
         seed: of the random numbers.
         progress: show a progress bar.
 

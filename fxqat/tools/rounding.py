@@ -26,8 +26,10 @@ class Reconstruction:
 
     Args:
         max_layers: weighted layers in a segment, see :func:`fxqat.tools.segments.split`; 1 is layer by layer.
-        gptq: make up for the rounding of each weight by the others first (:mod:`fxqat.tools.gptq`).
-        damping: of that, as a part of the mean square of what a layer reads.
+        gptq: make up for the rounding of each weight by the others first, and choose its scale
+            (:mod:`fxqat.tools.gptq`).
+        damping: of that, as a part of the mean square of what a layer reads. Ten times the paper's, as the aim is what
+            the float model gives: few samples can be met exactly, and others are not then.
         iterations: steps for each segment, of one batch each; 0, with ``gptq`` only: nothing is learned.
         rounding_lr: learning rate of the rounding variables (Adam).
         scale_lr: learning rate of activation scales, as a part of each scale; 0: they are not learned.
@@ -43,7 +45,7 @@ class Reconstruction:
 
     max_layers: int = 6
     gptq: bool = False
-    damping: float = 0.01
+    damping: float = 0.1
     iterations: int = 1000
     rounding_lr: float = 3e-2
     scale_lr: float = 1e-3
