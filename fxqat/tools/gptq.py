@@ -83,7 +83,7 @@ def compensated(
         mean, shift = mean + x.double().sum(-1, keepdim=True), shift + missing.double().sum(-1, keepdim=True)
     if centred:
         gram, cross = gram - mean @ mean.mT / count, cross - shift @ mean.mT / count
-    error = Error.of(rows(op, weight).double(), gram / count, cross / count, damping)
+    error = QuadraticError.of(rows(op, weight).double(), gram / count, cross / count, damping)
     scale, zero_point = quant.qparams()
 
     def grid(scale: Tensor) -> Grid:
@@ -123,7 +123,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Error:
+class QuadraticError:
     """The mean squared error of what some matrices give, as a function of the matrices.
 
     Args:
@@ -139,7 +139,7 @@ class Error:
     upper: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Error:
+    def of(cls, weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> QuadraticError:
         """The error of some float matrices.
 
         Args:
@@ -162,7 +162,7 @@ class Error:
         return ((distance @ self.gram) * distance).sum(-1)
 
 
-def gptq(error: Error, grid: Grid) -> Tensor:
+def gptq(error: QuadraticError, grid: Grid) -> Tensor:
     """The weight as each column of it was when it was rounded, ``(groups, rows, columns)``."""
     order = error.order[:, None, :].expand_as(error.wanted)
     weight = error.wanted.gather(-1, order)
@@ -178,7 +178,7 @@ def gptq(error: Error, grid: Grid) -> Tensor:
     return torch.empty_like(weight).scatter_(-1, order, weight)
 
 
-def descended(error: Error, weight: Tensor, grid: Grid) -> Tensor:
+def descended(error: QuadraticError, weight: Tensor, grid: Grid) -> Tensor:
     """A weight after the coordinate descent, again as each column of it was when it was rounded."""
     weight, nearest = weight.clone(), grid.nearest(weight)
     for _ in range(PASSES):

@@ -106,13 +106,12 @@ def reconstruct(
                     _compensate(segment, exact, rounded, means, setting.damping)
                 else:
                     shift_means(segment, rounded, means)
-                steps: list[Callable[[], object]] = []
-                if setting.iterations:
-                    steps = [
-                        partial(learn, segment, exact, rounded, targets, setting, generator),
-                        partial(shift_means, segment, rounded, means),
-                    ]
-                found[list(segment.layers)[-1]] = (before, _best(segment, rounded, targets, steps))
+                steps: list[Callable[[], object]] = [
+                    partial(learn, segment, exact, rounded, targets, setting, generator),
+                    partial(shift_means, segment, rounded, means),
+                ]
+                after = _best(segment, rounded, targets, steps if setting.iterations else [])
+                found[list(segment.layers)[-1]] = (before, after)
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
     return found

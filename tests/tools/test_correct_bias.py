@@ -110,7 +110,8 @@ def test_reconstruction_corrects_each_segment_before_it_is_learned(monkeypatch):
     expected = {path: means(gm, batches, False, path) for path in paths}
     before = {path: means(gm, batches, True, path) for path in paths}
     monkeypatch.setattr(importlib.import_module("fxqat.tools.reconstruct"), "learn", lambda *args: None)
-    reconstruct(gm, batches, Reconstruction(iterations=30), correct_bias=True)
+    found = reconstruct(gm, batches, Reconstruction(iterations=30), correct_bias=True)
+    assert all(after < before for before, after in found.values())
     for path in paths:
         error = (before[path] - expected[path]).abs().max()
         assert (means(gm, batches, True, path) - expected[path]).abs().max() < 0.2 * error, path

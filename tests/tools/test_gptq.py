@@ -11,7 +11,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.functional import valid_scale
 from fxqat.nn.qat import QATLayer
 from fxqat.tools import Reconstruction, reconstruct
-from fxqat.tools.gptq import BLOCK, FACTORS, Error, Grid, compensated, descended, gptq
+from fxqat.tools.gptq import BLOCK, FACTORS, Grid, QuadraticError, compensated, descended, gptq
 from fxqat.tools.reconstruct import METHODS
 from tests.models import build, calibrate, inputs
 
@@ -61,7 +61,7 @@ def toy():
 def test_it_is_the_papers(bits, toy):
     weight, gram, scale = toy
     values = grid(scale, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    found = values.nearest(gptq(Error.of(weight, gram, torch.zeros_like(gram), 0.01), values))
+    found = values.nearest(gptq(QuadraticError.of(weight, gram, torch.zeros_like(gram), 0.01), values))
     damped = gram + 0.01 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(gram.shape[1])
     for group in range(2):
         tensors = (t[group].numpy() for t in (weight, damped, scale))
@@ -74,7 +74,7 @@ def test_it_is_the_papers(bits, toy):
 
 def test_no_column_alone_is_better_behind_the_descent(toy, monkeypatch):
     weight, gram, scale = toy
-    error, values = Error.of(weight, gram, torch.zeros_like(gram), 0.01), grid(scale, -2, 1)
+    error, values = QuadraticError.of(weight, gram, torch.zeros_like(gram), 0.01), grid(scale, -2, 1)
     first = gptq(error, values)
     before = error.left(first, values)
     torch.testing.assert_close(before, quadratic(values.nearest(first) - weight, error.gram))
@@ -94,7 +94,7 @@ def test_it_goes_towards_what_the_float_model_gives():
     x, weight = correlated(6, 300), random(4, 6, seed=3)
     changed = x + 0.3 * correlated(6, 300, seed=5)
     gram, cross = (a @ changed.T for a in (changed, x - changed))
-    error = Error.of(weight[None], gram[None], cross[None], 1e-9)
+    error = QuadraticError.of(weight[None], gram[None], cross[None], 1e-9)
     found = gptq(error, grid(torch.full((1, 4, 1), 1e-7, dtype=torch.float64), -(2**40), 2**40))
     expected = np.linalg.lstsq(changed.T.numpy(), (weight @ x).T.numpy(), rcond=None)[0].T
     np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-5)
@@ -104,7 +104,7 @@ def test_it_goes_towards_what_the_float_model_gives():
 def test_inputs_that_are_always_zero_leave_the_weights_alone():
     weight, zeros = random(1, 3, 4), torch.zeros(1, 4, 4, dtype=torch.float64)
     values = grid(torch.full((1, 3, 1), 0.5, dtype=torch.float64), -8, 7)
-    error = Error.of(weight, zeros, zeros, 0.01)
+    error = QuadraticError.of(weight, zeros, zeros, 0.01)
     assert torch.equal(gptq(error, values), weight)
     assert torch.equal(values.nearest(descended(error, weight, values)), values.nearest(weight))
 
