@@ -1,16 +1,14 @@
 """GPTQ: the error of each rounded weight is made up for by the weights that are rounded behind it.
 
 Source: Frantar et al. 2022 (arXiv:2210.17323), equations 2 and 3 and section 3.3. With ``X`` what a layer reads in the
-float model and ``X'`` what it reads in the quantized one, columns being samples::
+quantized model, columns being samples::
 
-    H  = X' X'^T + lambda I                    (damped: lambda is a part of the mean of H's diagonal)
-    W* = W + W (X - X') X'^T H^-1              (where |W X - W* X'|^2 is least)
+    H = X X^T + lambda I                       (damped: lambda is a part of the mean of H's diagonal)
     U^T U = H^-1, U upper triangular
     for each column j:  E = (w_j - quant(w_j)) / U_jj;   W_k = W_k - E U_jk  for k > j
 
-Columns go by falling ``H_jj``. The second line makes it a GPTQ towards what the float model gives, from what the
-quantized layers before leave; Li et al. 2025 (GPTAQ, arXiv:2504.02692) have the same aim column by column.
-Where the biases are corrected afterwards, ``X`` and ``X'`` are taken without their means.
+Columns go by falling ``H_jj``. It starts from ``W*``, with which the layer would give what the float model gives
+(:mod:`fxqat.tools.moments`); Li et al. 2025 (GPTAQ, arXiv:2504.02692) have the same aim column by column.
 
 Of each scale some multiples (:data:`FACTORS`) are tried, and that is taken which leaves the least error, which is
 ``(Q - W*) H (Q - W*)^T`` for the integers of a row times their scale, ``Q``. Behind that, each column is rounded again
@@ -22,16 +20,15 @@ equation 8)::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxqat.fake_quantize.functional import per_axis, valid_scale
-from fxqat.nn.qat import QATLayer
-from fxqat.tools.matrices import columns, from_rows, rows, summed_along
+from fxqat.tools.matrices import from_rows, rows, summed_along
+from fxqat.tools.moments import damped, halves, towards_float
 from fxqat.tools.segments import Segment, Values
 
 FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
@@ -62,7 +59,7 @@ def compensated(
         reference: the same segment in the float model.
         rounded: what the segment reads in the quantized model, batch by batch.
         exact: what it reads in the float model.
-        damping: what is added to the diagonal of ``H``, as a part of its mean.
+        damping: lambda, as a part of the mean of H's diagonal.
         centred: whether the layer's bias is corrected afterwards.
 
     Returns:
@@ -71,19 +68,10 @@ def compensated(
     """
     layer = segment.layers[path]
     op, (weight, _), quant = layer.op, layer.folded(), layer.weight_fake_quant
-    samples = _samples(segment, path, rounded, quantized=True)
-    references = _samples(reference, path, exact, quantized=False)
-    count = 0
-    gram = cross = mean = shift = torch.zeros((), dtype=torch.float64)
-    for x, wanted in zip(samples, references, strict=True):
-        x, missing = columns(op, weight, x), columns(op, weight, wanted - x)
-        count += x.shape[-1]
-        gram = gram + (x @ x.mT).double()
-        cross = cross + (missing @ x.mT).double()
-        mean, shift = mean + x.double().sum(-1, keepdim=True), shift + missing.double().sum(-1, keepdim=True)
-    if centred:
-        gram, cross = gram - mean @ mean.mT / count, cross - shift @ mean.mT / count
-    error = QuadraticError.of(rows(op, weight).double(), gram / count, cross / count, damping)
+    first, second = halves(segment, path, reference, rounded, exact)
+    gram, _ = (first + second).averages(centred)
+    wanted = towards_float(rows(op, weight).double(), first, second, centred)
+    error = QuadraticError.around(wanted, damped(gram, damping))
     scale, zero_point = quant.qparams()
 
     def grid(scale: Tensor) -> Grid:
@@ -139,22 +127,12 @@ class QuadraticError:
     upper: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> QuadraticError:
-        """The error of some float matrices.
-
-        Args:
-            weight: ``(groups, rows, columns)``.
-            gram: ``X' X'^T``, ``(groups, columns, columns)``.
-            cross: ``(X - X') X'^T``, of the same shape.
-            damping: as a part of the mean of the gram's diagonal.
-        """
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        damped = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
-        gram = gram + torch.diag_embed(damped.expand_as(diagonal))
-        order = diagonal.argsort(-1, descending=True)
+    def around(cls, wanted: Tensor, gram: Tensor) -> QuadraticError:
+        """From the first two of its arguments."""
+        order = gram.diagonal(dim1=-2, dim2=-1).argsort(-1, descending=True)
         ordered = gram.gather(-1, order[:, None, :].expand_as(gram)).gather(-2, order[:, :, None].expand_as(gram))
         upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True)
-        return cls(weight + torch.linalg.solve(gram, (weight @ cross).mT).mT, gram, order, upper)
+        return cls(wanted, gram, order, upper)
 
     def left(self, weight: Tensor, grid: Grid) -> Tensor:
         """What is left of it when a weight is rounded, ``(groups, rows)``."""
@@ -200,28 +178,3 @@ def descended(error: QuadraticError, weight: Tensor, grid: Grid) -> Tensor:
                 weight[..., start + j : start + j + 1] = best
             gradient[..., end:] += (block - before) @ error.gram[..., start:end, end:]
     return weight
-
-
-def _samples(segment: Segment, path: str, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
-    """What a layer reads, call by call."""
-    with _recorded(segment.layers[path]) as inputs:
-        for values in batches:
-            segment.switch(quantized)
-            segment(values)
-            yield from inputs
-            inputs.clear()
-
-
-@contextmanager
-def _recorded(layer: QATLayer) -> Iterator[list[Tensor]]:
-    """The inputs of a layer, as it is called."""
-    inputs: list[Tensor] = []
-
-    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.append(args[0])
-
-    handle = layer.register_forward_pre_hook(record)
-    try:
-        yield inputs
-    finally:
-        handle.remove()

@@ -28,8 +28,7 @@ class Reconstruction:
         max_layers: weighted layers in a segment, see :func:`fxqat.tools.segments.split`; 1 is layer by layer.
         gptq: make up for the rounding of each weight by the others first, and choose its scale
             (:mod:`fxqat.tools.gptq`).
-        damping: of that, as a part of the mean square of what a layer reads. Ten times the paper's, as the aim is what
-            the float model gives: few samples can be met exactly, and others are not then.
+        damping: of that, as a part of the mean square of what a layer reads.
         iterations: steps for each segment, of one batch each; 0, with ``gptq`` only: nothing is learned.
         rounding_lr: learning rate of the rounding variables (Adam).
         scale_lr: learning rate of activation scales, as a part of each scale; 0: they are not learned.
