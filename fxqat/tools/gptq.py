@@ -12,8 +12,7 @@ Columns go by falling ``H_jj``. It starts from ``W*``, with which the layer woul
 
 Of each scale some multiples (:data:`FACTORS`) are tried, and that is taken which leaves the least error, which is
 ``(Q - W*) H (Q - W*)^T`` for the integers of a row times their scale, ``Q``. Behind that, each column is rounded again
-where the error is least with all others as they are (coordinate descent, Behdin et al. 2023, arXiv:2309.01885,
-equation 8)::
+where the error is least with all others as they are (coordinate descent, as Behdin et al. 2023, arXiv:2309.01885)::
 
     w_j = q_j - ((Q - W*) H)_j / H_jj
 """
