@@ -6,9 +6,9 @@ With ``X`` what a layer reads in the float model and ``X'`` what it reads in the
     W* = W + W C (H + lambda I)^-1             (where |W X - W* X'|^2 + lambda |W - W*|^2 is least)
 
 This is a ridge regression (Hoerl and Kennard 1970, doi:10.1080/00401706.1970.10488634). Few samples can be met exactly,
-and others are not then (Cha et al. 2026, arXiv:2602.05902, have another remedy); so lambda is that of :data:`DAMPINGS`,
-or infinite, with which the ``W*`` of each half of the samples does best on the other half. Where the biases are corrected
-afterwards, ``X`` and ``X'`` are taken without their means.
+and others are not then (Cha et al. 2026, arXiv:2602.05902, have another remedy). So lambda is that of :data:`DAMPINGS`,
+or infinite, with which the ``W*`` of each half of the samples does best on the other half. Where the biases are
+corrected afterwards, ``X`` and ``X'`` are taken without their means.
 """
 
 from __future__ import annotations
