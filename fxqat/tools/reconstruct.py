@@ -106,11 +106,12 @@ def reconstruct(
                     _compensate(segment, exact, rounded, means, setting.damping)
                 else:
                     shift_means(segment, rounded, means)
-                steps: list[Callable[[], object]] = [
-                    partial(learn, segment, exact, rounded, targets, setting, generator),
-                    partial(shift_means, segment, rounded, means),
-                ]
-                after = _best(segment, rounded, targets, steps if setting.iterations else [])
+                steps: list[Callable[[], object]] = []
+                if setting.iterations:
+                    steps.append(partial(learn, segment, exact, rounded, targets, setting, generator))
+                if setting.iterations and means:
+                    steps.append(partial(shift_means, segment, rounded, means))
+                after = _best(segment, rounded, targets, steps)
                 found[list(segment.layers)[-1]] = (before, after)
             exact = needed_after(segments[i:], exact, targets)
             rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))

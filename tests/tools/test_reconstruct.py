@@ -16,6 +16,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.tools import Reconstruction, reconstruct
 from fxqat.tools.reconstruct import METHODS
 from fxqat.tools.rounding import _some_of
+from fxqat.tools.segments import inputs_of, split
 from tests.builders import INT8_WEIGHT, make_fake_quant
 from tests.models import build, calibrate, inputs
 
@@ -124,6 +125,27 @@ def test_only_weights_and_scales_change_and_only_where_asked():
     assert not gm.training
     reconstruct(gm, batches, Reconstruction(iterations=5))
     assert any(key.endswith("act_fake_quant.scale") for key in changed_since(before, gm))
+
+
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_segment_is_left_in_the_best_of_its_states(least):
+    gm, batches = low_bit()
+    fxqat.enable_quantization(gm)
+    segment = split(gm)[0]
+    values = [inputs_of(gm, batch) for batch in batches]
+    layer = next(iter(segment.layers.values()))
+    weights = [layer.weight.detach() * factor for factor in (1.0, 2.0, 3.0)]
+
+    @torch.no_grad()
+    def become(i):
+        layer.weight.copy_(weights[i])
+
+    become(least)
+    targets = segment.run(values, quantized=True)
+    become(0)
+    found = reconstruct_module._best(segment, values, targets, [lambda: become(1), lambda: become(2)])
+    assert found == 0.0
+    assert torch.equal(layer.weight, weights[least])
 
 
 def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay():
