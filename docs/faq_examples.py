@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
-from fxqat.quantization.leaf_tracer import LeafTracer
+from fxqat.tracing.leaf_tracer import LeafTracer
 
 
 # [dynamic]

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fxqat.convert_export import convert_export
 from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import QuantGraphModule

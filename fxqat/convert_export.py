@@ -22,10 +22,10 @@ from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx import verify as parity
 from fxqat.onnx.clamps import write_clamps
 from fxqat.onnx.names import name_outputs, name_tensors
+from fxqat.onnx.narrow_types import store_narrow
 from fxqat.onnx.opset import DEFAULT, check_opset, convert, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.simplify import simplify
-from fxqat.onnx.storage import store_narrow
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule

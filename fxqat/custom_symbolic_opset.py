@@ -15,7 +15,7 @@ import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
 
-from fxqat.fake_quantize import ops  # noqa: F401  defines torch.ops.fxqat
+from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
 NATIVE_OPSET = 18

@@ -34,7 +34,7 @@ class Fusion:
     """One row: a chain of ops, each the only reader of the one before.
 
     Args:
-        pattern: op names (see ``fxqat.quantization.op_table``): a weighted layer, then optionally a norm and an
+        pattern: op names (see ``fxqat.ops.table``): a weighted layer, then optionally a norm and an
             activation.
         fused: builds the float container from ``(layer, bn, activation)``.
     """

@@ -14,25 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.custom_quantizer.config import PrepareConfig, parse_config
-from fxqat.custom_quantizer.parts import check_calibration_only
+from fxqat.config.config import PrepareConfig, parse_config
+from fxqat.config.part_checks import check_calibration_only
+from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
-from fxqat.custom_quantizer.table import BackendType, backend_spec
 from fxqat.errors import ConfigError, TraceError
-from fxqat.fake_quantize.table import not_learned
+from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
+from fxqat.quantization.drop_unread import drop_unread
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.graph_module import Joined, Provenance, QuantGraphModule, make_quant_graph_module
 from fxqat.quantization.insert import insert
-from fxqat.quantization.parameter_parts import part_parameters
 from fxqat.quantization.report import build_report
+from fxqat.quantization.split_parameters import part_parameters
 from fxqat.quantization.standardize import standardize
-from fxqat.quantization.trace import trace
-from fxqat.quantization.unread import drop_unread
-from fxqat.utils.collector import collector_paused
-from fxqat.utils.copies import buffers_kept
-from fxqat.utils.modes import eval_mode, without_fast_path
+from fxqat.tracing.trace import trace
+from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode, without_fast_path
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 __all__ = ["BackendType", "prepare_by_platform"]

@@ -124,8 +124,8 @@ class TensorQConfig:
 
     Args:
         scheme: how the tensor is quantized.
-        observer: name of a row in ``fxqat.observer.table`` or an observer class.
-        fake_quantize: name of a row in ``fxqat.fake_quantize.table`` or a fake-quant class.
+        observer: name of a row in ``fxqat.observer.observers`` or an observer class.
+        fake_quantize: name of a row in ``fxqat.fake_quantize.fake_quantizes`` or a fake-quant class.
         observer_args: extra keyword arguments of the observer.
         fake_quantize_args: extra keyword arguments of the fake-quant.
     """

@@ -513,3 +513,21 @@ def calibrate(gm: nn.Module, *batches: tuple[Tensor, ...]) -> nn.Module:
 def calibrated(name: str, backend: Any = "TSQAT", config: Any = EVERY_LAYER, **options: Any) -> nn.Module:
     """A toy model prepared, calibrated on two batches, in eval mode with quantization on."""
     return calibrate(prepared(name, backend, config, **options), inputs(name, seed=1), inputs(name, seed=2))
+
+
+class Counting(nn.Module):
+    """Counts its calls in two ways, and remembers its last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.linear.weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("again", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.again = self.again + 1
+        self.last = self.tied(self.linear(x))
+        return self.last

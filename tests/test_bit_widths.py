@@ -18,7 +18,7 @@ from fxqat.convert_export import ExportReport
 from fxqat.nn.qat import QATLayer
 from fxqat.onnx.quant_params import schema
 from fxqat.quantization.graph_module import QuantGraphModule
-from tests.bit_widths.matrix import LAYERS, Way, run
+from tests.benchmarks.bit_widths.matrix import LAYERS, Way, run
 from tests.export_models import (
     Inputs,
     build,

@@ -7,7 +7,7 @@ from torch import nn
 from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion, fusions_without
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
-from fxqat.quantization.ops import op_named
+from fxqat.ops.identify import op_named
 
 
 @pytest.mark.parametrize(("layer", "norm"), LAYERS_AND_NORMS)

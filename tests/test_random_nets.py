@@ -1,11 +1,11 @@
-"""Some networks of random topology, all the way; ``tests/zoo/random_nets.py`` runs hundreds."""
+"""Some networks of random topology, all the way; ``tests/benchmarks/zoo/random_nets.py`` runs hundreds."""
 
 import pytest
 import torch
 
 from fxqat import BackendType
+from tests.benchmarks.zoo.random_nets import failures, page, run, summary
 from tests.random_net import OPS, RandomNet
-from tests.zoo.random_nets import failures, page, run, summary
 
 SEEDS = range(1000, 1012)
 

@@ -14,17 +14,15 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.custom_quantizer.config import PrepareConfig
-from fxqat.custom_quantizer.effective import config_in_force
-from fxqat.custom_quantizer.first_last import rules_of_ends
-from fxqat.custom_quantizer.overrides import check_all_match
-from fxqat.custom_quantizer.parts import check_arguments
-from fxqat.custom_quantizer.post_processing import DECODES_POSITIONS, decoding_positions
-from fxqat.custom_quantizer.rules import Rules, check_listed, check_shared_weights
-from fxqat.custom_quantizer.sharing import Groups, group_config
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.values import NO_RANGE, Kind, always_float, untrained, value_kinds
-from fxqat.custom_quantizer.wishes import (
+from fxqat.config.config import PrepareConfig
+from fxqat.config.effective import config_in_force
+from fxqat.config.first_last import rules_of_ends
+from fxqat.config.overrides import check_all_match
+from fxqat.config.part_checks import check_arguments
+from fxqat.custom_quantizer.conversion_cost import worth_it
+from fxqat.custom_quantizer.override_rules import Rules, check_listed, check_shared_weights
+from fxqat.custom_quantizer.position_decoding import DECODES_POSITIONS, decoding_positions
+from fxqat.custom_quantizer.requests import (
     LEFT_FLOAT,
     Wish,
     claim_order,
@@ -38,11 +36,11 @@ from fxqat.custom_quantizer.wishes import (
     unsupported,
     wanted_behind,
 )
-from fxqat.custom_quantizer.worth import worth_it
-from fxqat.quantization import annotation
-from fxqat.quantization.annotation import Annotation, ValueQuant
-from fxqat.quantization.mode_branches import by_mode
-from fxqat.quantization.op_table import (
+from fxqat.custom_quantizer.sharing import Groups, group_config
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.value_kinds import NO_RANGE, always_float, untrained, value_kinds
+from fxqat.ops.identify import identify, operands
+from fxqat.ops.table import (
     CONCAT,
     CONSTRUCTOR,
     IDENTITY,
@@ -55,9 +53,11 @@ from fxqat.quantization.op_table import (
     WEIGHTED,
     Op,
 )
-from fxqat.quantization.ops import identify, operands
+from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, Annotation, ValueQuant
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
+from fxqat.utils.node_meta import ANNOTATION, Kind
+from fxqat.utils.train_eval_graph import by_mode
 
 ADDITIONAL = Rule(reason="asked for by extra_quantizer_dict")
 FAMILY_REASONS = {
@@ -77,12 +77,12 @@ class BackendQuantizer:
         config: the user's configuration.
 
     Attributes:
-        in_force: after annotating, the effective configuration (see ``fxqat.custom_quantizer.effective``).
+        in_force: after annotating, the effective configuration (see ``fxqat.config.effective``).
     """
 
     def __init__(self, spec: BackendSpec, config: PrepareConfig | None = None) -> None:
         self.config = config or PrepareConfig()
-        self.spec = self.config.applied_to(spec)
+        self.spec = _configured(spec, self.config)
 
     def annotate(self, gm: fx.GraphModule) -> fx.GraphModule:
         """Write an :class:`~fxqat.quantization.annotation.Annotation` on every node; nothing else changes.
@@ -276,21 +276,27 @@ class BackendQuantizer:
             value = values.get(node)
             status, reason = self._explain(node, wish, value, sizes)
             name = wish.op.name if wish.op.family != OPAQUE else node.op
-            node.meta[annotation.KEY] = Annotation(name, status, reason, value, wish.weight)
+            node.meta[ANNOTATION] = Annotation(name, status, reason, value, wish.weight)
 
     def _explain(self, node: fx.Node, wish: Wish, value: ValueQuant | None, sizes: dict[int, int]) -> tuple[str, str]:
         if value is None:
             if wish.rule is None:
-                return annotation.FLOAT, wish.reason
+                return FLOAT, wish.reason
             reader = self._fused_reader(node, wish.op)
             reason = f"{wish.reason}; rounded after {reader.name}" if reader is not None else wish.reason
             if wish.weight is not None:
-                return annotation.QUANTIZED, reason
+                return QUANTIZED, reason
             why_float = only_reason(node, self._refused) or "no quantized reader"
-            return annotation.FLOAT, reason if reader is not None else f"{why_float}; {reason}"
+            return FLOAT, reason if reader is not None else f"{why_float}; {reason}"
         reason = wish.reason
         if value.readers is not None:
             reason = f"{reason}; read quantized by {', '.join(sorted(value.readers))}"
         if value.on_grid or sizes[value.group] > 1:
-            return annotation.SHARES, f"{reason}; one scale for {sizes[value.group]} values"
-        return annotation.QUANTIZED, reason
+            return SHARES, f"{reason}; one scale for {sizes[value.group]} values"
+        return QUANTIZED, reason
+
+
+def _configured(spec: BackendSpec, config: PrepareConfig) -> BackendSpec:
+    """The backend with the user's changes to its weights and activations."""
+    spec = spec.with_configs(config.weight.applied_to, config.activation.applied_to)
+    return spec if config.least_work is None else replace(spec, least_work=config.least_work)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxqat.custom_quantizer.wishes import claim_order
-from fxqat.fake_quantize.table import not_learned
+from fxqat.custom_quantizer.requests import claim_order
+from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
 

@@ -38,13 +38,13 @@ class BackendSpec:
         weight: scheme and parts for weights.
         activation: scheme and parts for activations.
         weights: the same as ``weight`` for ops whose weight differs, by op name.
-        rules: by op name or family (see ``fxqat.quantization.op_table``); the name wins. No rule means float.
+        rules: by op name or family (see ``fxqat.ops.table``); the name wins. No rule means float.
         fused_activations: ops that run inside the op before them, so that the value between is not rounded.
         fuses_into: families of the ops that such an activation can be part of.
         fixed_ranges: real range of the ops whose range is known, by op name.
         left_float: why ops without a rule stay float, by op name or family; the name wins.
         least_work: a layer beside a float op stays float, too, unless it has so many multiply-accumulates for each
-            value that is converted between them (see ``fxqat.custom_quantizer.worth``).
+            value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
         source: where the table comes from.
     """
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.autograd import FakeQuantizeSTE
-from fxqat.fake_quantize.functional import choose_qparams, covered_range, valid_scale, valid_zero_point
+from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
+from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
 
 WEIGHT = "weight_fake_quant"

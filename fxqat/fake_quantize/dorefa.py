@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
-from fxqat.fake_quantize.functional import SCALE_MIN, per_axis
+from fxqat.numerics import SCALE_MIN, per_axis
 
 
 class DoReFaFakeQuantize(FixedFakeQuantize):

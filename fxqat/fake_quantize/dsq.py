@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import Observer
-from fxqat.fake_quantize.gradients import finite_gradient, straight_through
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.fake_quantize.soft_gradients import finite_gradient, straight_through
 from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
 from fxqat.scheme import QuantizeScheme
 

@@ -12,7 +12,7 @@ from fxqat.scheme import QuantizeScheme
 class LearnableFakeQuantize(FakeQuantizeBase):
     """Fake-quant with a learned step size.
 
-    The gradients are those of :class:`~fxqat.fake_quantize.autograd.FakeQuantizeSTE`; the scale's is multiplied by
+    The gradients are those of :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE`; the scale's is multiplied by
     ``grad_factor / sqrt(n * quant_max)`` with n the number of weights, or of features of one sample.
     The zero point is learned in units of steps and rounded in the forward pass: LSQ+ learns the offset ``beta`` in real
     units instead, which is ``-zero_point * scale``, and would not represent 0 exactly.

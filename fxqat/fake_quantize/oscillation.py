@@ -1,7 +1,7 @@
 """Oscillation: low-bit weights that jump between two integers are counted, and frozen.
 
 Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training" (arXiv:2203.11086): section 4.1, equation 4
-(frequency), and section 4.3, algorithm 1 (iterative freezing). Its dampening is ``fxqat.nn.dampening``.
+(frequency), and section 4.3, algorithm 1 (iterative freezing). Its dampening is ``fxqat.tools.training.dampening``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import Observer
-from fxqat.fake_quantize.functional import per_axis, quantize
-from fxqat.fake_quantize.gradients import learned_grid
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.fake_quantize.soft_gradients import learned_grid
+from fxqat.numerics import per_axis, quantize
 from fxqat.scheme import QuantizeScheme
 
 

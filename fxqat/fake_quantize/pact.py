@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.fake_quantize.base import Observer
-from fxqat.fake_quantize.functional import per_axis
-from fxqat.fake_quantize.gradients import finite_gradient, magnitude, straight_through
+from fxqat.fake_quantize.soft_gradients import finite_gradient, magnitude, straight_through
 from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
+from fxqat.numerics import per_axis
 from fxqat.scheme import QuantizeScheme
 
 SCALE_BITS = 21

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.fake_quantize.functional import fake_quantize, per_axis, valid_zero_point
-from fxqat.fake_quantize.gradients import finite_gradient, learned_grid, straight_through
+from fxqat.fake_quantize.soft_gradients import finite_gradient, learned_grid, straight_through
+from fxqat.numerics import fake_quantize, per_axis, valid_zero_point
 
 
 class SurrogateFakeQuantize(FakeQuantizeBase):
     """Rounds exactly as deployed and passes the gradient of :meth:`surrogate` on.
 
     All of it runs in float32; plain torch operations, so that a method is the formula of its paper. It keeps more
-    tensors for the backward pass than :class:`~fxqat.fake_quantize.autograd.FakeQuantizeSTE` does.
+    tensors for the backward pass than :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE` does.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
     """

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import Observer
-from fxqat.fake_quantize.functional import per_axis
-from fxqat.fake_quantize.gradients import finite_gradient, straight_through
+from fxqat.fake_quantize.soft_gradients import finite_gradient, straight_through
 from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
+from fxqat.numerics import per_axis
 from fxqat.scheme import QuantizeScheme
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize.functional import valid_scale
+from fxqat.numerics import valid_scale
 
 INT32_LIMIT = 2147483520.0
 """Largest float32 below 2**31: the largest bias integer, and minus it the smallest."""

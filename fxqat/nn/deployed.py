@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxqat.fake_quantize import ops
-from fxqat.fake_quantize.functional import per_axis, quantize
+from fxqat.fake_quantize import torch_ops
+from fxqat.numerics import per_axis, quantize
 from fxqat.scheme import QuantizeScheme
 
 
 def integer_type(scheme: QuantizeScheme) -> torch.dtype:
     """What torch holds the integers of a scheme in: 8 or 16 bits, as it computes with no narrower ones.
 
-    The file holds narrow ones in fewer bits (``fxqat.onnx.storage``).
+    The file holds narrow ones in fewer bits (``fxqat.onnx.narrow_types``).
     """
     if scheme.bit_width <= 8:
         return torch.int8 if scheme.signed else torch.uint8
@@ -81,7 +81,7 @@ class QuantizeDequantize(nn.Module):
         if not self.fills_storage:
             low, high = (per_axis(bound, x.dim(), self.axis) for bound in (self.low, self.high))
             x = torch.minimum(torch.maximum(x, low), high)
-        rounded: Tensor = ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
+        rounded: Tensor = torch_ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
         return rounded
 
 
@@ -104,7 +104,7 @@ class StoredTensor(nn.Module):
 
     def forward(self) -> Tensor:
         """The real values."""
-        values: Tensor = ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+        values: Tensor = torch_ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
         return values
 
 

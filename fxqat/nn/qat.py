@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.fake_quantize.ops import keep
+from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.functional import valid_scale
+from fxqat.numerics import valid_scale
 from fxqat.observer.base import samples_of
 from fxqat.observer.summary import SummaryObserver
 from fxqat.scheme import QuantizeScheme

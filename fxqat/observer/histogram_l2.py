@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize.functional import choose_qparams
+from fxqat.numerics import choose_qparams
 from fxqat.observer.histogram import HistogramObserver
 
 COARSE = 16

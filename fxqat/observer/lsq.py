@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxqat.fake_quantize.functional import choose_qparams, covered_range
+from fxqat.numerics import choose_qparams, covered_range
 from fxqat.observer.base import ObserverBase, min_max_of, rows_of
 from fxqat.scheme import QuantizeScheme
 

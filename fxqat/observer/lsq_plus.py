@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize.functional import covered_range
+from fxqat.numerics import covered_range
 from fxqat.observer.clip_std import std_mean
 from fxqat.observer.mse import MSEObserver
 from fxqat.scheme import QuantizeScheme

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.functional import choose_qparams, fake_quantize
+from fxqat.numerics import choose_qparams, fake_quantize
 from fxqat.observer.base import ObserverBase, min_max_of, samples_of
 from fxqat.scheme import QuantizeScheme
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.observer.power_of_two import PowerOfTwoObserver
 from fxqat.scheme import QuantizeScheme
 

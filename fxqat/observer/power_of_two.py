@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.functional import choose_qparams, covered_range
+from fxqat.numerics import choose_qparams, covered_range
 from fxqat.observer.summary import SummaryObserver
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
 

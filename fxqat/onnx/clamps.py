@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from fxqat.onnx.storage import NARROW
+from fxqat.onnx.narrow_types import NARROW
 
 MOVING = ("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 ZERO = "fxqat_zero"

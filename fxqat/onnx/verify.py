@@ -32,7 +32,7 @@ import onnx
 import onnxruntime as ort
 from prettytable import PrettyTable
 
-from fxqat.onnx.runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
+from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
 
 MAX_OFF_BY_ONE = 0.005
 MIN_COSINE = 0.9999

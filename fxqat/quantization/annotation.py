@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxqat.scheme import TensorQConfig
-
-KEY = "fxqat"
+from fxqat.utils.node_meta import ANNOTATION
 
 QUANTIZED = "quantized"
 SHARES = "shares"
@@ -55,6 +54,6 @@ class Annotation:
 
 def annotation_of(node: fx.Node) -> Annotation | None:
     """The annotation of a node, None before annotating."""
-    found = node.meta.get(KEY)
+    found = node.meta.get(ANNOTATION)
     assert found is None or isinstance(found, Annotation)
     return found

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxqat.fake_quantize.functional import quantize
 from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.numerics import quantize
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 

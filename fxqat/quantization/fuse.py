@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion
 from fxqat.nn.weighted import WEIGHTED_TYPES
-from fxqat.quantization.ops import identify
+from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
 from fxqat.utils.torch_compat import has_hooks
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxqat.quantization.mode_branches import ModalGraphModule
 from fxqat.quantization.report import QuantReport
 from fxqat.utils.fx_graph import Call, calls_in, graph_of
 from fxqat.utils.torch_compat import keep_local_under_ddp
+from fxqat.utils.train_eval_graph import ModalGraphModule
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Provenance:
         backend: the backend's name.
         report: the decisions.
         tensor_names: name in the float model's state dict -> name in the prepared model's.
-        joined: name in the float model's state dict -> its parts (``fxqat.quantization.parameter_parts``).
+        joined: name in the float model's state dict -> its parts (``fxqat.quantization.split_parameters``).
         unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
         preserved: names of attributes of the float model that were carried over.
-        config: how every tensor is quantized (``fxqat.custom_quantizer.effective``).
+        config: how every tensor is quantized (``fxqat.config.effective``).
         bias_corrected: whether its biases make up for errors of quantization; without its fake-quants it is not the
             float model then.
     """

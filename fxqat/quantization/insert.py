@@ -17,15 +17,15 @@ from torch.fx.node import Argument
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.table import FAKE_QUANTIZES
+from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
-from fxqat.observer.table import OBSERVERS
+from fxqat.observer.observers import OBSERVERS
+from fxqat.ops.identify import identify, keeps_output
+from fxqat.ops.table import IDENTITY
 from fxqat.quantization.annotation import annotation_of
-from fxqat.quantization.op_table import IDENTITY
-from fxqat.quantization.ops import identify, keeps_output
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
 

@@ -26,9 +26,9 @@ from fxqat.nn.deployed import Normalize, QuantizeDequantize, RoundedTensor, atte
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.mode_branches import graph_of_mode, select_mode
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module, unique_name
+from fxqat.utils.train_eval_graph import graph_of_mode, select_mode
 
 
 @dataclass(frozen=True)

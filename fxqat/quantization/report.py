@@ -10,7 +10,7 @@ from prettytable import PrettyTable
 from torch import fx
 
 from fxqat.quantization.annotation import FLOAT, annotation_of
-from fxqat.quantization.values import FloatLeaf, ForcedNumber
+from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
 
 

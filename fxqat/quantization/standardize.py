@@ -25,10 +25,10 @@ import torch
 from torch import fx, nn
 
 from fxqat.nn.weighted import weighted_layer
-from fxqat.quantization import values
-from fxqat.quantization.op_table import IDENTITY, OUT_OF_PLACE, WEIGHTED
-from fxqat.quantization.ops import SPELLING, gives_indices, identify, out_of_place_method, works_in_place
-from fxqat.utils.fx_graph import MODE, attribute_of, called_module, writes_state
+from fxqat.ops.identify import gives_indices, identify, out_of_place_method, works_in_place
+from fxqat.ops.table import IDENTITY, OUT_OF_PLACE, WEIGHTED
+from fxqat.utils.fx_graph import attribute_of, called_module, writes_state
+from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 
 
@@ -56,9 +56,9 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         if works_in_place(node) and not writes_state(node):
             _out_of_place(node)  # case 4
         if gives_indices(op):
-            node.meta[values.KEY] = "tuple"  # case 6
+            node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":
-            node.meta[values.KEY] = "tensor"  # case 6
+            node.meta[VALUE] = "tensor"  # case 6
     _drop_unread_attributes(gm)
     gm.graph.lint()
     return gm
@@ -168,8 +168,8 @@ def _out_of_place(node: fx.Node) -> None:
         node.args = tuple(False if value is True else value for value in node.args)
     overwritten = node.args[0]
     if isinstance(overwritten, fx.Node):
-        if values.KEY in overwritten.meta:  # an assignment gave nothing
-            node.meta[values.KEY] = overwritten.meta[values.KEY]
+        if VALUE in overwritten.meta:  # an assignment gave nothing
+            node.meta[VALUE] = overwritten.meta[VALUE]
         overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
 
 

@@ -1,8 +1,5 @@
 """Recipes and analysis on prepared models."""
 
-from fxqat.tools.batch_norm import reestimate_batch_norm
-from fxqat.tools.correct_bias import correct_bias
-from fxqat.tools.equalize import equalize
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.choose import Choice, solve
 from fxqat.tools.mixed_precision.costs import average_weight_bits, file_bytes, weight_bytes
@@ -11,12 +8,15 @@ from fxqat.tools.mixed_precision.latency import layer_latency
 from fxqat.tools.mixed_precision.pareto import Pareto, sweep
 from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity
 from fxqat.tools.mixed_precision.skip_until import Skipped, skip_until
-from fxqat.tools.nan_guard import NaNGuard, first_not_finite
+from fxqat.tools.post_training.adaround_loop import Reconstruction
+from fxqat.tools.post_training.correct_bias import correct_bias
+from fxqat.tools.post_training.equalize import equalize
+from fxqat.tools.post_training.ptq import ptq
+from fxqat.tools.post_training.reconstruct import reconstruct
 from fxqat.tools.profile import Profile, profile
-from fxqat.tools.ptq import ptq
-from fxqat.tools.reconstruct import reconstruct
-from fxqat.tools.rounding import Reconstruction
 from fxqat.tools.to_float import to_float
+from fxqat.tools.training.batch_norm import reestimate_batch_norm
+from fxqat.tools.training.nan_guard import NaNGuard, first_not_finite
 
 __all__ = [
     "Choice",

@@ -23,12 +23,12 @@ from tqdm import tqdm
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_quantization
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.correct_bias import require_float_biases
+from fxqat.tools.post_training.correct_bias import require_float_biases
 from fxqat.tools.profiling.compare import Difference
 from fxqat.tools.profiling.measure import Measured, find_subjects, histograms_of, switches_kept
-from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
+from fxqat.utils.contexts import eval_mode
 from fxqat.utils.files import atomic_path
-from fxqat.utils.modes import eval_mode
 
 DIFFERENCES = ("own", "output", "cumulative")
 MEASURES = ("cosine", "sqnr", "max_error")

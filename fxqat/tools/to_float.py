@@ -8,7 +8,7 @@ The graph is written anew, call by call:
    ``<layer>_activation``;
 3. a layer whose tensors are no module's in the user's model (``F.conv2d(x, self.kernel)``) becomes a call of its
    function;
-4. a parameter that was taken apart (``fxqat.quantization.parameter_parts``) is put together, and split where it is
+4. a parameter that was taken apart (``fxqat.quantization.split_parameters``) is put together, and split where it is
    read;
 5. tensors that the graph does not read come along under their names.
 """
@@ -29,9 +29,10 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.mode_branches import ModalGraphModule
-from fxqat.utils.fx_graph import MODE, Call, attribute_of, called_module, calls_in, graph_of
+from fxqat.utils.fx_graph import Call, attribute_of, called_module, calls_in, graph_of
+from fxqat.utils.node_meta import MODE
 from fxqat.utils.torch_compat import unwrap
+from fxqat.utils.train_eval_graph import ModalGraphModule
 
 
 class FloatGraphModule(ModalGraphModule):

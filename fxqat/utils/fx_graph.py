@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxqat.utils.node_meta import MODE
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -31,7 +33,7 @@ class Imported:
 class Call:
     """A node as plain values, with :class:`Reference` objects for nodes among its arguments.
 
-    ``mode`` is the one it runs in, if only in one (``fxqat.quantization.mode_branches``).
+    ``mode`` is the one it runs in, if only in one (``fxqat.utils.train_eval_graph``).
     """
 
     name: str
@@ -41,9 +43,6 @@ class Call:
     kwargs: Any
     mode: bool | None = None
 
-
-MODE = "fxqat_mode"
-"""Key of a node's meta: True if it runs in training only, False if in eval mode only; absent if in both."""
 
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 

@@ -10,8 +10,8 @@ from types import CodeType, FrameType
 import torch
 from torch import fx
 
-NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1] / 'quantization'}/", "<")
-"""How the names of files begin that are not the user's: torch's, the tracers', generated code."""
+NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1] / 'tracing'}/", "<")
+"""Prefixes of file names that are not the user's code: torch's, the tracers', generated code."""
 
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 """A line of a stack trace."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fxqat.custom_quantizer.backend_type import TABLES
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.table import TABLES
-from fxqat.quantization.op_families import CONSTRUCTOR, NOT_FLOAT, RECURRENT
-from fxqat.quantization.op_table import OPS, Op
+from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT
+from fxqat.ops.table import OPS, Op
 from fxqat.scheme import FLOAT32_BITS, TensorQConfig
 
 COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/backends.rst"

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from fxqat.custom_quantizer.table import TABLES, BackendType
-from fxqat.quantization.op_table import OPS
+from fxqat.custom_quantizer.backend_type import TABLES, BackendType
+from fxqat.ops.table import OPS
 from tests.custom_quantizer.generate_backends import COMMAND, PLACED, page, rows_of_float, rows_of_rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "backends.rst"

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxqat import prepare_by_platform
+from fxqat.custom_quantizer.backend_type import BACKENDS
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
 from fxqat.custom_quantizer.backends.tensorrt import TENSORRT
 from fxqat.custom_quantizer.backends.tsqat import TSQAT
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
-from fxqat.custom_quantizer.table import BACKENDS
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.table import BACKENDS, BackendType
-from fxqat.fake_quantize.table import not_learned
-from fxqat.quantization import op_table
-from fxqat.quantization.op_table import OPS
-from fxqat.quantization.ops import op_named
+from fxqat.fake_quantize.fake_quantizes import not_learned
+from fxqat.ops import table as op_table
+from fxqat.ops.identify import op_named
+from fxqat.ops.table import OPS
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 FAMILIES = {value for name, value in vars(op_table).items() if name.isupper() and isinstance(value, str)}

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.custom_quantizer.config import parse_config
+from fxqat.config.config import parse_config
 from fxqat.errors import ConfigError
 from tests.models import prepared
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
-from fxqat.fake_quantize.table import FAKE_QUANTIZES
+from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_suitable
 

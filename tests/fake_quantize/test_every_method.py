@@ -22,9 +22,9 @@ from fxqat import (
 )
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
+from fxqat.fake_quantize.fake_quantizes import ALIASES, FAKE_QUANTIZES
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.fake_quantize.table import ALIASES, FAKE_QUANTIZES
+from fxqat.numerics import SCALE_MAX, SCALE_MIN
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.scheme import QuantizeScheme
 from tests.builders import calibrate, make_suitable

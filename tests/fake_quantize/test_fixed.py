@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
-from fxqat.fake_quantize.functional import SCALE_MIN
+from fxqat.numerics import SCALE_MIN
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, UINT8, calibrate, make_fake_quant
 

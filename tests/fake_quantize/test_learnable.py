@@ -8,8 +8,8 @@ from torch import nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
-from fxqat.fake_quantize.functional import valid_scale
 from fxqat.fake_quantize.pact import PACTFakeQuantize
+from fxqat.numerics import valid_scale
 from fxqat.scheme import QuantizeScheme
 from tests.builders import UINT8, calibrate, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, on_axis

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fxqat.fake_quantize.base import WEIGHT
-from fxqat.fake_quantize.functional import choose_qparams, fake_quantize, quantize
+from fxqat.numerics import choose_qparams, fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import make_fake_quant
 from tests.reference import as_float64, away_from_ties, lsq_reference

@@ -8,8 +8,8 @@ import torch
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import WEIGHT
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
 from fxqat.fake_quantize.tqt import TQTFakeQuantize
+from fxqat.numerics import SCALE_MAX, SCALE_MIN
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, calibrate, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, on_axis

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN
 from fxqat.nn.bias import (
     INT32_LIMIT,
     fake_quantize_bias,
@@ -14,6 +13,7 @@ from fxqat.nn.bias import (
     quantize_bias,
     weight_scale_floor,
 )
+from fxqat.numerics import SCALE_MAX, SCALE_MIN
 
 PROPERTY = settings(max_examples=200, deadline=None, derandomize=True)
 SIZES = st.floats(2.0**-30, 2.0**20, width=32)

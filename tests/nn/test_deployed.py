@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from fxqat.fake_quantize import ops
-from fxqat.fake_quantize.functional import dequantize, fake_quantize, quantize
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, integer_type, stored_bias, stored_weight
+from fxqat.numerics import dequantize, fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
 
 SCHEMES = [

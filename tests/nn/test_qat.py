@@ -10,11 +10,11 @@ from torch import nn
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
-from fxqat.fake_quantize.functional import fake_quantize, quantize
 from fxqat.fake_quantize.state import enable_calibration, enable_quantization
 from fxqat.nn.bias import INT32_LIMIT
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
+from fxqat.numerics import fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import (
     INT8_WEIGHT,

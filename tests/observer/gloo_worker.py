@@ -42,7 +42,7 @@ def work(rank: int, world_size: int, folder: str) -> None:
 
 def quantizers(names: Iterable[str]) -> nn.ModuleDict:
     """One activation quantizer for each of some observers, and a per-channel one."""
-    from fxqat.observer.table import OBSERVERS
+    from fxqat.observer.observers import OBSERVERS
     from fxqat.scheme import QuantizeScheme
     from tests.builders import make_fake_quant
 
@@ -57,7 +57,7 @@ def quantizers(names: Iterable[str]) -> nn.ModuleDict:
 def _quantizers(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     """The range of each quantizer before and after the ranks agree."""
     from fxqat.fake_quantize.state import enable_calibration, enable_quantization
-    from fxqat.observer.table import OBSERVERS
+    from fxqat.observer.observers import OBSERVERS
 
     quants = quantizers(OBSERVERS)
     enable_calibration(quants)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fxqat.fake_quantize.functional import SCALE_MAX, SCALE_MIN, choose_qparams
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.observer.base import ObserverBase, min_max_of, samples_of
+from fxqat.observer.observers import OBSERVERS
 from fxqat.observer.power_of_two import PowerOfTwoObserver
-from fxqat.observer.table import OBSERVERS
 from fxqat.scheme import QuantizeScheme
 
 Build = Callable[..., ObserverBase]

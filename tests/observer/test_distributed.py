@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.multiprocessing import spawn
 
-from fxqat.fake_quantize.functional import choose_qparams
-from fxqat.observer.table import OBSERVERS
+from fxqat.numerics import choose_qparams
+from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
 from tests.observer.gloo_worker import WHOLE, batches_of, quantizers, work
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.fake_quantize.functional import choose_qparams
+from fxqat.numerics import choose_qparams
 from fxqat.observer.histogram_l2 import HistogramL2Observer
 from fxqat.scheme import QuantizeScheme
 from tests.reference import fake_quantize_reference

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fxqat import convert_export
-from fxqat.fake_quantize.functional import choose_qparams
 from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.numerics import choose_qparams
 from fxqat.observer.base import ObserverBase
-from fxqat.observer.table import OBSERVERS
+from fxqat.observer.observers import OBSERVERS
 from tests.models import calibrated, inputs
 from tests.observer.test_base import UINT8, builder
 

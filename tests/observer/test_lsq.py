@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.fake_quantize.functional import choose_qparams
+from fxqat.numerics import choose_qparams
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.lsq import LSQObserver
 from fxqat.observer.lsq_plus import LSQPlusObserver

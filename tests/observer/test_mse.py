@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.functional import choose_qparams, fake_quantize
+from fxqat.numerics import choose_qparams, fake_quantize
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.observer.mse import MSEObserver

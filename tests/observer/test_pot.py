@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.functional import SCALE_MIN, choose_qparams
+from fxqat.numerics import SCALE_MIN, choose_qparams
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.pot_floor import PoTFloorObserver
 from fxqat.observer.pot_mode import PoTModeObserver

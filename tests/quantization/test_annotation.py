@@ -6,14 +6,15 @@ import dataclasses
 import pytest
 import torch
 
+from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
-from fxqat.custom_quantizer.table import BackendType, backend_spec
 from fxqat.quantization import annotation
 from fxqat.quantization.annotation import Annotation, ValueQuant, annotation_of
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.standardize import standardize
-from fxqat.quantization.trace import trace
 from fxqat.scheme import QuantizeScheme, TensorQConfig
+from fxqat.tracing.trace import trace
+from fxqat.utils.node_meta import ANNOTATION
 from tests.models import TOYS, build
 
 
@@ -23,7 +24,7 @@ def fused(name):
 
 def snapshot(gm):
     nodes = [(n.name, n.op, n.target, str(n.args), str(n.kwargs), [u.name for u in n.users]) for n in gm.graph.nodes]
-    metas = [{key: str(value) for key, value in n.meta.items() if key != annotation.KEY} for n in gm.graph.nodes]
+    metas = [{key: str(value) for key, value in n.meta.items() if key != ANNOTATION} for n in gm.graph.nodes]
     modules = {name: (id(module), module.training) for name, module in gm.named_modules()}
     return nodes, metas, modules, gm.graph.python_code("self").src, sorted(vars(gm))
 
@@ -71,7 +72,7 @@ def test_annotating_again_replaces_the_annotation():
 def test_nothing_is_annotated_before():
     gm = fused("conv_bn_relu")
     assert [annotation_of(node) for node in gm.graph.nodes] == [None] * len(gm.graph.nodes)
-    assert annotation.KEY not in next(iter(gm.graph.nodes)).meta
+    assert ANNOTATION not in next(iter(gm.graph.nodes)).meta
 
 
 def test_annotations_are_frozen_values():

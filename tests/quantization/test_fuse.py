@@ -9,10 +9,10 @@ from torch import nn
 
 from fxqat.fuser_method_mappings import FUSIONS, fusions_without
 from fxqat.nn.fused import FusedLayer
+from fxqat.ops.identify import op_named
 from fxqat.quantization.fuse import fuse
-from fxqat.quantization.ops import op_named
 from fxqat.quantization.standardize import standardize
-from fxqat.quantization.trace import trace
+from fxqat.tracing.trace import trace
 from tests.models import TOYS, build, inputs
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.custom_quantizer.table import BackendType
+from fxqat.custom_quantizer.backend_type import BackendType
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxqat.quantization.standardize import standardize
-from fxqat.quantization.trace import trace
+from fxqat.tracing.trace import trace
 
 
 class Functional(nn.Module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxqat.quantization.trace import LeafTracer
+from fxqat.tracing.trace import LeafTracer
 from fxqat.utils.fx_graph import (
     called_module,
     calls_of,

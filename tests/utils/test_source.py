@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxqat.quantization.leaf_tracer import LeafTracer
+from fxqat.tracing.leaf_tracer import LeafTracer
 from fxqat.utils.source import innermost_line, is_users, line_of_failure, line_of_node
 
 

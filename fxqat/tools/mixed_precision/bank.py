@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxqat.custom_quantizer.effective import effective_config
+from fxqat.config.effective import effective_config
+from fxqat.custom_quantizer.backend_type import BackendType
 from fxqat.custom_quantizer.spec import BackendSpec
-from fxqat.custom_quantizer.table import BackendType
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import disable_all, enable_calibration, require_calibrated

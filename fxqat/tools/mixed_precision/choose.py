@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from fxqat.custom_quantizer.yaml_file import write_yaml
+from fxqat.config.yaml_file import write_yaml
 from fxqat.errors import ConfigError
 from fxqat.tools.mixed_precision.costs import Cost
 from fxqat.tools.mixed_precision.units import Unit

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.op_table import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
-from fxqat.quantization.ops import identify
+from fxqat.ops.identify import identify
+from fxqat.ops.table import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
 from fxqat.tools.mixed_precision.units import eval_graph

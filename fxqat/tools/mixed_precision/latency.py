@@ -23,7 +23,7 @@ from onnx import helper
 
 from fxqat.convert_export import convert_export
 from fxqat.errors import ExportError
-from fxqat.onnx.runs import explained, open_session
+from fxqat.onnx.ort_runs import explained, open_session
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, stored_bits
 from fxqat.tools.mixed_precision.graph_costs import layer_inputs

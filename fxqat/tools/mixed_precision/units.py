@@ -10,8 +10,8 @@ from torch import fx
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.mode_branches import graph_of_mode
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.train_eval_graph import graph_of_mode
 
 Widths = dict[str, int]
 """Bits by the name of the unit."""

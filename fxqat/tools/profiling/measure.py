@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.functional import covered_range
 from fxqat.fake_quantize.state import disable_all, enable_quantization, named_fake_quants
 from fxqat.nn.qat import QATLayer
+from fxqat.numerics import covered_range
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.mode_branches import graph_of_mode
 from fxqat.tools.profiling.compare import Comparison
-from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.train_eval_graph import graph_of_mode
 
 BINS = 120
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fxqat.tools.profiling.compare import MOST_DB, Difference
-from fxqat.tools.profiling.tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 OUTLIER = 10.0

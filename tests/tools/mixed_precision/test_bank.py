@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxqat
-from fxqat.custom_quantizer.effective import effective_config
+from fxqat.config.effective import effective_config
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.tools.mixed_precision.bank import WidthBank

@@ -1,0 +1,221 @@
+"""``prepare_custom_config_dict``: checked at the door, then plain frozen values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fxqat.config.checks import mapping, nearest, sequence
+from fxqat.config.overrides import PARTS, Match, OverrideRule, TensorChange
+from fxqat.config.tensor_entry import SCHEME_SPELLINGS, tensor_change
+from fxqat.config.yaml_file import read_yaml
+from fxqat.errors import ConfigError
+from fxqat.fuser_method_mappings import FUSIONS
+from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
+from fxqat.scheme import QConfig
+
+TOP_KEYS = (
+    "extra_qconfig_dict",
+    "extra_quantizer_dict",
+    "extra_fuse_dict",
+    "preserve_attr",
+    "concrete_args",
+    "leaf_module",
+    "bn_mode",
+    "first_last",
+    "first",
+    "last",
+    "overrides",
+)
+QCONFIG_PARTS = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
+QCONFIG_KEYS = tuple(f"{letter}_{part}" for letter in "wa" for part in QCONFIG_PARTS)
+QUANTIZER_LISTS = (
+    "additional_function_type",
+    "additional_module_type",
+    "additional_node_name",
+    "exclude_module_name",
+    "exclude_function_type",
+    "exclude_node_name",
+)
+QUANTIZER_KEYS = (*QUANTIZER_LISTS, "least_work")
+MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "module": ((str,), "a module path or pattern"),
+    "type": ((type, str), "a module type or its class name"),
+    "function": ((Callable, str), "a function or its name"),
+    "node": ((str,), "a node name or pattern"),
+}
+ENDS = ("first_last", "first", "last")
+"""Shorthands for the layers next to the inputs and outputs of the model, in the order they are applied."""
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """The user's configuration, checked.
+
+    Args:
+        weight: change to the backend's weight configuration.
+        activation: change to the backend's activation configuration.
+        additional: matches of what is quantized although the backend's table leaves it float.
+        exclude: matches of what stays float although the table quantizes it.
+        least_work: instead of the backend's, see :class:`~fxqat.custom_quantizer.spec.BackendSpec`; None keeps it.
+        ends: per key of ``ENDS`` the changes to the first and last weighted layers.
+        overrides: per-layer rules, later wins; after ``ends``.
+        unfused: patterns of the fusion table that are not applied.
+        preserve_attr: attributes of the model to carry over to the result.
+        concrete_args: arguments of forward fixed while tracing.
+        leaf_module: module types or paths that are not traced into.
+        bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
+    """
+
+    weight: TensorChange = field(default_factory=TensorChange)
+    activation: TensorChange = field(default_factory=TensorChange)
+    additional: tuple[Match, ...] = ()
+    exclude: tuple[Match, ...] = ()
+    least_work: int | None = None
+    ends: Mapping[str, Mapping[str, TensorChange | None]] = field(default_factory=dict)
+    overrides: tuple[OverrideRule, ...] = ()
+    unfused: frozenset[tuple[str, ...]] = frozenset()
+    preserve_attr: tuple[str, ...] = ()
+    concrete_args: Mapping[str, Any] | None = None
+    leaf_module: tuple[Any, ...] = ()
+    bn_mode: str | int = BN_TRAIN
+
+
+def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:
+    """Check a configuration.
+
+    Args:
+        config: a dict or EasyDict, the path of a YAML file, or None.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown (the nearest valid one is named), or a value has the
+            wrong form.
+    """
+    if config is None:
+        return PrepareConfig()
+    where = "prepare_custom_config_dict"
+    if isinstance(config, (str, os.PathLike)):
+        where = str(config)
+        config = read_yaml(Path(config))
+    config = mapping(config, where, TOP_KEYS)
+    qconfig = mapping(config.get("extra_qconfig_dict"), "extra_qconfig_dict", QCONFIG_KEYS)
+    quantizer = mapping(config.get("extra_quantizer_dict"), "extra_quantizer_dict", QUANTIZER_KEYS)
+    rules = sequence(config.get("overrides"), "overrides")
+    return PrepareConfig(
+        weight=_qconfig_change(qconfig, "w"),
+        activation=_qconfig_change(qconfig, "a"),
+        additional=_matches(quantizer, "additional"),
+        exclude=_matches(quantizer, "exclude"),
+        least_work=_least_work(quantizer.get("least_work")),
+        ends={key: _changes(config[key], key) for key in ENDS if config.get(key) is not None},
+        overrides=tuple(_override(f"overrides[{index}]", rule) for index, rule in enumerate(rules)),
+        unfused=_unfused(config.get("extra_fuse_dict")),
+        preserve_attr=_preserve_attr(config.get("preserve_attr")),
+        concrete_args=mapping(config.get("concrete_args"), "concrete_args") or None,
+        leaf_module=tuple(sequence(config.get("leaf_module"), "leaf_module")),
+        bn_mode=_bn_mode(config.get("bn_mode", BN_TRAIN)),
+    )
+
+
+def _qconfig_change(qconfig: Mapping[str, Any], letter: str) -> TensorChange:
+    entry: dict[str, Any] = dict(mapping(qconfig.get(f"{letter}_qscheme"), f"{letter}_qscheme", SCHEME_SPELLINGS))
+    for part in ("observer", "fakequantize", "fakeq_params", "observer_extra_args"):
+        if qconfig.get(f"{letter}_{part}") is not None:
+            entry[part] = qconfig[f"{letter}_{part}"]
+    where = f"extra_qconfig_dict ({letter}_*)"
+    return tensor_change(entry, where, {"w": "weight", "a": "activation"}[letter])
+
+
+def _matches(quantizer: Mapping[str, Any], prefix: str) -> tuple[Match, ...]:
+    kinds = {"function_type": "function", "module_type": "type", "node_name": "node", "module_name": "module"}
+    found = []
+    for suffix, kind in kinds.items():
+        key = f"{prefix}_{suffix}"
+        if key in QUANTIZER_LISTS:
+            values = sequence(quantizer.get(key), key, *MATCH_KINDS[kind][0], words=MATCH_KINDS[kind][1])
+            found += [Match(**{kind: value}, where=key) for value in values]
+    return tuple(found)
+
+
+def _least_work(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ConfigError(
+        f"extra_quantizer_dict: least_work must be a number of multiply-accumulates for each value that is converted, "
+        f"an integer >= 0 (0 quantizes all that the backend can), got {value!r}"
+    )
+
+
+def _override(where: str, rule: Any) -> OverrideRule:
+    if callable(rule):
+        return OverrideRule(Match(where=where), function=_checked(rule, where))
+    if not isinstance(rule, Mapping):
+        raise ConfigError(
+            f"{where}: expected a mapping, or (not in YAML) a function of a path and a QConfig; got {rule!r}"
+        )
+    mapping(rule, where, ("match", *PARTS))
+    match = mapping(rule.get("match"), f"{where}.match", MATCH_KINDS)
+    if not match:
+        raise ConfigError(f"{where}: needs a 'match' with at least one of {', '.join(MATCH_KINDS)}")
+    for key, value in match.items():
+        kinds, words = MATCH_KINDS[key]
+        if not isinstance(value, kinds):
+            raise ConfigError(f"{where}.match: {key} must be {words}, got {value!r}")
+    changes = _changes({part: rule[part] for part in rule if part != "match"}, where)
+    return OverrideRule(Match(**match, where=where), changes)
+
+
+def _changes(entry: Any, where: str) -> dict[str, TensorChange | None]:
+    """The changes to one layer: at least one, and each of them says something."""
+    mapping(entry, where, PARTS)
+    if not entry:
+        raise ConfigError(f"{where}: says nothing; give at least one of {', '.join(PARTS)}")
+    changes: dict[str, TensorChange | None] = {}
+    for part, change in entry.items():
+        if change is None and part == "value":
+            raise ConfigError(f"{where}.value: None would leave it float; write output: None for that")
+        changes[part] = None if change is None else tensor_change(change, f"{where}.{part}", part)
+        if change is not None and not change:
+            raise ConfigError(f"{where}.{part}: says nothing; give at least one change, or null to leave it float")
+    return changes
+
+
+def _checked(function: Callable[[str, QConfig], Any], where: str) -> Callable[[str, QConfig], dict[str, Any]]:
+    """The user's function, with its answers checked like any other entry."""
+
+    def changes(path: str, current: QConfig) -> dict[str, TensorChange | None]:
+        answer = function(path, current)
+        return {} if answer is None else _changes(answer, f"{where}({path!r})")
+
+    return changes
+
+
+def _unfused(value: Any) -> frozenset[tuple[str, ...]]:
+    value = mapping(value, "extra_fuse_dict", ("exclude_fusion_pattern",))
+    words = "a list of op names"
+    given = sequence(value.get("exclude_fusion_pattern"), "exclude_fusion_pattern", list, tuple, words=words)
+    patterns = frozenset(tuple(map(str, pattern)) for pattern in given)
+    known = {row.pattern for row in FUSIONS}
+    for pattern in sorted(patterns - known):
+        choices = sorted(" ".join(row) for row in known)
+        raise ConfigError(f"exclude_fusion_pattern: no fusion {list(pattern)}; {nearest(' '.join(pattern), choices)}")
+    return patterns
+
+
+def _preserve_attr(value: Any) -> tuple[str, ...]:
+    if isinstance(value, Mapping):
+        if set(value) - {""}:
+            raise ConfigError(
+                f"preserve_attr: attributes can be kept on the model itself (key ''), got {sorted(set(value) - {''})}"
+            )
+        value = value.get("")
+    return tuple(sequence(value, "preserve_attr", str, words="names of attributes"))
+
+
+def _bn_mode(value: Any) -> str | int:
+    if value in (BN_TRAIN, BN_FREEZE) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value  # type: ignore[no-any-return]
+    raise ConfigError(f"bn_mode must be {BN_TRAIN!r}, {BN_FREEZE!r} or a number of steps >= 0, got {value!r}")

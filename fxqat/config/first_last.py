@@ -1,0 +1,68 @@
+"""The layers next to the inputs and the outputs of a model, which low bit widths hurt most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxqat.config.overrides import Match, OverrideRule, TensorChange
+from fxqat.errors import ConfigError
+from fxqat.ops.identify import identify
+from fxqat.ops.table import WEIGHTED
+from fxqat.utils.node_meta import Kind
+
+
+def rules_of_ends(
+    ends: Mapping[str, Mapping[str, TensorChange | None]], kinds: dict[fx.Node, Kind]
+) -> tuple[OverrideRule, ...]:
+    """The shorthands as ordinary rules, which name the nodes.
+
+    Args:
+        ends: the changes per shorthand: ``"first"``, ``"last"`` or ``"first_last"``.
+        kinds: of all nodes of the graph, in execution order.
+
+    Raises:
+        ConfigError: the model has no weighted layer to change.
+    """
+    rules = []
+    for key, changes in ends.items():
+        nodes = [*(first_layers(kinds) if "first" in key else ()), *(last_layers(kinds) if "last" in key else ())]
+        if not nodes:
+            raise ConfigError(f"{key}: no convolution or linear layer lies next to an end of the model; drop the key")
+        pattern = "re:" + "|".join(re.escape(name) for name in dict.fromkeys(node.name for node in nodes))
+        rules.append(OverrideRule(Match(node=pattern, where=key), changes))
+    return tuple(rules)
+
+
+def first_layers(kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
+    """The weighted layers that read an input of the model with no weighted layer in between, in execution order."""
+    reached: set[fx.Node] = set()
+    found = []
+    for node, kind in kinds.items():
+        if node.op != "placeholder" and not reached.intersection(node.all_input_nodes):
+            continue
+        if _is_weighted(node):
+            found.append(node)
+        elif kind is not Kind.OTHER:
+            reached.add(node)
+    return found
+
+
+def last_layers(kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
+    """The weighted layers whose result is an output of the model with no weighted layer behind, in execution order."""
+    reached: set[fx.Node] = set()
+    found = []
+    for node, kind in reversed(kinds.items()):
+        if node.op != "output" and not reached.intersection(node.users):
+            continue
+        if _is_weighted(node):
+            found.append(node)
+        elif kind is not Kind.OTHER or node.op == "output":
+            reached.add(node)
+    return found[::-1]
+
+
+def _is_weighted(node: fx.Node) -> bool:
+    return identify(node).family == WEIGHTED

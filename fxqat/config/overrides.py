@@ -1,0 +1,152 @@
+"""Overrides: which nodes a user's rule means, and what it changes."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from fxqat.errors import ConfigError
+from fxqat.nn.fused import FusedLayer
+from fxqat.ops.identify import identify
+from fxqat.scheme import QConfig, TensorQConfig
+from fxqat.utils.fx_graph import called_module
+from fxqat.utils.node_meta import SPELLING
+
+PARTS = ("weight", "activation", "output", "value")
+"""What a rule can change of a node: its weight, the values it reads, and the value it produces (two ways)."""
+
+
+@dataclass(frozen=True)
+class TensorChange:
+    """A change to how one tensor is quantized.
+
+    Args:
+        scheme: fields of :class:`~fxqat.scheme.QuantizeScheme`.
+        parts: fields of :class:`~fxqat.scheme.TensorQConfig`.
+    """
+
+    scheme: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    def applied_to(self, config: TensorQConfig) -> TensorQConfig:
+        """The changed configuration.
+
+        A new observer or fake-quant does not inherit the old one's arguments, and has no use for a range that is known.
+        """
+        parts, scheme = dict(self.parts), dict(self.scheme)
+        if "observer" in parts:
+            parts.setdefault("observer_args", {})
+        if "fake_quantize" in parts:
+            parts.setdefault("fake_quantize_args", {})
+        if "observer" in parts or parts.get("fake_quantize", "Fixed") != "Fixed":
+            scheme.setdefault("fixed_range", None)
+        return replace(config, scheme=replace(config.scheme, **scheme), **parts)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Which nodes are meant; every key that is given must agree.
+
+    Args:
+        module: path of the called module, a glob (``layer1.*.conv1``) or ``re:`` and a regular expression.
+        type: type of the called module, or its class name.
+        function: function or method, or its name.
+        node: name of the node, a glob or ``re:``.
+        where: the configuration entry, for messages.
+    """
+
+    module: str | None = None
+    type: type | str | None = None
+    function: Callable[..., Any] | str | None = None
+    node: str | None = None
+    where: str = ""
+
+    def __call__(self, node: fx.Node) -> bool:
+        """Whether a node is meant."""
+        tests = (
+            (self.module, self._is_module),
+            (self.type, self._is_type),
+            (self.function, self._is_function),
+            (self.node, self._is_node),
+        )
+        return all(test(node) for value, test in tests if value is not None)
+
+    def _is_module(self, node: fx.Node) -> bool:
+        return node.op == "call_module" and _fits(str(self.module), str(node.target), self.where)
+
+    def _is_type(self, node: fx.Node) -> bool:
+        module = called_module(node)
+        layers = (module, module.layer) if isinstance(module, FusedLayer) else (module,)
+        if isinstance(self.type, str):
+            return any(type(layer).__name__ == self.type for layer in layers)
+        return any(type(layer) is self.type for layer in layers)
+
+    def _is_function(self, node: fx.Node) -> bool:
+        target = node.meta.get(SPELLING, node.target if node.op in ("call_function", "call_method") else None)
+        if target is None:
+            return False
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        return self.function in (target, name, identify(node).name)
+
+    def _is_node(self, node: fx.Node) -> bool:
+        return _fits(str(self.node), node.name, self.where)
+
+
+@dataclass(frozen=True)
+class OverrideRule:
+    """One entry of ``overrides``.
+
+    Args:
+        match: the nodes meant.
+        changes: for ``"weight"``, ``"activation"`` (values the node reads), ``"output"`` (the value it produces): the
+            change, or None to leave it float. What is not named stays as it was. ``"value"`` is the value it produces,
+            too, but only how it is quantized where somebody wants it quantized anyhow.
+        function: gives the changes of a node instead: of its path and its configuration so far.
+    """
+
+    match: Match
+    changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
+    function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
+
+    def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
+        """The changes for one of the nodes meant."""
+        return self.changes if self.function is None else self.function(path_of(node), current)
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the module that a node calls, else the name of the node."""
+    return str(node.target) if node.op == "call_module" else node.name
+
+
+def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
+    """Check that every match means at least one node.
+
+    Raises:
+        ConfigError: one means none; the nearest name is given.
+    """
+    nodes = list(gm.graph.nodes)
+    for match in matches:
+        if any(match(node) for node in nodes):
+            continue
+        given = [value for value in (match.module, match.node, match.type, match.function) if value is not None]
+        words = [str(getattr(value, "__name__", value)) for value in given]
+        names = [str(n.target) for n in nodes if n.op == "call_module"] if match.module else [n.name for n in nodes]
+        close = difflib.get_close_matches(words[0], names, n=1, cutoff=0.3)
+        hint = f" The nearest is {close[0]!r}." if close else ""
+        what = " with ".join(map(repr, words))
+        raise ConfigError(f"{match.where}: {what} matches no node of the model.{hint}")
+
+
+def _fits(pattern: str, text: str, where: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], text) is not None
+        except re.error as cause:
+            raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {cause}") from cause
+    return fnmatch.fnmatchcase(text, pattern)

@@ -1,0 +1,172 @@
+"""One tensor's entry of the configuration, and back: the one place where the older spellings are translated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fxqat.config.checks import mapping, nearest
+from fxqat.config.overrides import PARTS, TensorChange
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.fake_quantizes import ALIASES as FAKE_QUANTIZE_ALIASES
+from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.observer.observers import ALIASES as OBSERVER_ALIASES
+from fxqat.observer.observers import OBSERVERS
+from fxqat.scheme import FLOAT32_BITS, QuantizeScheme, TensorQConfig
+
+SCHEME_SPELLINGS = {
+    "bit": "bit_width",
+    "bit_width": "bit_width",
+    "symmetry": "symmetric",
+    "symmetric": "symmetric",
+    "signed": "signed",
+    "per_channel": "per_channel",
+    "narrow_range": "narrow_range",
+    "scale_bits": "scale_bits",
+    "pot_scale": "scale_bits",
+    "fixed_range": "fixed_range",
+}
+PART_SPELLINGS = {
+    "observer": "observer",
+    "observer_args": "observer_args",
+    "observer_extra_args": "observer_args",
+    "fake_quantize": "fake_quantize",
+    "fakequantize": "fake_quantize",
+    "fake_quantize_args": "fake_quantize_args",
+    "fakeq_params": "fake_quantize_args",
+}
+TABLES: dict[str, Mapping[str, Any]] = {"observer": OBSERVERS, "fake_quantize": FAKE_QUANTIZES}
+ALIASES = {"observer": OBSERVER_ALIASES, "fake_quantize": FAKE_QUANTIZE_ALIASES}
+"""What other libraries call our parts."""
+
+
+def tensor_change(entry: Mapping[str, Any], where: str, part: str) -> TensorChange:
+    """The change that an entry asks for.
+
+    Args:
+        entry: the keys of a scheme and of its parts, in any spelling.
+        where: the entry in the configuration, for messages.
+        part: ``"weight"``, ``"activation"``, ``"output"`` or ``"value"``.
+
+    Raises:
+        ConfigError: a key, a name or a value is unknown or impossible, or two keys say the same.
+    """
+    mapping(entry, where, (*SCHEME_SPELLINGS, *PART_SPELLINGS))
+    spelled: dict[str, str] = {}
+    scheme: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    for key, value in entry.items():
+        name = SCHEME_SPELLINGS.get(key) or PART_SPELLINGS[key]
+        if name in spelled:
+            raise ConfigError(
+                f"{where}: {spelled[name]!r}: {entry[spelled[name]]!r} and {key!r}: {value!r} are about the same; "
+                f"give one of them"
+            )
+        spelled[name] = key
+        if key in SCHEME_SPELLINGS:
+            scheme[name] = _scheme_value(key, value, where)
+        elif name in TABLES:
+            parts[name] = _named(name, value, f"{where}: {key}")
+        else:
+            parts[name] = dict(mapping(value, f"{where}: {name}"))
+    _check_possible(scheme, parts, where, part)
+    return TensorChange(scheme, parts)
+
+
+def change_entry(change: TensorChange) -> dict[str, Any]:
+    """The entry that asks for a change; :func:`tensor_change` reads it back.
+
+    A class that has a name is written as its name; a class of the user's own stays one.
+    """
+    entry = {key: list(value) if isinstance(value, tuple) else value for key, value in change.scheme.items()}
+    for key, value in change.parts.items():
+        if key in TABLES:
+            names = [name for name, row in TABLES[key].items() if row is value]
+            entry[key] = names[0] if names else value
+        else:
+            entry[key] = dict(value)
+    return entry
+
+
+def config_entry(config: TensorQConfig) -> dict[str, Any]:
+    """The entry that says everything about how a tensor is quantized; empty arguments are left out.
+
+    The range of a tensor that has a fixed one is not watched or trained.
+    """
+    scheme = {key: getattr(config.scheme, key) for key in dict.fromkeys(SCHEME_SPELLINGS.values())}
+    if scheme["fixed_range"] is not None:
+        return change_entry(TensorChange(scheme, {"fake_quantize": "Fixed"}))
+    del scheme["fixed_range"]
+    names = dict.fromkeys(PART_SPELLINGS.values())
+    found = {name: getattr(config, name) for name in names}
+    return change_entry(TensorChange(scheme, {name: value for name, value in found.items() if value}))
+
+
+def _named(name: str, value: Any, where: str) -> Any:
+    """An observer or fake-quant by any of its names, or a class."""
+    if not isinstance(value, str):
+        if not callable(value):
+            raise ConfigError(f"{where} must be a name or a class, got {value!r}; names: {', '.join(TABLES[name])}")
+        return value
+    short = value.removesuffix("Observer").removesuffix("FakeQuantize")
+    short = ALIASES[name].get(short, short)
+    if short not in TABLES[name]:
+        raise ConfigError(f"{where}: unknown {name} {value!r}; {nearest(short, TABLES[name])}")
+    return short
+
+
+def _scheme_value(key: str, value: Any, where: str) -> Any:
+    if key == "fixed_range":
+        return _range(value, where)
+    wanted = int if key in ("bit", "bit_width", "scale_bits") else bool
+    if type(value) is not wanted:
+        raise ConfigError(f"{where}: {key} must be {wanted.__name__}, got {value!r}")
+    if key == "pot_scale":
+        return 1 if value else FLOAT32_BITS
+    return value
+
+
+def _range(value: Any, where: str) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    numbers = isinstance(value, (list, tuple)) and len(value) == 2
+    if not numbers or not all(isinstance(limit, (int, float)) and not isinstance(limit, bool) for limit in value):
+        raise ConfigError(f"{where}: fixed_range must be [low, high] or null, got {value!r}")
+    low, high = (float(limit) for limit in value)
+    if not (-float("inf") < low <= 0 <= high < float("inf") and low < high):
+        raise ConfigError(
+            f"{where}: fixed_range must be finite and hold 0, low <= 0 <= high with low < high, got {value!r}"
+        )
+    return low, high
+
+
+def _check_possible(scheme: Mapping[str, Any], parts: Mapping[str, Any], where: str, part: str) -> None:
+    """What no tensor can have, whatever the backend."""
+    try:
+        QuantizeScheme(**scheme)
+    except ConfigError as cause:
+        raise ConfigError(f"{where}: {cause}") from cause
+    if part != "weight" and scheme.get("per_channel"):
+        raise ConfigError(
+            f"{where}: per_channel: True is for weights; activations have one scale per tensor: leave it out"
+        )
+    chosen = parts.get("fake_quantize")
+    row = FAKE_QUANTIZES.get(chosen) if isinstance(chosen, str) else chosen
+    if part != "weight" and getattr(row, "weights_only", False):
+        names = [name for name, kind in FAKE_QUANTIZES.items() if not kind.weights_only]
+        raise ConfigError(
+            f"{where}: fake_quantize {chosen!r} is for weights, whose integers it changes; "
+            f"for activations take one of {', '.join(names)}"
+        )
+    if scheme.get("fixed_range") is None:
+        return
+    if part not in PARTS[2:]:
+        raise ConfigError(f"{where}: fixed_range is for 'output' and 'value'; the range of a {part} is observed")
+    useless = [name for name in ("observer", "observer_args", "fake_quantize_args") if name in parts]
+    if chosen not in (None, "Fixed"):
+        useless.append("fake_quantize")
+    if useless:
+        raise ConfigError(
+            f"{where}: a fixed_range is neither observed nor trained, so it excludes {useless[0]} "
+            f"{parts[useless[0]]!r}; drop one of the two"
+        )

@@ -1,0 +1,92 @@
+"""What kind of value each node produces, as far as the graph tells."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from fxqat.ops.identify import identify, unbounded_values
+from fxqat.ops.table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
+from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
+from fxqat.utils.node_meta import Kind, kind_of
+from fxqat.utils.train_eval_graph import nodes_of_mode_only
+
+SEEN = {
+    "float": Kind.FLOAT,
+    "tuple": Kind.CONTAINER,
+    "tensor": Kind.OTHER,
+    "plain": Kind.OTHER,
+    "object": Kind.OTHER,
+}
+"""The kind of a value that tracing saw (see ``fxqat.utils.node_meta.describe``)."""
+
+
+NO_RANGE = "holds values that stand for infinity, as masks do: no range fits them and the others"
+
+
+def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The nodes whose values stay float whatever the backend, and why."""
+    found = dict.fromkeys(unbounded_values(gm), NO_RANGE)
+    return found | dict.fromkeys(nodes_of_mode_only(gm.graph, training=True), "runs in training only: not deployed")
+
+
+def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
+    """The kind of every node's value: as tracing saw it, else from the ops (inputs are taken to be float tensors)."""
+    kinds: dict[fx.Node, Kind] = {}
+    for node in gm.graph.nodes:
+        kinds[node] = _kind(gm, node, kinds)
+    for node in _state(gm):
+        kinds[node] = Kind.OTHER
+    return kinds
+
+
+def untrained(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values depend on the model's inputs and constants alone: training does not change their range."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            trains = isinstance(attribute_of(gm, node), nn.Parameter)
+        else:
+            module = called_module(node)
+            trains = module is not None and next(module.parameters(), None) is not None
+        if not trains and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _state(gm: fx.GraphModule) -> set[fx.Node]:
+    """Buffers that the graph writes, the writes, and what is computed for them alone: none of it is a value."""
+    writes = {node for node in gm.graph.nodes if writes_state(node)}
+    found = writes | {node for node in gm.graph.nodes if node.op == "get_attr" and writes & set(node.users)}
+    for node in reversed(gm.graph.nodes):
+        if node.users and node.op != "placeholder" and all(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind:
+    if node.op == "output":
+        return Kind.OTHER
+    seen = kind_of(node)
+    if seen is not None:
+        return SEEN[seen]
+    if node.op == "placeholder":
+        return Kind.OTHER if node.args else Kind.FLOAT  # with a default it is an option, not a tensor
+    if node.op == "get_attr":
+        tensor = attribute_of(gm, node)
+        return Kind.FLOAT if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else Kind.OTHER
+    op = identify(node)
+    if op.family == NOT_FLOAT:
+        return Kind.OTHER
+    if op.family in (OPAQUE, RECURRENT):
+        return Kind.UNKNOWN
+    if op.name == "split" or (op.name == "getitem" and op.gives_tuple):
+        return Kind.CONTAINER
+    first = next(node_inputs(node.args), None)
+    source = kinds.get(first, Kind.OTHER) if first is not None else Kind.OTHER
+    if op.name == "getitem":
+        return Kind.FLOAT if source in (Kind.CONTAINER, Kind.UNKNOWN) else source
+    if op.family == BINARY:
+        inputs = {kinds[n] for n in node_inputs((node.args, node.kwargs))}
+        return Kind.FLOAT if inputs & {Kind.FLOAT, Kind.UNKNOWN} else Kind.OTHER
+    return Kind.FLOAT

@@ -1,0 +1,1 @@
+"""The op table: which spelling is which operation."""

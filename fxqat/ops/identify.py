@@ -1,0 +1,281 @@
+"""Which op a node is, and what follows from it for its arguments."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.ops.table import (
+    ACTIVATION,
+    BINARY,
+    CONCAT,
+    IDENTITY,
+    IN_PLACE_OPERATORS,
+    MATH,
+    OPS,
+    OUT_OF_PLACE,
+    PASS_THROUGH,
+    UNBOUNDED,
+    UNKNOWN,
+    Op,
+)
+from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
+from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
+
+OPERAND_NAMES = (
+    *("input", "tensors", "tensor", "self", "query", "key", "value", "x1", "x2", "tensor1", "tensor2", "end"),
+    *("weight", "other", "exponent", "mat", "mat1", "mat2", "batch1", "batch2", "vec"),
+)
+TRANSPOSES = ("T", "mT", "H", "mH")
+
+_BY_NAME = {op.name: op for op in OPS}
+_BY_MODULE = {kind: op for op in OPS for kind in op.modules}
+_BY_FUNCTION = {function: op for op in OPS for function in op.functions}
+_BY_METHOD = {method: op for op in OPS for method in op.methods}
+
+
+def op_named(name: str) -> Op | None:
+    """The row of a name, None if there is none."""
+    return _BY_NAME.get(name)
+
+
+def identify(node: fx.Node) -> Op:
+    """The op of a node; ``UNKNOWN`` if no row has its spelling.
+
+    A fused or QAT layer is the op of its layer; some ops change with their arguments:
+
+    1. ``pad`` with a constant other than 0 creates new values: not a pass-through;
+    2. ``interpolate`` in mode nearest only repeats values: a pass-through;
+    3. ``max_pool`` that also returns indices is opaque;
+    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` permute, ``values`` and ``indices`` are items of a tuple, any
+       other is a size;
+    5. ``max`` and ``min`` of two tensors are ``maximum`` and ``minimum``, along a dimension they also give indices;
+    6. item 1 of what gives values and indices holds no values (the bare operator behind ``roi_pool`` gives both);
+    7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number creates new values; ``masked_fill``,
+       ``where``, constructors and products with a number that stands for infinity are unbounded;
+    8. the integer operators ``//`` and ``%`` on float tensors are element by element.
+    """
+    if node.op == "call_module":
+        module = called_module(node)
+        return _argument_cases(node, identify_module(module), module)
+    if node.op == "call_function":
+        if node.target is builtins.getattr:
+            return _attribute(node)
+        found = _BY_FUNCTION.get(node.target) if callable(node.target) else None
+        return _argument_cases(node, found or UNKNOWN, None)
+    if node.op == "call_method":
+        return _argument_cases(node, _BY_METHOD.get(str(node.target), UNKNOWN), None)
+    return UNKNOWN
+
+
+def identify_module(module: nn.Module | None) -> Op:
+    """The op of a module object."""
+    if isinstance(module, FusedLayer):
+        return identify_module(module.layer)
+    if isinstance(module, QATLayer):
+        name = module.layer_type
+        return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
+    return _BY_MODULE.get(type(module), UNKNOWN)
+
+
+def keeps_output(node: fx.Node) -> bool:
+    """Whether the value of a node stays in memory until the backward pass, whoever reads it."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    module = called_module(node)
+    if isinstance(module, (FusedLayer, QATLayer)):
+        return identify_module(module.activation).keeps_output
+    return identify(node).keeps_output
+
+
+def _argument_cases(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    case = _CASES.get(op.name)
+    return op if case is None else case(node, op, module)
+
+
+def _attribute(node: fx.Node) -> Op:
+    name = node.args[1]
+    if name in TRANSPOSES:
+        return _BY_NAME["permute"]
+    if name == "values":
+        return _BY_NAME["getitem"]
+    return _BY_NAME["indices" if name == "indices" else "size"]
+
+
+def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = getattr(module, "value", 0) if module is not None else _argument(node, 3, "value", 0)
+    return op if value in (0, 0.0, None) else _bounded(UNKNOWN, value)
+
+
+def _interpolate(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    mode = module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest")
+    return replace(op, family=PASS_THROUGH) if str(mode).startswith("nearest") else op
+
+
+def _max_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    position = 2 if op.name.startswith("adaptive") else 6
+    return UNKNOWN if getattr(module, "return_indices", False) or _argument(node, position, "return_indices", 0) else op
+
+
+def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    if node.target not in (torch.max, torch.min, "max", "min"):
+        return op  # amax and amin give values only
+    second = _argument(node, 1, "dim", None)
+    is_tensor = isinstance(second, fx.Node) and kind_of(second) != "plain"
+    if is_tensor or "other" in node.kwargs:
+        return _BY_NAME[f"{op.name}imum"]
+    return op if second is None else _BY_NAME[f"{op.name}_dim"]
+
+
+def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    source, index = node.args
+    if not isinstance(source, fx.Node):
+        return op
+    if isinstance(index, slice):  # of a tuple, a part of it
+        return replace(op, gives_tuple=identify(source).gives_tuple)
+    return _BY_NAME["indices"] if index == 1 and gives_indices(identify(source)) else op
+
+
+def _fill(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = _argument(node, 2, "value", None)
+    if value in (0, 0.0) and not isinstance(value, fx.Node):
+        return replace(op, family=PASS_THROUGH)
+    return _bounded(op, value)
+
+
+def _where(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    values = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (int, float))]
+    return _bounded(replace(op, family=MATH) if any(values) else op, *values)
+
+
+def _assign_item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    value = node.args[2]
+    if isinstance(value, fx.Node) or value == 0:
+        return op
+    return _bounded(replace(op, family=MATH), value)
+
+
+def _mul(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    return _bounded(op, *node.args, *node.kwargs.values())
+
+
+def _constructor(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    if node.target in (torch.full, torch.full_like, "new_full"):
+        return _bounded(op, _argument(node, 2 if node.op == "call_method" else 1, "fill_value", None))
+    return op
+
+
+def _integer(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    names = {operator.floordiv: "floor_divide", operator.mod: "remainder"}
+    return _BY_NAME[names[node.target]] if node.target in names and kind_of(node) == "float" else op
+
+
+def _roi_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    return replace(op, gives_tuple=node.target is torch.ops.torchvision.roi_pool)
+
+
+_CASES: dict[str, Callable[[fx.Node, Op, nn.Module | None], Op]] = {
+    "pad": _pad,
+    "interpolate": _interpolate,
+    **dict.fromkeys((name for name in _BY_NAME if "max_pool" in name), _max_pool),
+    "max": _extremum,
+    "min": _extremum,
+    "getitem": _item,
+    "assign_item": _assign_item,
+    "roi_pool": _roi_pool,
+    "masked_fill": _fill,
+    "where": _where,
+    "mul": _mul,
+    "constructor": _constructor,
+    "integer": _integer,
+}
+"""The rows whose op depends on the arguments of a call."""
+
+
+def _bounded(op: Op, *values: Any) -> Op:
+    infinite = any(isinstance(value, (int, float)) and not abs(value) < INFINITE for value in values)
+    return replace(op, family=UNBOUNDED) if infinite else op
+
+
+def gives_indices(op: Op) -> bool:
+    """Whether an op gives a tuple of values and their indices."""
+    return op.gives_tuple and op.name != "split"
+
+
+def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
+
+    Such values are put in by an op, are in a tensor of the model or in what was computed of the example inputs, and are
+    carried on by ops that move values and by element-by-element ops (a mask that is added). Max pooling drops them: its
+    windows reach beyond what was padded with them.
+    """
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        op = identify(node)
+        carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY) and "max_pool" not in op.name
+        carried = carries and any(source in found for source in node_inputs(operands(node, op)))
+        if node.op == "get_attr":
+            put_in = holds_infinity(attribute_of(gm, node))
+        else:
+            put_in = op.family == UNBOUNDED or node.meta.get(IS_MASK, False)
+        if carried or put_in:
+            found.add(node)
+    return found
+
+
+def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:
+    if keyword in node.kwargs:
+        return node.kwargs[keyword]
+    return node.args[position] if len(node.args) > position else default
+
+
+def operands(node: fx.Node, op: Op) -> list[Any]:
+    """The arguments of a call that can be quantized values, by position or by keyword, in the op's order."""
+    found = list(node.args[: op.inputs])
+    by_keyword = [node.kwargs[name] for name in OPERAND_NAMES if name in node.kwargs]
+    return found + by_keyword[: op.inputs - len(found)]
+
+
+def poles(node: fx.Node, op: Op) -> list[Any]:
+    """The operands at whose zero the op or its derivative is infinite: divisors, what a logarithm or root is of."""
+    found = operands(node, op)
+    if op.name == "pow" and len(found) > 1 and isinstance(found[1], (int, float)) and found[1] < 1:
+        return found[:1]
+    return [found[position] for position in op.poles if position < len(found)]
+
+
+def works_in_place(node: fx.Node) -> bool:
+    """Whether a call overwrites its first operand."""
+    if node.op == "call_module":
+        return getattr(called_module(node), "inplace", False) is True
+    if node.op == "call_method":
+        name = str(node.target)
+        return out_of_place_method(name) != name and name in _BY_METHOD
+    if node.op != "call_function":
+        return False
+    flagged = node.kwargs.get("inplace") is True
+    if identify(node).family == ACTIVATION and node.target not in (F.softmax, torch.softmax):
+        flagged = flagged or any(value is True for value in node.args[1:])
+    return flagged or node.target in OUT_OF_PLACE
+
+
+def out_of_place_method(name: str) -> str:
+    """The method that computes the same without overwriting; the name itself if it overwrites nothing.
+
+    Example:
+        >>> out_of_place_method("relu_"), out_of_place_method("__iadd__"), out_of_place_method("__add__")
+        ('relu', '__add__', '__add__')
+    """
+    if name.endswith("__"):
+        base = name.removeprefix("__i").removesuffix("__")
+        return f"__{base}__" if name.startswith("__i") and base in IN_PLACE_OPERATORS else name
+    return name.removesuffix("_")

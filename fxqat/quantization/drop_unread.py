@@ -1,0 +1,22 @@
+"""What is computed for nothing leaves the graph: in ``y, _ = attention(x, x, x)``, the mean of the weights."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxqat.ops.identify import identify, works_in_place
+from fxqat.ops.table import NORM, OPAQUE
+from fxqat.utils.fx_graph import writes_state
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Erase calls of functions and methods whose results nothing reads, and what was computed for them alone.
+
+    Calls of modules stay, and whatever may write to something.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("call_function", "call_method") or node.users or "out" in node.kwargs:
+            continue
+        writes = works_in_place(node) or writes_state(node) or str(node.target).endswith("_")
+        if not writes and identify(node).family not in (OPAQUE, NORM):
+            graph.erase_node(node)

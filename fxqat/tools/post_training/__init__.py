@@ -1,0 +1,1 @@
+"""Quantization after training, without labels."""

@@ -1,0 +1,78 @@
+"""Quantization after training, from the float model to the calibrated one, in one call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxqat.custom_quantizer.backend_type import BackendType
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+from fxqat.prepare_by_platform import prepare_by_platform
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.post_training.adaround_loop import Reconstruction
+from fxqat.tools.post_training.correct_bias import correct_bias as correct_every_bias
+from fxqat.tools.post_training.equalize import equalize as equalize_layers
+from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
+
+
+def ptq(
+    model: nn.Module,
+    batches: Sequence[Any],
+    backend: BackendType | BackendSpec | str = BackendType.TSQAT,
+    prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    equalize: bool = False,
+    replace_relu6: bool = False,
+    reconstruct: str | Reconstruction | None = None,
+    correct_bias: bool = False,
+    progress: bool = False,
+) -> QuantGraphModule:
+    """Quantize a trained model without labels.
+
+    1. ``prepare_by_platform`` with the first batch as example inputs;
+    2. cross-layer equalization, if asked for (``fxqat.tools.post_training.equalize``);
+    3. calibration;
+    4. reconstruction, if asked for (``fxqat.tools.post_training.reconstruct``), and bias correction (``fxqat.tools.post_training.correct_bias``):
+       with both, each segment is corrected before it is learned, and behind that where this helps.
+
+    Args:
+        model: a float model; not changed.
+        batches: inputs of the model, each a tensor or a tuple; they are all kept in memory.
+        backend: as for :func:`fxqat.prepare_by_platform`.
+        prepare_custom_config_dict: the same.
+        equalize: equalize consecutive layers and absorb high biases.
+        replace_relu6: for the equalization, make each ReLU6 between two layers a ReLU.
+        reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a setting of one's own.
+        correct_bias: correct the bias of every layer.
+        progress: show a progress bar.
+
+    Returns:
+        The prepared and calibrated model, in eval mode, fake-quants on: to evaluate, finetune or export.
+
+    Raises:
+        ConfigError: no batches, ``replace_relu6`` without ``equalize``, or as ``prepare_by_platform``.
+    """
+    if not batches:
+        raise ConfigError("ptq: needs at least one batch of inputs")
+    if replace_relu6 and not equalize:
+        raise ConfigError("ptq: replace_relu6 is a part of the equalization: give equalize=True as well")
+    inputs = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=inputs[0]).eval()
+    if equalize:
+        equalize_layers(gm, inputs, replace_relu6=replace_relu6)
+    enable_calibration(gm)
+    with torch.no_grad():
+        for batch in inputs:
+            gm(*batch)
+    enable_quantization(gm)
+    if reconstruct is not None:
+        reconstruct_segments(gm, inputs, reconstruct, correct_bias=correct_bias, progress=progress)
+    elif correct_bias:
+        correct_every_bias(gm, inputs)
+    return gm

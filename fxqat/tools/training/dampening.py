@@ -1,0 +1,59 @@
+"""Dampening: a loss that draws weights to the middle of their steps.
+
+Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training" (arXiv:2203.11086), section 4.2, equation 5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.errors import CalibrationError
+from fxqat.nn.fold import bn_factor
+from fxqat.nn.qat import QATLayer
+from fxqat.numerics import fake_quantize, per_axis
+
+
+def dampening_loss(model: nn.Module) -> Tensor:
+    """The sum over all quantized weights of the squared distance to the value they are rounded to.
+
+    Formula: ``sum (w_hat - clip(w, low, high))**2`` with low and high the ends of the range, so that a weight outside
+    is not drawn; w is the weight with its BatchNorm folded in, which is what is rounded. ``w_hat``, the scale and the
+    BatchNorm are constants: the gradient reaches the weights only. The paper lets the coefficient of this loss grow
+    from 0 by a cosine.
+
+    Args:
+        model: a prepared and calibrated model, also wrapped by DDP or ``torch.compile``. Weights may have any
+            fake-quant; those whose fake-quant is off have no share.
+
+    Returns:
+        ``()``, to be multiplied by a coefficient and added to the loss.
+
+    Raises:
+        CalibrationError: the fake-quant of no weight is on.
+
+    Source: Nagel et al. 2022 (arXiv:2203.11086), equation 5.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QATLayer)]
+    losses = [_layer_loss(layer) for layer in layers if layer.weight_fake_quant.fake_quant_enabled]
+    if not losses:
+        raise CalibrationError(
+            f"dampening_loss: of {len(layers)} quantized layers none has its weight's fake-quant on. Calibrate the "
+            "model and call enable_quantization(model) first."
+        )
+    return torch.stack(losses).sum()
+
+
+def _layer_loss(layer: QATLayer) -> Tensor:
+    quant = layer.weight_fake_quant
+    scheme, axis = quant.scheme, quant.axis
+    weight: Tensor = layer.weight
+    if layer.bn is not None:
+        weight = weight * layer.op.per_output_channel(bn_factor(layer.bn).detach(), weight)
+    weight = quant.target(weight).float()
+    with torch.no_grad():
+        scale, zero_point = quant.qparams()
+        low, high = ((limit - zero_point) * scale for limit in (scheme.quant_min, scheme.quant_max))
+        w_hat = fake_quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
+    low, high = per_axis(low, weight.dim(), axis), per_axis(high, weight.dim(), axis)
+    return (w_hat - torch.clamp(weight, low, high)).square().sum()

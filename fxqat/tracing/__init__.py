@@ -1,0 +1,1 @@
+"""The user's model becomes a graph."""

@@ -1,0 +1,247 @@
+"""What is replaced in Python and torch while a model is traced with values, and put back at the end.
+
+torch.fx itself replaces ``nn.Module.__call__`` and ``__getattr__`` while it traces. For values to be seen, more is
+needed:
+
+1. ``isinstance`` answers for the value behind a proxy;
+2. tensor constructors (``torch.arange(n)``, ``torch.zeros(b, 3)``) become nodes, since they take no tensor that would
+   lead them to the tracer;
+3. a buffer that forward assigns becomes a write to the buffer in the graph;
+4. ``self.training`` tells who decides by it;
+5. a function that ``torch.fx.wrap`` was told of is a node, as in torch.fx, unless it works in place on its arguments:
+   then it is traced into, as nobody could tell what it overwrites;
+6. torch's transformers do not look at the values of a mask, which only tells them that a faster kernel would do.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxqat.tracing.function_leaf import is_users, overwrites
+from fxqat.tracing.value_proxy import ModeFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
+
+CONSTRUCTORS = (
+    "arange",
+    "as_tensor",
+    "broadcast_shapes",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
+
+
+LRU_CACHE = type(functools.lru_cache(len))
+"""The type of a function with a cache."""
+
+
+def holds_proxies(cached: Any) -> bool:
+    """Whether a function with a cache was called with proxies, and so remembers what belongs to one trace."""
+    caches = [held for held in gc.get_referents(cached) if type(held) is dict]
+    return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
+
+
+class NodeMaker(Protocol):
+    """What the patches need of a tracer."""
+
+    hashed: bool
+
+    def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+        """Make a node."""
+
+    def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+        """Make the node that calls a function as a whole."""
+
+    def decides_by_mode(self, module: nn.Module) -> bool:
+        """What the forward of a module that decides by ``self.training`` sees of it."""
+
+    def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
+        """Make the node that writes a buffer."""
+
+
+class Patches:
+    """A context manager, for one trace.
+
+    Args:
+        tracer: whose trace it is.
+
+    Attributes:
+        suspended: whether everything works as without patches, because a value is being computed.
+        assigned: what undoes each assignment of a proxy to an attribute of a module.
+    """
+
+    def __init__(self, tracer: NodeMaker) -> None:
+        self.tracer = tracer
+        self.suspended = False
+        self.assigned: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], None]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._copies: dict[str, Tensor] = {}
+
+    def __enter__(self) -> None:
+        load_compiler()
+        self._patch(builtins, "isinstance", self._isinstance)
+        for name in CONSTRUCTORS:
+            self._patch(torch, name, self._constructor)
+        self._patch(nn.Module, "__setattr__", self._setattr)
+        self._patch(*WRAPPER, self._wrapper)
+        self._patch(*CAUSAL_CHECK, self._causal_check)
+        nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
+        self._restore.append(functools.partial(delattr, nn.Module, "training"))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo_assignments(0)
+        while self._restore:
+            self._restore.pop()()
+        if self.tracer.hashed:
+            for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
+                cached.cache_clear()
+
+    def undo_assignments(self, first: int) -> None:
+        """Undo the assignments from the given one on, and what was put into containers that modules hold."""
+        while len(self.assigned) > first:
+            self.assigned.pop()()
+        for container, content in self._containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+    def watch(self, root: nn.Module) -> None:
+        """Remember the content of the dicts, lists and sets that the modules of a model hold (caches)."""
+        inner = vars(nn.Module())
+        held = [value for module in root.modules() for name, value in vars(module).items() if name not in inner]
+        self._containers = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Work as without patches inside."""
+        before, self.suspended = self.suspended, True
+        try:
+            yield
+        finally:
+            self.suspended = before
+
+    def attribute(self, root: nn.Module, name: str) -> Tensor | None:
+        """A parameter, or a copy of a buffer: what is computed while tracing must not change the model."""
+        owner, _, last = name.rpartition(".")
+        tensor = getattr(root.get_submodule(owner), last)
+        if isinstance(tensor, nn.Parameter) or not isinstance(tensor, Tensor):
+            return tensor if isinstance(tensor, Tensor) else None
+        if name not in self._copies:
+            self._copies[name] = tensor.clone()
+        return self._copies[name]
+
+    def function(self, function: FunctionType, owners: list[Any]) -> None:
+        """Make calls of a function with proxies one node, wherever these namespaces or classes have it."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.suspended or next(iter(proxies_in((args, kwargs))), None) is None:
+                return function(*args, **kwargs)
+            return self.tracer.call_function_leaf(function, args, kwargs)
+
+        for owner in owners:
+            change = owner.__setitem__ if isinstance(owner, dict) else functools.partial(setattr, owner)
+            members = owner if isinstance(owner, dict) else vars(owner)
+            for name in [name for name, value in members.items() if value is function]:
+                change(name, call)
+                self._restore.append(functools.partial(change, name, function))
+
+    def _training(self, module: nn.Module) -> bool | ModeFlag:
+        if self.suspended:
+            return bool(module.__dict__["training"])
+        return ModeFlag(functools.partial(self.tracer.decides_by_mode, module))
+
+    @staticmethod
+    def _set_training(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    def _patch(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, build(original))
+        self._restore.append(functools.partial(setattr, owner, name, original))
+
+    def _isinstance(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def isinstance(value: Any, kinds: Any) -> bool:  # noqa: A001  it takes the place of the builtin
+            if type(value) is ValueProxy and not self.suspended:
+                known = value.__dict__["fxqat_known"]
+                if known is not None and original(known.data, kinds):
+                    return True
+            return original(value, kinds)
+
+        return isinstance
+
+    def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            if self.suspended:
+                return original(*args, **kwargs)
+            return self.tracer.create_proxy("call_function", original, args, kwargs)
+
+        return construct
+
+    def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if (
+                    self.suspended
+                    or next(proxies_in((args, kwargs)), None) is None
+                    or self._overwrites(function, args, kwargs)
+                ):
+                    return function(*args, **kwargs)
+                return self.tracer.create_proxy("call_function", function, args, kwargs)
+
+            return call
+
+        return wrapped
+
+    def _overwrites(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        with self.suspend():
+            try:
+                return is_users(function) and overwrites(function, value_of(args), value_of(kwargs))
+            except Exception:  # noqa: BLE001  it is called again for the value of the node, and fails there
+                return False
+
+    def _causal_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def is_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+            return original(mask, is_causal, size) if self.suspended else bool(is_causal)
+
+        return is_causal
+
+    def _setattr(self, original: Callable[..., None]) -> Callable[..., None]:
+        def assign(module: nn.Module, name: str, value: Any) -> None:
+            buffers = module.__dict__.get("_buffers", {})
+            if self.suspended or next(iter(proxies_in(value)), None) is None:
+                original(module, name, value)
+            elif name in buffers:
+                self.tracer.write_buffer(module, name, value)
+            else:  # kept for the rest of the trace only
+                had, old = name in module.__dict__, module.__dict__.get(name)
+                undo = functools.partial(module.__dict__.__setitem__, name, old)
+                self.assigned.append(undo if had else functools.partial(module.__dict__.pop, name, None))
+                module.__dict__[name] = value
+
+        return assign

@@ -1,0 +1,205 @@
+"""Trace: the user's model becomes a graph.
+
+The model is copied first; shared modules and tied weights stay shared in the copy. The ladder:
+
+1. with example inputs, every node is computed as it is traced, so that Python code that looks at sizes, lengths and
+   types just works (``fxqat.tracing.value_proxy``);
+2. without them, or where that fails as a whole, ``torch.fx``'s symbolic trace;
+3. what neither can trace becomes a call of the smallest module around it, which stays float.
+
+What fails at the model itself raises :class:`~fxqat.errors.TraceError` with the source line and the remedy.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from fxqat.errors import ConfigError, TraceError
+from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
+from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.train_eval_tracer import ModeTracer
+from fxqat.tracing.value_tracer import arguments_of
+from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
+from fxqat.utils.source import line_of_failure
+from fxqat.utils.train_eval_graph import ModalGraphModule
+
+
+class Traced(NamedTuple):
+    """What tracing gives.
+
+    Args:
+        root: the copy of the model, whose tensors the graph module shares.
+        gm: the graph module, in the model's own mode.
+        fixed: names of the arguments of forward that are fixed to a value.
+        forced: sizes that the graph holds as numbers.
+        leaves: modules that could not be traced.
+        eval_only: modules that do something else in training, which the graph does not have.
+    """
+
+    root: nn.Module
+    gm: fx.GraphModule
+    fixed: tuple[str, ...] = ()
+    forced: tuple[ForcedNumber, ...] = ()
+    leaves: tuple[FloatLeaf, ...] = ()
+    eval_only: tuple[str, ...] = ()
+
+
+class TracedGraphModule(ModalGraphModule):
+    """Generates its code when it is first called: the passes that follow only need its graph."""
+
+    def recompile(self) -> Any:
+        """Forget the code."""
+        if "forward" in vars(type(self)):  # fx makes a class of every graph module
+            del type(self).forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate the code, which takes the place of this method, and run it."""
+        super().recompile()
+        return type(self).forward(self, *args, **kwargs)
+
+
+def trace(
+    model: nn.Module,
+    custom_tracer: fx.Tracer | None = None,
+    *,
+    leaf_modules: Sequence[type[nn.Module] | str] = (),
+    concrete_args: Mapping[str, Any] | None = None,
+    example_inputs: tuple[Any, ...] | None = None,
+    untraceable: str = "leaf",
+) -> Traced:
+    """Copy a model and trace the copy in eval mode.
+
+    Args:
+        model: the user's model; not changed.
+        custom_tracer: a tracer to use as it is, instead of those of the ladder.
+        leaf_modules: module types or paths to keep whole (not together with ``custom_tracer``).
+        concrete_args: arguments of ``forward`` fixed to a value, as in ``torch.fx.symbolic_trace``.
+        example_inputs: the model's inputs, for step 1 of the ladder. Arguments that they leave out are fixed to their
+            defaults.
+        untraceable: ``"leaf"``, step 3 of the ladder, or ``"error"``.
+
+    Raises:
+        ConfigError: a leaf path or argument does not exist in the model, or leaves were given beside a custom tracer.
+        TraceError: the model cannot be traced.
+    """
+    _check_leaves(model, custom_tracer, leaf_modules)
+    _check_arguments(model, concrete_args or {})
+    was_training = {name: module.training for name, module in model.named_modules()}
+    try:
+        root = copy_model(model)
+    except Exception as cause:
+        raise TraceError(f"cannot copy {type(model).__name__}: {cause}. Make the model deep-copyable.") from cause
+    root.eval()
+    fixed = dict(concrete_args or {})
+    tracers: list[fx.Tracer] = [LeafTracer(leaf_modules, untraceable)] if custom_tracer is None else [custom_tracer]
+    if example_inputs is not None and custom_tracer is None:
+        given, defaults = _bind(root, example_inputs, fixed)
+        fixed = defaults | fixed
+        tracers.insert(0, ModeTracer(copy.deepcopy(given), leaf_modules, untraceable))
+    graph, tracer = _first_success(model, root, tracers, fixed)
+    for name, module in root.named_modules():
+        if module.training != was_training.get(name, model.training):
+            module.training = not module.training
+    gm = TracedGraphModule(root, graph, type(model).__name__)
+    gm.training = model.training
+    batch_norms_to_modules(root, gm)
+    _restore_containers(root, gm)
+    leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
+    if isinstance(tracer, ModeTracer):
+        eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
+        return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
+    return Traced(root, gm, tuple(fixed), (), leaves)
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A deep copy of a model, in which what is shared stays shared.
+
+    Copied by hand are tensors that the model kept of its last run, which autograd does not let be copied, and the many
+    empty dicts of a module, with which ``copy.deepcopy`` takes its time.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+            elif type(value) in (dict, OrderedDict) and not value:
+                memo[id(value)] = type(value)()
+    return copy.deepcopy(model, memo)
+
+
+def _first_success(
+    model: nn.Module, root: nn.Module, tracers: list[fx.Tracer], fixed: dict[str, Any]
+) -> tuple[fx.Graph, fx.Tracer]:
+    """The graph of the first tracer that goes through; the error of the first if none does."""
+    failures: list[tuple[fx.Tracer, Exception]] = []
+    for tracer in tracers:
+        try:
+            return tracer.trace(root, dict(fixed) if fixed else None), tracer
+        except Exception as error:  # noqa: BLE001  a user's forward raises anything
+            failures.append((tracer, error))
+    first, cause = failures[0]
+    raise TraceError(_explain(model, first, cause)) from cause
+
+
+def _bind(
+    root: nn.Module, inputs: tuple[Any, ...], concrete_args: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs by name, and the arguments they leave at their defaults."""
+    try:
+        return arguments_of(root, inputs, concrete_args)
+    except TypeError as cause:
+        raise ConfigError(
+            f"example_inputs do not fit the arguments of forward (less those in concrete_args): {cause}"
+        ) from cause
+
+
+def _restore_containers(root: nn.Module, gm: nn.Module) -> None:
+    """Containers that fx made anew get the mode of the module they stand for."""
+    modes = dict(root.named_modules())
+    for name, module in gm.named_modules():
+        if name in modes:
+            module.training = modes[name].training
+
+
+def _check_leaves(
+    model: nn.Module, custom_tracer: fx.Tracer | None, leaf_modules: Sequence[type[nn.Module] | str]
+) -> None:
+    if custom_tracer is not None and not isinstance(custom_tracer, fx.Tracer):
+        raise ConfigError(f"custom_tracer must be a torch.fx.Tracer object, got {custom_tracer!r}")
+    if custom_tracer is not None and leaf_modules:
+        raise ConfigError("leaf_module and custom_tracer exclude each other: let the custom tracer name the leaves")
+    paths = [name for name, _ in model.named_modules()]
+    for leaf in leaf_modules:
+        if isinstance(leaf, str) and leaf not in paths:
+            close = difflib.get_close_matches(leaf, paths, n=1, cutoff=0.0)
+            raise ConfigError(f"leaf_module: the model has no module {leaf!r}; did you mean {close[0]!r}?")
+        if not isinstance(leaf, (str, type)):
+            raise ConfigError(f"leaf_module: expected a module type or a dotted path, got {leaf!r}")
+
+
+def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None:
+    known = list(inspect.signature(model.forward).parameters)
+    for name in concrete_args:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            arguments = ", ".join(map(repr, known))
+            raise ConfigError(f"concrete_args: forward has no argument {name!r}; {hint}It has {arguments}")
+
+
+def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:
+    """Say where tracing failed and what to do."""
+    path = getattr(tracer, "path_of_failure", "") or "the model itself"
+    return (
+        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {line_of_failure(cause)}\n"
+        "Remedy: give example_inputs, so that sizes are known while tracing; keep that module whole and float with "
+        "prepare_custom_config_dict={'leaf_module': [its type or path]}; fix the argument with 'concrete_args'; or "
+        "pass a custom_tracer."
+    )

@@ -1,0 +1,272 @@
+"""The tracer that computes every node on example inputs as it is made."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxqat.tracing.evaluate import compute
+from fxqat.tracing.function_leaf import FunctionLeaf, candidates
+from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.patches import Patches
+from fxqat.tracing.value_proxy import ValueProxy
+from fxqat.utils.fx_graph import unique_name
+from fxqat.utils.node_meta import (
+    INFINITE_INPUT,
+    IS_MASK,
+    VALUE,
+    FloatLeaf,
+    ForcedNumber,
+    Known,
+    describe,
+    holds_infinity,
+)
+from fxqat.utils.source import line_of_failure
+
+
+class ValueTracer(LeafTracer):
+    """Computes every node on example inputs as it is made (see ``fxqat.tracing.value_proxy``).
+
+    Args:
+        inputs: example values by argument of forward.
+        leaf_modules: as for :class:`LeafTracer`.
+        untraceable: as for :class:`LeafTracer`.
+
+    Attributes:
+        forced: the sizes that Python needed as numbers.
+        hashed: whether a size was a key: functions with a cache may have kept what belongs to this trace.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Any],
+        leaf_modules: Sequence[type[nn.Module] | str] = (),
+        untraceable: str = "leaf",
+    ) -> None:
+        super().__init__(leaf_modules, untraceable)
+        self.inputs = inputs
+        self.forced: dict[str, ForcedNumber] = {}
+        self.hashed = False
+        self.patches = Patches(self)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a module; again, with more leaves, as long as something stands in the way."""
+        self.patches.watch(root)
+        with torch.no_grad(), torch.random.fork_rng(devices=()), self.patches:
+            while True:
+                try:
+                    graph = super().trace(root, concrete_args)
+                except Exception as cause:
+                    self.patches.undo_assignments(0)
+                    if self.untraceable == "error" or not self.leaf_function(cause):
+                        raise
+                    continue
+                if not self.is_incomplete():
+                    break
+                self.patches.undo_assignments(0)
+        _drop_unread_numbers(graph)
+        return graph
+
+    def decides_by_mode(self, module: nn.Module) -> bool:
+        """What a forward that decides by ``self.training`` sees of it."""
+        return False
+
+    def is_incomplete(self) -> bool:
+        """Whether a trace that went through has to be made again, by what it found."""
+        return False
+
+    def run(self, path: str, forward: Callable[[], Any]) -> Any:
+        """Trace the forward of a module that is not kept whole."""
+        return forward()
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """A placeholder for each example input; the other arguments of forward are fixed to a value."""
+        fixed = dict(concrete_args or {})
+        signature = inspect.signature(self.root.forward)
+        placeholders: list[fx.Proxy] = []
+        structure: dict[str, range] = {}
+        for name, parameter in signature.parameters.items():
+            if name not in self.inputs:
+                continue
+            if parameter.kind == parameter.VAR_POSITIONAL:
+                paths = [f"{name}_{i}" for i in range(len(self.inputs[name]))]
+            else:
+                paths = [name]
+            structure[name] = range(len(placeholders), len(placeholders) + len(paths))
+            placeholders += [self.create_proxy("placeholder", path, (), {}) for path in paths]
+
+        def call(*proxies: Any) -> Any:
+            positional: list[Any] = []
+            named: dict[str, Any] = {}
+            for name, parameter in signature.parameters.items():
+                values = [proxies[i] for i in structure.get(name, ())]
+                if name in fixed and fixed[name] is not parameter.default:
+                    values = [fixed[name]]
+                if parameter.kind == parameter.VAR_POSITIONAL or (values and self._follows(parameter, positional)):
+                    positional += values
+                elif values:
+                    named[name] = values[0]
+            return self.run("", functools.partial(root_fn, self.root, *positional, **named))
+
+        return call, placeholders
+
+    def _follows(self, parameter: inspect.Parameter, positional: list[Any]) -> bool:
+        """Whether a parameter can be passed by position behind those that are."""
+        names = list(inspect.signature(self.root.forward).parameters)
+        return parameter.kind != parameter.KEYWORD_ONLY and names.index(parameter.name) == len(positional)
+
+    def leaf_function(self, cause: Exception) -> bool:
+        """Make a leaf of the innermost function in which an exception came up that is none yet."""
+        for function, owners in candidates(cause.__traceback__):
+            name = f"{function.__module__}.{function.__qualname__}"
+            if name not in self.leaves:
+                self.patches.function(function, owners)
+                self.leaves[name] = FloatLeaf(name, explain(cause), line_of_failure(cause))
+                self.path_of_failure = ""
+                return True
+        return False
+
+    def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
+        """A call of a leaf function becomes the call of a module that calls it."""
+        constants: dict[int | str, Any] = {i: a for i, a in enumerate(args) if not self._fits_into_a_node(a)}
+        constants |= {name: a for name, a in kwargs.items() if not self._fits_into_a_node(a)}
+        path = unique_name(self.root, f"{function.__name__}_leaf")
+        self.root.add_module(path, FunctionLeaf(function, constants))
+        placed = tuple(None if i in constants else a for i, a in enumerate(args))
+        return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
+
+    def _fits_into_a_node(self, argument: Any) -> bool:
+        with self.patches.suspend():
+            before = self.last_node()
+            try:
+                self.create_arg(argument)
+            except Exception:  # noqa: BLE001  whatever it is, it stays outside of the graph
+                return False
+            finally:
+                self.take_back(before)
+        return True
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module that is called while a value is computed is just called."""
+        if self.patches.suspended:
+            return forward(*args, **kwargs)
+        if self.is_made_here(m):
+            return super().call_module(m, forward, args, kwargs)
+        path = self.path_of_module(m)
+        return super().call_module(m, lambda *a, **k: self.run(path, functools.partial(forward, *a, **k)), args, kwargs)
+
+    def mark_place(self) -> tuple[Any, ...]:
+        """Where tracing stands."""
+        return *super().mark_place(), len(self.patches.assigned)
+
+    def rewind(self, mark: tuple[Any, ...]) -> None:
+        """Come back to where tracing stood."""
+        super().rewind(mark)
+        self.patches.undo_assignments(mark[-1])
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """While a value is computed, attributes are themselves."""
+        return attr_val if self.patches.suspended else super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_arg(self, a: Any) -> Any:
+        """Proxies first: with values, they pass for tensors and numbers. A dataclass keeps its type."""
+        if isinstance(a, fx.Proxy):
+            return a.node
+        if is_dataclass(a) and not isinstance(a, type):
+            given = {f.name: getattr(a, f.name) for f in fields(a) if f.init and getattr(a, f.name) is not None}
+            return self.create_node("call_function", type(a), (), {n: self.create_arg(v) for n, v in given.items()})
+        return super().create_arg(a)
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+        proxy_factory_fn: Any = None,
+    ) -> fx.Proxy:
+        """Make a node and compute it."""
+        with self.patches.suspend():
+            node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
+            known = self._compute(kind, target, args, kwargs)
+        if known is not None:
+            node.meta[VALUE] = describe(known.data)
+            node.meta[IS_MASK] = holds_infinity(known.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
+        return ValueProxy(node, self, known)
+
+    def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
+        """A buffer is assigned: later reads of it get the new value, and the graph writes it.
+
+        A buffer that changes its shape is a cache: later reads in this trace get the new value, and nothing is written.
+        """
+        buffer = dict(module.named_buffers(recurse=False))[name]
+        path = self.attribute_names[id(buffer)]
+        known = value.fxqat_known
+        if known is not None and known.data.shape != buffer.shape:
+            self.attribute_proxies[path] = value
+            return
+        if path not in self.attribute_proxies:
+            self.attribute_proxies[path] = self.create_proxy("get_attr", path, (), {})
+        self.create_proxy("call_method", "copy_", (self.attribute_proxies[path], value), {})
+
+    def force(self, node: fx.Node, value: Any) -> None:
+        """Record that Python needed the number behind a node."""
+        source = self.users_line()
+        self.forced.setdefault(source, ForcedNumber(str(node), value, source))
+
+    def _compute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+        if kind == "placeholder":
+            return self._input(str(target))
+        if kind == "get_attr":
+            tensor = self.patches.attribute(self.root, str(target))
+            return Known(tensor) if tensor is not None else None
+        return compute(self.root, kind, target, args, kwargs)
+
+    def _input(self, name: str) -> Known | None:
+        if name in self.inputs:
+            return Known(self.inputs[name], from_input=True, sized=True)
+        several, _, position = name.rpartition("_")
+        return Known(self.inputs[several][int(position)], from_input=True, sized=True)
+
+
+def _drop_unread_numbers(graph: fx.Graph) -> None:
+    """Erase nodes that gave numbers which nothing in the graph reads."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op not in ("call_function", "call_method") or node.is_impure():
+            continue
+        if node.meta.get(VALUE) == "plain":
+            graph.erase_node(node)
+
+
+def arguments_of(
+    model: nn.Module, inputs: tuple[Any, ...], concrete_args: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example inputs by argument name, and the arguments that they leave at their default (or give as None).
+
+    Args:
+        model: whose forward takes them.
+        inputs: the inputs, without those in ``concrete_args``.
+        concrete_args: arguments that have a value already.
+
+    Raises:
+        TypeError: they do not fit the signature of forward.
+    """
+    signature = inspect.signature(model.forward)
+    free = [p for name, p in signature.parameters.items() if name not in concrete_args]
+    bound = signature.replace(parameters=free).bind(*inputs)
+    given = {name: value for name, value in bound.arguments.items() if value is not None}
+    bound.apply_defaults()
+    variable = {p.name for p in free if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    fixed = {name: value for name, value in bound.arguments.items() if name not in given and name not in variable}
+    return given, fixed

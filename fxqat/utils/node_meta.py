@@ -1,0 +1,125 @@
+"""The keys of ``node.meta`` that fxqat writes, and what tracing knows of the value of a node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+VALUE = "fxqat_value"
+"""Key in ``node.meta``: the kind of a node's value, see :func:`describe`."""
+
+IS_MASK = "fxqat_is_mask"
+"""Key in ``node.meta``: whether the value holds infinity on the example inputs."""
+
+SPELLING = "fxqat_spelling"
+"""Key in ``node.meta``: the target that a standardized node had in the user's code."""
+
+MODE = "fxqat_mode"
+"""Key in ``node.meta``: True if the node runs in training only, False if in eval mode only; absent if in both."""
+
+ANNOTATION = "fxqat"
+"""Key in ``node.meta``: what the quantizer decided, a :class:`~fxqat.quantization.annotation.Annotation`."""
+
+INFINITE = 1e4
+"""A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""
+
+INFINITE_INPUT = 1e8
+"""The same for inputs, which may be data of a wide range."""
+
+QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
+"""Types that ONNX QuantizeLinear takes."""
+
+
+class Kind(Enum):
+    """The kind of a value."""
+
+    FLOAT = "float tensor"
+    CONTAINER = "tuple of float tensors"
+    UNKNOWN = "result of an operator outside the table"
+    OTHER = "size, index, boolean, constant or structure"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A value that was computed while tracing, and what it depends on.
+
+    Args:
+        data: the value itself.
+        from_input: it depends on the inputs of the model.
+        sized: it depends on their sizes.
+        from_content: it, or its size, depends on what is in a tensor: it may be another one for other data.
+    """
+
+    data: Any
+    from_input: bool = False
+    sized: bool = False
+    from_content: bool = False
+
+
+@dataclass(frozen=True)
+class ForcedNumber:
+    """A size that Python needed as a number, and which the graph therefore holds as a constant.
+
+    Args:
+        expression: the node that gave it.
+        value: the number.
+        source: ``"file.py:12"``.
+    """
+
+    expression: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True)
+class FloatLeaf:
+    """A module that could not be traced and is called as a whole, in float.
+
+    Args:
+        path: its path in the model.
+        reason: what went wrong inside.
+        source: ``"file.py:12"``.
+    """
+
+    path: str
+    reason: str
+    source: str
+
+
+def describe(value: Any) -> str:
+    """The kind of a value.
+
+    ``"float"``: a tensor of reals that can be quantized; ``"tensor"``: of another type, float64 included; ``"tuple"``:
+    of float tensors; ``"plain"``: numbers and the like, no tensor inside; ``"object"``: anything else.
+    """
+    if isinstance(value, Tensor):
+        return "float" if value.dtype in QUANTIZABLE else "tensor"
+    if isinstance(value, (tuple, list)):
+        kinds = {describe(item) for item in value}
+        if kinds == {"float"}:
+            return "tuple"
+        return "plain" if kinds <= {"plain"} else "object"
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, slice)):
+        return "plain"
+    return "object"
+
+
+def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
+    """Whether a tensor holds infinities, or negative numbers of such a magnitude in their place."""
+    if not isinstance(value, Tensor) or value.dtype not in (*QUANTIZABLE, torch.float64):
+        return False
+    if value.is_meta or value.layout != torch.strided or not value.numel():
+        return False
+    low, high = torch.aminmax(value)
+    return low.item() <= -magnitude or high.item() == math.inf
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """What :func:`describe` said of a node's value while tracing; None if it was not known."""
+    found = node.meta.get(VALUE)
+    return found if isinstance(found, str) else None

@@ -1,0 +1,84 @@
+"""Graphs that compute differently in training: one graph for both modes, and the code of each.
+
+A node that runs in one mode only says so in its meta. Where both modes meet, :func:`by_mode` stands for the value of
+the one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxqat.utils.node_meta import MODE
+
+
+def by_mode(in_eval: Any, in_training: Any) -> Any:
+    """Stands in a graph for the first value in eval mode and for the second in training."""
+    return in_eval
+
+
+def nodes_of_mode_only(graph: fx.Graph, training: bool) -> set[fx.Node]:
+    """The nodes that run in one mode only, with what passes have put behind them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        depends = node.target is not by_mode and any(source in found for source in node.all_input_nodes)
+        if depends or node.meta.get(MODE) is training:
+            found.add(node)
+    return found
+
+
+def has_modes(graph: fx.Graph) -> bool:
+    """Whether a graph computes differently in training."""
+    return any(node.target is by_mode or MODE in node.meta for node in graph.nodes)
+
+
+def select_mode(graph: fx.Graph, training: bool) -> None:
+    """Reduce a graph, in place, to what runs in one mode."""
+    doomed = nodes_of_mode_only(graph, not training)
+    for node in [node for node in graph.nodes if node.target is by_mode]:
+        value = node.args[training]
+        for user in list(node.users):
+            user.args = _with(user.args, node, value)
+            user.kwargs = _with(user.kwargs, node, value)
+        graph.erase_node(node)
+    for node in reversed([node for node in graph.nodes if node in doomed]):
+        graph.erase_node(node)
+    for node in graph.nodes:
+        node.meta.pop(MODE, None)
+
+
+def graph_of_mode(graph: fx.Graph, training: bool) -> fx.Graph:
+    """A copy of a graph, reduced to what runs in one mode."""
+    result = fx.Graph()
+    result.output(result.graph_copy(graph, {}))
+    select_mode(result, training)
+    return result
+
+
+def _with(arguments: Any, node: fx.Node, value: Any) -> Any:
+    replace: Any = lambda a: value if a is node else a  # noqa: E731  torch's types are narrower
+    return fx.node.map_aggregate(arguments, replace)
+
+
+class ModalGraphModule(fx.GraphModule):
+    """An fx GraphModule whose graph may compute differently in training."""
+
+    def recompile(self) -> Any:
+        """Generate the code from the graph."""
+        code = super().recompile()
+        if has_modes(self.graph):
+            in_eval, in_training = (_forward_of(self.graph, training) for training in (False, True))
+
+            def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+                return in_training(self, *args, **kwargs) if self.training else in_eval(self, *args, **kwargs)
+
+            type(self).forward = forward
+        return code
+
+
+def _forward_of(graph: fx.Graph, training: bool) -> Any:
+    code = graph_of_mode(graph, training).python_code("self")
+    namespace = dict(code.globals)
+    exec(code.src, namespace)  # noqa: S102  how fx makes a forward of its code
+    return namespace["forward"]

@@ -1,0 +1,159 @@
+"""Accuracy and latency of ``example/yolov5_example`` with the published YOLOv5n weights on COCO pictures.
+
+Needs a folder with ``yolov5n/yolov5n_state_dict_fp16.pt`` and ``coco128/`` (``config.yaml``, ``train2017_128.zip``,
+``val2017_128.zip``). Not part of pytest. Results are added to a file of JSON lines; rows in it are not run again.
+
+    python tests/benchmarks/accuracy/yolov5.py run --data DIR --results tests/benchmarks/accuracy/results/yolov5.jsonl
+    python tests/benchmarks/accuracy/yolov5.py report --results ... --output docs/accuracy_yolov5.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from prettytable import PrettyTable
+from torch import nn
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "example"
+sys.path[:0] = [str(Path(__file__).parent), str(EXAMPLES / "yolov5_example"), str(EXAMPLES / "common")]
+
+import dataset  # noqa: E402
+import detector  # noqa: E402
+import experiments  # noqa: E402
+import task  # noqa: E402
+import train_qat  # noqa: E402
+from onnx_files import EXPORTER_OPSET, export_float, measure_latency  # noqa: E402
+
+SIZE, BATCH = 640, 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize.
+
+    Args:
+        backend: the backend; empty: the float model.
+        epochs: of quantization-aware training; 0: calibration alone.
+        allowed: by how much mAP50-95 may be below the float model's.
+    """
+
+    backend: str = ""
+    epochs: int = 0
+    allowed: float = 0.0
+
+
+ROWS = (
+    Row(),
+    Row("TSQAT", allowed=0.012),
+    Row("ONNXRuntime", allowed=0.008),
+    Row("TSQAT", 4, allowed=0.006),
+    Row("ONNXRuntime", 4, allowed=0.006),
+)
+
+
+def description_of(data: Path, folder: Path) -> Path:
+    """A ``data.yaml`` of the zips."""
+    content = yaml.safe_load((data / "coco128" / "config.yaml").read_text())
+    zips = {part: f"{part}2017_128.zip" for part in ("train", "val")}
+    file = folder / "data.yaml"
+    file.write_text(yaml.safe_dump(content | zips | {"path": str((data / "coco128").resolve())}))
+    return file
+
+
+def run_row(row: Row, data: Path, folder: Path) -> dict[str, float]:
+    """The figures of a row: mAP of rectangular images, and of square ones of the model and of its file."""
+    weights, cpu = data / "yolov5n" / "yolov5n_state_dict_fp16.pt", torch.device("cpu")
+    described = description_of(data, folder)
+    pictures = dataset.read_description(described).pictures("val")
+    if not row.backend:
+        found = detector.open_detector(weights, cpu)
+        rectangular = task.evaluate(found, pictures, SIZE, BATCH, 0)
+        square = task.evaluate(found, pictures, SIZE, BATCH, 0, rectangular=False)
+        return {"map50": rectangular.map50, "map": rectangular.map, "square": square.map}
+    flags = ["--quantize", "--weights", str(weights), "--data", str(described), "--backend", row.backend]
+    flags += ["--output_dir", str(folder), "--workers", "0", "--seed", "0", "--with-decode"]
+    flags += ["--epochs", str(row.epochs), *(["--distill"] if row.epochs else [])]
+    train_qat.main(flags)
+    quantized = detector.open_detector(folder / "yolov5n_model_best.pth", cpu)
+    rectangular = task.evaluate(quantized, pictures, SIZE, BATCH, 0)
+    square = task.evaluate(quantized, pictures, SIZE, BATCH, 0, rectangular=False)
+    path = folder / "yolov5n_bestonnx_quantization.onnx"
+    file = task.evaluate(detector.OnnxDetector(path, optimize=False), pictures, SIZE, BATCH, 0, rectangular=False)
+    return {"map50": rectangular.map50, "map": rectangular.map, "square": square.map, "file": file.map}
+
+
+def latency_of(folder: Path, data: Path) -> list[float]:
+    """Milliseconds of the float model's file and of the exported one, run in turn; with decoding in both."""
+    model = detector.open_detector(data / "yolov5n" / "yolov5n_state_dict_fp16.pt", torch.device("cpu")).model
+    example, float_file = torch.rand(1, 3, SIZE, SIZE), folder / "float.onnx"
+    export_float(Boxes(model).eval(), example, float_file, EXPORTER_OPSET)
+    return measure_latency([float_file, folder / "yolov5n_bestonnx_quantization.onnx"], example)
+
+
+class Boxes(nn.Module):
+    """The boxes of a model alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Find boxes."""
+        boxes: torch.Tensor = self.model(x)[0]
+        return boxes
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the rows that have no result yet."""
+    torch.set_num_threads(arguments.threads)
+    for row in ROWS:
+        if any(Row(**result["row"]) == row for result in experiments.read(arguments.results)):
+            continue
+        if (row.backend or "float") not in arguments.backends:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            figures = run_row(row, arguments.data, Path(folder))
+            if row.backend and not row.epochs:  # training changes no time
+                figures["ms_float"], figures["ms"] = latency_of(Path(folder), arguments.data)
+        experiments.add(arguments.results, {"row": asdict(row), "threads": arguments.threads, **figures})
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the documentation page."""
+    results = experiments.read(arguments.results)
+    reference = next(result for result in results if not result["row"]["backend"])
+    header = ["backend", "epochs", "mAP50", "mAP50-95", "loss", "allowed", "square", "its ONNX file", "ms", "float ms"]
+    table = PrettyTable(header, align="l", hrules=1)
+    for result in sorted(results, key=lambda result: (result["row"]["epochs"], result["row"]["backend"])):
+        row = Row(**result["row"])
+        figures = [f"{result[key]:.4f}" if key in result else "" for key in ("map50", "map", "square", "file")]
+        times = [f"{result[key]:.1f}" if key in result else "" for key in ("ms", "ms_float")]
+        loss = f"{reference['map'] - result['map']:.4f}" if row.backend else ""
+        cells = [row.backend or "float", row.epochs or "", *figures[:2], loss, row.allowed or "", *figures[2:], *times]
+        table.add_row(cells)
+    text = f"""Accuracy of YOLOv5
+==================
+
+Generated by ``tests/benchmarks/accuracy/yolov5.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
+
+The published YOLOv5n weights on the first 128 pictures of COCO val2017 (lightly-ai/coco128_yolo), by
+``example/yolov5_example``: calibrated on 64 of the first 128 pictures of train2017, and finetuned on all of those,
+distilled from the float model; of the calibrated model and those after each epoch the best is kept. COCO's mean average
+precision at {SIZE} px, of images as low as they can be, in batches of {BATCH}; *square*: of square images, as the ONNX
+file takes them, which runs here without graph optimizations.
+Milliseconds of one call with batch 1 and decoding inside, of the exported file and of the float one, run in turn with
+{results[0]["threads"]} threads at ONNX Runtime's default optimization.
+
+{table.get_string()}
+"""
+    arguments.output.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    experiments.command_line(str(__doc__), run, report, {"backends": ["float", "TSQAT", "ONNXRuntime"]})

@@ -1,0 +1,197 @@
+"""Time and memory of a QAT training step over the float model's, interleaved in one run; torch's own FX QAT beside it.
+
+Fake-quant on, observers off. Nothing else may run meanwhile: with several 2-thread programs on 2 cores the figures mean
+nothing. Not part of pytest.
+
+    python tests/benchmarks/performance/step_time.py --output docs/step_time.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchvision
+from prettytable import PrettyTable
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+import fxqat
+
+LIMITS = {"resnet18": (1.45, 1.20), "mobilenet_v3_small": (2.0, 1.35)}
+MEMORY_LIMIT = 1.5
+Step = Callable[[], None]
+
+
+def build(name: str, device: str) -> nn.Module:
+    """A torchvision model with random weights, in training mode."""
+    torch.manual_seed(0)
+    model: nn.Module = getattr(torchvision.models, name)(weights=None)
+    return model.to(device).train()
+
+
+def quantized(model: nn.Module, x: torch.Tensor, backend: str, bn_mode: str) -> nn.Module:
+    """The model under fxqat: calibrated on one batch, fake-quant on, observers off."""
+    gm = fxqat.prepare_by_platform(model, backend, {"bn_mode": bn_mode})
+    calibrate(gm, x, fxqat.enable_calibration)
+    fxqat.enable_quantization(gm)
+    return gm.train()
+
+
+def torch_fx(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The model under torch's own FX QAT, in the same state."""
+    from torch.ao import quantization as ao
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gm = prepare_qat_fx(copy.deepcopy(model), ao.get_default_qat_qconfig_mapping("x86"), (x,))
+    calibrate(gm, x, lambda model: model.apply(ao.enable_observer))
+    gm.apply(ao.enable_fake_quant)
+    gm.apply(ao.disable_observer)
+    return gm.train()
+
+
+def calibrate(gm: nn.Module, x: torch.Tensor, enable: Callable[[nn.Module], object]) -> None:
+    """One batch through the observers, in eval mode."""
+    gm.eval()
+    enable(gm)
+    with torch.no_grad():
+        gm(x)
+
+
+def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Step:
+    """A training step: forward, loss, backward, SGD with momentum (one kernel for all parameters: there are many)."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+    target = torch.arange(len(x), device=x.device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def variants(name: str, x: torch.Tensor, backends: list[str], with_torch: bool) -> dict[str, nn.Module]:
+    """The models to compare; the first is the baseline."""
+    model = build(name, x.device.type)
+    found = {"float": model}
+    for backend in backends:
+        found[f"fxqat {backend}"] = quantized(model, x, backend, "train")
+    found[f"fxqat {backends[0]}, BN frozen"] = quantized(model, x, backends[0], "freeze")
+    if with_torch:
+        found["torch.ao FX"] = torch_fx(model, x)
+    return found
+
+
+def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Seconds of every step, one of each in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in tqdm(range(rounds + 3), leave=False):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if number >= 3:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def peak_memory(model: nn.Module, step: Step) -> float:
+    """MiB of tensors that are alive at the peak of a step: parameters, gradients, momentum and what the step makes.
+
+    The largest of three steps: in some, gradients of the step before are freed before the record begins.
+    """
+    return max(_recorded_peak(model, step) for _ in range(3))
+
+
+def _recorded_peak(model: nn.Module, step: Step) -> float:
+    step()
+    kept = 3 * sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step()
+    profiler = record.profiler
+    assert profiler is not None
+    assert profiler.kineto_results is not None
+    changes = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    return (kept + max(itertools.accumulate(changes))) / 2**20
+
+
+def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> None:
+    """Eager, then compiled, then memory."""
+    device = "cuda" if arguments.device == "cuda" else "cpu"
+    dtype = torch.bfloat16 if arguments.bf16 else None
+    torch.manual_seed(0)
+    x = torch.randn(arguments.batch, 3, arguments.image, arguments.image, device=device)
+    for compiled in (False, True):
+        models = variants(name, x, arguments.backends, with_torch=not compiled)
+        if compiled:
+            torch._dynamo.reset()
+            models = {key: torch.compile(model, fullgraph=True) for key, model in models.items()}
+        steps = {key: step_of(model, x, dtype) for key, model in models.items()}
+        seconds = interleaved(steps, arguments.rounds, device)
+        for key, values in seconds.items():
+            ratio = statistics.median(v / base for v, base in zip(values, seconds["float"], strict=True))
+            limit = LIMITS.get(name, ("", ""))[compiled] if key.startswith("fxqat") else ""
+            memory = ""
+            if not compiled and device == "cpu" and key != "torch.ao FX":
+                memory = f"{peak_memory(models[key], steps[key]):.0f}"
+            mode = "compiled" if compiled else "eager"
+            table.add_row([name, mode, key, f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, memory])
+
+
+def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
+    """The documentation page."""
+    table.hrules = 1
+    return f"""Time and memory of a training step
+==================================
+
+Generated by ``tests/benchmarks/performance/step_time.py`` with torch {torch.__version__}; do not edit.
+
+One step: forward, loss, backward, ``torch.optim.SGD`` with momentum and ``fused=True``, for the float model, too;
+batch {arguments.batch}, {arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads, fake-quant on,
+observers off.
+Medians of {arguments.rounds} interleaved rounds; *over float* is the median of the ratios round by round. Memory: the
+tensors alive at the peak of a step, by torch's own record of allocations. ``torch.ao FX`` is torch's own
+``prepare_qat_fx`` with its default x86 configuration.
+
+{table.get_string()}
+"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=list(LIMITS))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--image", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--backends", nargs="+", default=["TSQAT", "TensorRT"])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    table = PrettyTable(["model", "mode", "variant", "ms", "over float", "bar", "memory, MiB"], align="l")
+    for name in arguments.models:
+        measure(name, arguments, table)
+    print(table)
+    if arguments.output:
+        arguments.output.write_text(page(table, arguments), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Networks of random topology on random backends: prepare, calibrate, one training step, export, ONNX Runtime.
+
+Prints a summary and every failure with its seed; with ``--output`` it writes a page of the documentation.
+
+    python tests/benchmarks/zoo/random_nets.py --count 300 --seed 0 --output docs/random_nets.rst
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from prettytable import PrettyTable, TableStyle
+from torch import Tensor, nn
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import fxqat  # noqa: E402
+from fxqat import BackendType  # noqa: E402
+from tests.random_net import RandomNet  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one network; the stage is the one that failed, or empty."""
+
+    seed: int
+    backend: str
+    stage: str = ""
+    failure: str = ""
+    steps: int = 0
+    nodes: int = 0
+    quantized: int = 0
+    tensors: int = 0
+    off_by_1: float = 0.0
+    seconds: float = 0.0
+
+
+class CheckError(Exception):
+    """A check that did not hold."""
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of an output."""
+    if isinstance(output, Tensor):
+        return [output]
+    return list(output.values()) if isinstance(output, dict) else list(output)
+
+
+def close(actual: Any, expected: Any) -> bool:
+    """Whether two outputs are the same up to rounding."""
+    pairs = zip(tensors_of(actual), tensors_of(expected), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max() + 1)) for a, b in pairs)
+
+
+def train_one_step(gm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """One SGD step; gradients must be finite."""
+    loss = torch.stack([t.square().mean() for t in tensors_of(gm.train()(*inputs))]).sum()
+    if not loss.requires_grad:  # behind a conversion to integers nothing learns
+        gm.eval()
+        return
+    optimizer = torch.optim.SGD(gm.parameters(), lr=1e-3)
+    loss.backward()
+    bad = [name for name, p in gm.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    if bad:
+        raise CheckError(f"gradients that are not finite: {', '.join(bad[:3])}")
+    nn.utils.clip_grad_norm_(gm.parameters(), 1.0)
+    optimizer.step()
+    gm.eval()
+
+
+def stages(seed: int, path: Path, found: dict[str, Any]) -> Iterator[str]:
+    """Do everything with one network; yields the name of each stage before it starts."""
+    draw = random.Random(seed)
+    yield "build"
+    model = RandomNet(seed)
+    kept = copy.deepcopy(model.state_dict())
+    backend = draw.choice([b.value for b in BackendType])
+    found |= {"backend": backend, "steps": len(model.plan)}
+    yield "prepare"
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=model.inputs(), untraceable="error")
+    report = gm.quant_report
+    found |= {"nodes": len(report), "quantized": report.num_quantized}
+    yield "same values at another batch"
+    other = model.inputs(3, seed=1)
+    with torch.no_grad():
+        if not close(gm(*other), model(*other)):
+            raise CheckError("the prepared model computes something else than the model")
+    yield "calibrate"
+    fxqat.enable_calibration(gm)
+    with torch.no_grad():
+        for number in range(2):
+            gm(*model.inputs(4, seed=2 + number))
+    fxqat.enable_quantization(gm)
+    yield "train"
+    train_one_step(gm, model.inputs(4, seed=4))
+    if any(not torch.equal(tensor, kept[name]) for name, tensor in model.state_dict().items()):
+        raise CheckError("the float model was changed")
+    yield "export"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = fxqat.convert_export(
+            gm, model.inputs(2, seed=5), path, opset_version=draw.choice((18, 21)), dynamic_batch=draw.random() < 0.5
+        )
+    yield "verify"
+    onnx.checker.check_model(str(path), full_check=True)
+    certificate = result.certificate
+    assert certificate is not None
+    if not certificate.passed:
+        raise CheckError("the parity certificate does not pass")
+    found |= {"tensors": len(certificate.tensors)}
+    found |= {"off_by_1": max((t.step.off_by_1 for t in certificate.tensors), default=0.0)}
+
+
+def run(seed: int, folder: Path) -> Outcome:
+    """One network, from the seed to the certificate."""
+    found: dict[str, Any] = {"backend": "-"}
+    start, stage = time.perf_counter(), ""
+    try:
+        for stage in stages(seed, folder / "net.onnx", found):  # noqa: B007  the last stage is the one that failed
+            pass
+    except Exception as error:  # noqa: BLE001  a failure stays visible in the table
+        found |= {"stage": stage, "failure": reason_of(error)}
+    return Outcome(seed, seconds=time.perf_counter() - start, **found)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error, and the one at its root, in a line."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    texts = dict.fromkeys(f"{type(e).__name__}: {' '.join(str(e).split())[:160]}" for e in (error, root))
+    return " / ".join(texts)
+
+
+def summary(outcomes: list[Outcome]) -> PrettyTable:
+    """One row for each backend."""
+    header = ["backend", "networks", "passed", "steps", "nodes", "quantized", "tensors compared", "worst off by 1"]
+    table = PrettyTable([*header, "s a network"], align="l")
+    for backend in [*(b.value for b in BackendType), "all"]:
+        rows = [o for o in outcomes if backend in (o.backend, "all")]
+        if not rows:
+            continue
+        sums = [sum(getattr(o, name) for o in rows) for name in ("steps", "nodes", "quantized", "tensors")]
+        worst = f"{max(o.off_by_1 for o in rows):.3%}"
+        mean = f"{sum(o.seconds for o in rows) / len(rows):.1f}"
+        table.add_row([backend, len(rows), sum(not o.failure for o in rows), *sums, worst, mean])
+    return table
+
+
+def failures(outcomes: list[Outcome]) -> PrettyTable:
+    """One row for each network that failed."""
+    table = PrettyTable(["seed", "backend", "stage", "reason"], align="l", max_width=90)
+    for o in outcomes:
+        if o.failure:
+            table.add_row([o.seed, o.backend, o.stage, o.failure])
+    return table
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """The documentation page."""
+    tables = [summary(outcomes), failures(outcomes)]
+    for table in tables:
+        table.set_style(TableStyle.DEFAULT)
+        table.hrules = 1
+    failed = f"Failures\n--------\n\n{tables[1].get_string()}\n" if tables[1].rows else "None failed.\n"
+    return f"""Networks of random topology
+===========================
+
+Generated by ``tests/benchmarks/zoo/random_nets.py`` with torch {torch.__version__}, seeds {outcomes[0].seed} to
+{outcomes[-1].seed}; do not edit.
+
+Each network has 5 to 24 random steps: convolutions (grouped, strided, transposed, padded in every mode), linears,
+norms, activations, pools, arithmetic, concatenation, splits, shared modules, dead branches, attention, moves of every
+kind, changes of dtype, one or several inputs and outputs. Each is prepared for a random backend, compared with the
+float model at another batch size, calibrated, trained one step, exported at opset 18 or 21 with a fixed or open batch,
+and compared with ONNX Runtime: the parity certificate has to pass.
+
+{tables[0].get_string()}
+
+{failed}"""
+
+
+def main() -> None:
+    """Run, print, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--show", action="store_true", help="print the plan and the traceback of each failure")
+    parser.add_argument("--output", type=Path, help="write the documentation page here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in tqdm(range(arguments.seed, arguments.seed + arguments.count), disable=None):
+            outcomes.append(run(seed, Path(folder)))
+            if outcomes[-1].failure:
+                tqdm.write(f"{seed} {outcomes[-1].backend} {outcomes[-1].stage}: {outcomes[-1].failure}")
+                if arguments.show:
+                    show(seed, Path(folder))
+    print(summary(outcomes))
+    print(failures(outcomes))
+    if arguments.output:
+        arguments.output.write_text(page(outcomes), encoding="utf-8")
+
+
+def show(seed: int, folder: Path) -> None:
+    """Print what is needed to find out why a network failed."""
+    print(RandomNet(seed).describe())
+    try:
+        for _ in stages(seed, folder / "net.onnx", {}):
+            pass
+    except Exception:  # noqa: BLE001  it is printed
+        traceback.print_exc(file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

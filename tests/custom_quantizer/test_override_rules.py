@@ -1,0 +1,125 @@
+"""Rules at work: functions that override, ``value``, fixed ranges, and layers that are called twice."""
+
+import pytest
+import torch
+
+from fxqat import prepare_by_platform
+from fxqat.config.effective import effective_config
+from fxqat.errors import ConfigError
+from fxqat.scheme import QConfig
+from tests.models import prepared
+
+
+def decided(gm):
+    return [(row.node, row.status, row.output, row.weight, row.group) for row in gm.quant_report]
+
+
+def test_a_function_overrides_what_it_answers_for():
+    seen = {}
+
+    def choose(path, current):
+        seen[path] = current
+        if path.endswith("conv1"):
+            return {"weight": {"bit": current.weight.scheme.bit_width // 2}}
+        return {"output": None} if path == "fc" else None
+
+    gm = prepared("residual", config={"extra_qconfig_dict": {"w_qscheme": {"bit": 6}}, "overrides": [choose]})
+    widths = {row.target: row.weight.split()[0] for row in gm.quant_report if row.weight}
+    assert {path for path, width in widths.items() if width == "int3"} == {"layer1.0.conv1", "layer1.1.conv1"}
+    assert set(widths.values()) == {"int3", "int6"}
+    assert gm.quant_report.row("fc").output == ""
+    assert isinstance(seen["stem"], QConfig)
+    assert {"add", "mean", "stem"} <= set(seen)
+    assert "x" not in seen
+
+
+def test_a_function_is_written_out_as_the_rules_it_stands_for():
+    rules = [
+        {"match": {"module": "*conv*"}, "weight": {"bit": 6}},
+        lambda path, current: {"activation": None} if current.weight and current.weight.scheme.bit_width == 6 else None,
+    ]
+    gm = prepared("residual", "TensorRT", {"overrides": rules})
+    found = effective_config(gm)
+    assert {"match": {"node": "layer1_0_conv1"}, "activation": None} in found["overrides"]
+    assert decided(prepared("residual", "TensorRT", found)) == decided(gm)
+
+
+def test_value_changes_how_and_not_where():
+    before = prepared("residual", "TensorRT")
+    rules = [{"match": {"node": "*"}, "value": {"bit": 6}}]
+    after = prepared("residual", "TensorRT", {"overrides": rules})
+    assert [row[0] for row in decided(after) if row[2]] == [row[0] for row in decided(before) if row[2]]
+    assert {row[2] for row in decided(after)} == {"", "int6 sym per-tensor"}
+    assert [(n.name, str(n.args)) for n in after.graph.nodes] == [(n.name, str(n.args)) for n in before.graph.nodes]
+    assert [row[3] for row in decided(after)] == [row[3] for row in decided(before)]
+
+
+@pytest.mark.parametrize(("first", "second"), [("value", "activation"), ("activation", "value")])
+def test_of_value_and_activation_the_later_rule_wins(first, second):
+    matches = {"value": {"node": "layer1_0_conv1"}, "activation": {"module": "layer1.0.conv2"}}
+    rules = [{"match": matches[part], part: {"bit": bit}} for part, bit in ((first, 5), (second, 6))]
+    gm = prepared("residual", config={"overrides": rules})
+    assert gm.quant_report.row("layer1_0_conv1").output == "int6 sym per-tensor"
+    assert gm.quant_report.row("stem").output == "int8 sym per-tensor"
+
+
+def test_a_fixed_range_is_taken_as_given():
+    gm = prepared("residual", config={"overrides": [{"match": {"node": "fc"}, "output": {"fixed_range": [-4, 4]}}]})
+    quant = gm.fc_act_fake_quant
+    assert quant.scheme.fixed_range == (-4.0, 4.0)
+    quant.fake_quant_enabled = True
+    torch.testing.assert_close(quant(torch.tensor([100.0])).item(), 4.0, rtol=0.1, atol=0)
+
+
+def test_a_fixed_range_of_a_shared_scale_is_refused():
+    rule = {"match": {"module": "point"}, "output": {"fixed_range": [-4, 4]}}
+    with pytest.raises(ConfigError, match=r"overrides\[0\]: fixed_range for 'point' has no effect") as caught:
+        prepared("concat", config={"overrides": [rule]})
+    assert "Drop it" in str(caught.value)
+
+
+def test_naming_an_observer_gives_up_a_known_range():
+    rule = {"match": {"function": "softmax"}, "output": {"observer": "MSE"}}
+    assert prepared("attention").softmax_act_fake_quant.scheme.fixed_range == (0.0, 1.0)
+    quant = prepared("attention", config={"overrides": [rule]}).softmax_act_fake_quant
+    assert (quant.scheme.fixed_range, type(quant.observer).__name__) == (None, "MSEObserver")
+
+
+@pytest.mark.parametrize(
+    ("name", "match", "node"),
+    [("squeeze_excite", {"type": "Hardsigmoid"}, "gate"), ("attention", {"function": "softmax"}, "softmax")],
+)
+def test_disable_an_op_type(name, match, node):
+    """TinyNeuralNetwork's action ``disable``, as the page of the configuration writes it."""
+    assert prepared(name).quant_report.row(node).output
+    gm = prepared(name, config={"overrides": [{"match": match, "activation": None, "output": None}]})
+    call = next(n for n in gm.graph.nodes if n.name == node)
+    assert gm.quant_report.row(node).status == "float"
+    assert not any("fake_quant" in str(n.target) for n in (*call.all_input_nodes, *call.users))
+
+
+def test_rewrite_an_op_type():
+    """TinyNeuralNetwork's action ``rewrite``: float itself, with quantized inputs and output."""
+    gm = prepared("residual", config={"overrides": [{"match": {"type": "Linear"}, "weight": None}]})
+    call = next(n for n in gm.graph.nodes if n.name == "fc")
+    assert type(gm.fc).__name__ == "FusedLayer" or type(gm.fc) is torch.nn.Linear
+    assert all("fake_quant" in str(n.target) for n in (*call.all_input_nodes, *call.users))
+
+
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.head(x)))
+
+
+@pytest.mark.parametrize("change", [{"bit": 4}, None])
+def test_a_layer_that_is_called_twice_has_one_weight(change):
+    one, both = ({"match": match, "weight": change} for match in ({"node": "head_1"}, {"module": "head"}))
+    with pytest.raises(ConfigError, match="'head' and 'head_1' are calls of one layer") as caught:
+        prepare_by_platform(Twice(), "TSQAT", {"overrides": [one]})
+    assert "match: {module: head}" in str(caught.value)
+    gm = prepare_by_platform(Twice(), "TSQAT", {"overrides": [both]})
+    assert len({row.weight for row in gm.quant_report if row.target == "head"}) == 1

@@ -1,0 +1,229 @@
+"""GPTQ: the paper's equations, every kind of layer, and that what was found is what is deployed."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+import fxqat
+from fxqat.errors import ConfigError
+from fxqat.nn.qat import QATLayer
+from fxqat.numerics import valid_scale
+from fxqat.tools import Reconstruction, reconstruct
+from fxqat.tools.post_training.gptq import BLOCK, FACTORS, Grid, QuadraticError, compensated, descended, gptq
+from fxqat.tools.post_training.input_moments import damped
+from fxqat.tools.post_training.reconstruct import METHODS
+from tests.models import build, calibrate, inputs
+
+gptq_module = importlib.import_module("fxqat.tools.post_training.gptq")
+reconstruct_module = importlib.import_module(
+    "fxqat.tools.post_training.reconstruct"
+)  # the package has the function by this name
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def correlated(columns, samples, seed=0):
+    return random(columns, columns, seed=seed) @ random(columns, samples, seed=seed + 1)
+
+
+def optimal_brain_quantizer(weight, gram, scale, low, high):
+    """Equations 2 and 3 as they stand: the inverse Hessian of what is left, anew for each column."""
+    weight, found = weight.copy(), np.zeros_like(weight)
+    left = list(np.argsort(-np.diag(gram), kind="stable"))
+    while left:
+        inverse = np.linalg.inv(gram[np.ix_(left, left)])
+        j = left[0]
+        found[:, j] = scale[:, 0] * np.clip(np.rint(weight[:, j] / scale[:, 0]), low, high)
+        weight[:, left] -= np.outer((weight[:, j] - found[:, j]) / inverse[0, 0], inverse[0])
+        left = left[1:]
+    return found
+
+
+def grid(scale, low, high):
+    return Grid(scale, torch.zeros_like(scale), low, high)
+
+
+def quadratic(distance, gram):
+    return torch.einsum("gij,gjk,gik->gi", distance, gram, distance)
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """The weights, grams and scales of two groups; more columns than go in a block, and some of a next one."""
+    count = BLOCK + 12
+    grams = [(x @ x.T) / 400 for x in (correlated(count, 400, seed=group) for group in range(2))]
+    weight = torch.stack([random(5, count, seed=10 + group) for group in range(2)])
+    return weight, torch.stack(grams), 0.2 + random(2, 5, 1, seed=20).abs()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_it_is_the_papers(bits, toy):
+    weight, gram, scale = toy
+    values = grid(scale, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    found = values.nearest(gptq(QuadraticError.around(weight, damped(gram, 0.01)), values))
+    extended = gram + 0.01 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(gram.shape[1])
+    for group in range(2):
+        tensors = (t[group].numpy() for t in (weight, extended, scale))
+        expected = optimal_brain_quantizer(*tensors, values.quant_min, values.quant_max)
+        np.testing.assert_allclose(found[group].numpy(), expected, rtol=1e-9)
+    nearest = values.nearest(weight)
+    assert (found != nearest).any()
+    assert quadratic(found - weight, extended).sum() < quadratic(nearest - weight, extended).sum()
+
+
+def test_no_column_alone_is_better_behind_the_descent(toy, monkeypatch):
+    weight, gram, scale = toy
+    error, values = QuadraticError.around(weight, damped(gram, 0.01)), grid(scale, -2, 1)
+    first = gptq(error, values)
+    before = error.left(first, values)
+    torch.testing.assert_close(before, quadratic(values.nearest(first) - weight, error.gram))
+    assert (error.left(descended(error, first, values), values) <= before + 1e-12).all()
+    assert error.left(descended(error, first, values), values).sum() < before.sum()
+    monkeypatch.setattr(gptq_module, "PASSES", 50)
+    last = values.nearest(descended(error, first, values))
+    least = quadratic(last - weight, error.gram)
+    for j in range(weight.shape[-1]):
+        for step in (-1, 1):
+            other = last.clone()
+            other[..., j] = torch.clamp(last[..., j] / scale[..., 0] + step, -2, 1) * scale[..., 0]
+            assert (quadratic(other - weight, error.gram) >= least - 1e-9).all()
+
+
+def test_inputs_that_are_always_zero_leave_the_weights_alone():
+    weight, zeros = random(1, 3, 4), torch.zeros(1, 4, 4, dtype=torch.float64)
+    values = grid(torch.full((1, 3, 1), 0.5, dtype=torch.float64), -8, 7)
+    error = QuadraticError.around(weight, damped(zeros, 0.01))
+    assert torch.equal(gptq(error, values), weight)
+    assert torch.equal(values.nearest(descended(error, weight, values)), values.nearest(weight))
+
+
+def low_bit(name, backend="TSQAT", observer="MSE", **scheme):
+    model = build(name)
+    qconfig = {"w_qscheme": {"bit": 3, **scheme}, "w_observer": observer}
+    gm = fxqat.prepare_by_platform(model, backend, {"extra_qconfig_dict": qconfig})
+    batches = [inputs(name, seed=i) for i in range(4)]
+    return model, calibrate(gm, *batches).eval(), batches
+
+
+@torch.no_grad()
+def error(gm, model, batches):
+    return sum(float((gm(*batch) - model(*batch)).square().sum()) for batch in batches)
+
+
+def layers_of(gm):
+    return [module for module in gm.modules() if isinstance(module, QATLayer)]
+
+
+def integers(gm):
+    return [layer.weight_fake_quant.quantize(layer.folded()[0].detach()) for layer in layers_of(gm)]
+
+
+@pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs", "conv3d"])
+def test_the_error_falls_and_the_integers_are_those_that_were_found(name, monkeypatch):
+    _, gm, batches = low_bit(name)
+    found = {}
+
+    def remember(segment, path, *args, **kwargs):
+        found[path] = compensated(segment, path, *args, **kwargs)
+        return found[path]
+
+    monkeypatch.setattr(reconstruct_module, "compensated", remember)
+    errors = reconstruct(gm, batches, "GPTQ")
+    before, after = (sum(values) for values in zip(*errors.values(), strict=True))
+    assert 0 < after < before
+    layers = {path: module for path, module in gm.named_modules() if isinstance(module, QATLayer)}
+    assert set(found) == set(layers)
+    for path, layer in layers.items():
+        wanted = layer.weight_fake_quant.quantize(found[path][0])
+        assert torch.equal(layer.weight_fake_quant.used_scale(), found[path][1])
+        torch.testing.assert_close(
+            layer.weight_fake_quant.quantize(layer.folded()[0].detach()), wanted, rtol=0, atol=1e-6
+        )
+
+
+SCHEMES = {
+    "per channel": {},
+    "per tensor": {"per_channel": False},
+    "asymmetric": {"symmetry": False, "signed": False},
+    "power of two": {"pot_scale": True},
+}
+
+
+@pytest.mark.parametrize("name", ["residual", "transpose_convs"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_scales_are_those_of_the_least_error(name, scheme, monkeypatch):
+    errors = {}
+    for factors in ((1.0,), FACTORS):
+        model, gm, batches = low_bit(name, observer="MinMax", **SCHEMES[scheme])
+        before = [layer.weight_fake_quant.used_scale().clone() for layer in layers_of(gm)]
+        zero_points = [layer.weight_fake_quant.qparams()[1] for layer in layers_of(gm)]
+        monkeypatch.setattr(gptq_module, "FACTORS", factors)
+        reconstruct(gm, batches, "GPTQ")
+        errors[factors] = error(gm, model, batches)
+        for layer, scale, zero_point in zip(layers_of(gm), before, zero_points, strict=True):
+            quant = layer.weight_fake_quant
+            assert (scale.dim() == 0) == (scheme == "per tensor")
+            tried = torch.stack([valid_scale(scale * factor, quant.scale_bits) for factor in factors])
+            assert (tried == quant.used_scale()).any(0).all()
+            assert torch.equal(quant.qparams()[1], zero_point)
+            assert bool((zero_point != 0).any()) == (scheme == "asymmetric")
+    if scheme not in ("per tensor", "power of two"):  # with little to choose from, a layer's gain may be lost behind it
+        assert errors[FACTORS] < 0.9 * errors[1.0,]
+
+
+@pytest.mark.parametrize("correct_bias", [False, True])
+def test_how_many_layers_a_segment_has_changes_nothing(correct_bias):
+    found = []
+    for max_layers in (1, 6):
+        _, gm, batches = low_bit("residual")
+        setting = Reconstruction(gptq=True, iterations=0, max_layers=max_layers)
+        reconstruct(gm, batches, setting, correct_bias=correct_bias)
+        found.append(integers(gm))
+    assert len(found[0]) == len(found[1]) == 7
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
+
+
+def test_the_correction_of_biases_goes_with_it():
+    errors = {}
+    for correct_bias in (False, True):
+        model, gm, batches = low_bit("residual")
+        before = error(gm, model, batches)
+        reconstruct(gm, batches, "GPTQ", correct_bias=correct_bias)
+        errors[correct_bias] = error(gm, model, batches)
+    assert errors[False] < 0.5 * before
+    assert errors[True] < 0.5 * errors[False]
+
+
+def test_learning_goes_on_from_it():
+    def second_layer(setting):  # the first one reads what the float model's does
+        _, gm, batches = low_bit("conv_bn_relu")
+        reconstruct(gm, batches, setting)
+        return integers(gm)[1]
+
+    found = second_layer(METHODS["GPTQ"])
+    shares = [
+        float(torch.isclose(second_layer(Reconstruction(gptq=gptq, iterations=1)), found).float().mean())
+        for gptq in (True, False)
+    ]
+    assert shares[0] > 0.97
+    assert shares[1] < 0.9
+
+
+def test_what_it_gives_is_exported(tmp_path):
+    model, gm, batches = low_bit("residual", "ONNXRuntime")
+    before = error(gm, model, batches)
+    reconstruct(gm, batches, "GPTQ")
+    assert error(gm, model, batches) < before
+    report = fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx")
+    assert report.certificate.passed
+
+
+def test_settings():
+    assert METHODS["GPTQ"] == Reconstruction(max_layers=1, gptq=True, iterations=0)
+    for wrong in ({"iterations": 0}, {"gptq": True, "iterations": -1}, {"gptq": True, "damping": 0.0}):
+        with pytest.raises(ConfigError, match=r"iterations \(at least 1, or 0 with gptq=True\) and damping"):
+            Reconstruction(**wrong)

@@ -1,0 +1,203 @@
+"""Reconstruction: the formulas of AdaRound, and that what was learned is what is deployed."""
+
+import copy
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.nn.qat import QATLayer
+from fxqat.tools import Reconstruction, reconstruct
+from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
+from fxqat.tools.post_training.adaround_loop import _some_of
+from fxqat.tools.post_training.reconstruct import METHODS
+from fxqat.tools.post_training.segments import inputs_of, split
+from tests.builders import INT8_WEIGHT, make_fake_quant
+from tests.models import build, calibrate, inputs
+
+reconstruct_module = importlib.import_module(
+    "fxqat.tools.post_training.reconstruct"
+)  # the package has the function by this name
+LOW_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "w_observer": "MSE"}}
+QUICK = Reconstruction(iterations=60, drop=0.2)
+
+
+def low_bit(name="residual", config=LOW_BITS):
+    gm = fxqat.prepare_by_platform(build(name), "TSQAT", config)
+    batches = [inputs(name, seed=i) for i in range(4)]
+    return calibrate(gm, *batches).eval(), batches
+
+
+def test_adaround_is_the_papers():
+    weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    quant = calibrate_quant(make_fake_quant(INT8_WEIGHT, "weight_fake_quant", 0, 4), weight)
+    soft = AdaRoundFakeQuantize(quant, weight)
+    torch.testing.assert_close(soft.quantize(weight), weight, rtol=0, atol=1e-5)  # it starts where nothing is rounded
+    with torch.no_grad():
+        soft.rounding.add_(torch.randn(soft.rounding.shape, generator=torch.Generator().manual_seed(1)))
+    v, w = soft.rounding.detach().double().numpy(), weight.double().numpy()
+    scale = quant.used_scale().double().numpy().reshape(4, 1, 1, 1)
+    h = np.clip(1 / (1 + np.exp(-v)) * 1.2 - 0.1, 0, 1)
+    np.testing.assert_allclose(
+        soft.quantize(weight).detach().numpy(), scale * np.clip(np.floor(w / scale) + h, -127, 127), atol=1e-5
+    )
+    np.testing.assert_allclose(soft.regularization(3.0).item(), (1 - np.abs(2 * h - 1) ** 3).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        soft.rounded().numpy(), scale * np.clip(np.floor(w / scale) + (h >= 0.5), -127, 127), atol=1e-6
+    )
+
+
+def calibrate_quant(quant, weight):
+    quant.observe(weight)
+    return quant
+
+
+def test_the_exponent_falls_from_beta_to_beta():
+    setting = Reconstruction(iterations=100, warmup=0.2, beta=(20.0, 2.0))
+    assert setting.beta_at(0) is setting.beta_at(19) is None
+    assert setting.beta_at(20) == 20.0
+    assert setting.beta_at(60) == pytest.approx(11.0)
+    assert setting.beta_at(99) == pytest.approx(2.0, abs=0.02)
+    assert setting.rest_at(50) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs"])
+def test_the_error_falls_and_the_integers_are_those_that_were_learned(name, monkeypatch):
+    gm, batches = low_bit(name)
+    learned = {}
+    rounded = AdaRoundFakeQuantize.rounded
+
+    def remember(soft):
+        learned[id(soft.observer)] = rounded(soft)
+        return rounded(soft)
+
+    monkeypatch.setattr(AdaRoundFakeQuantize, "rounded", remember)
+    layers = [m for m in gm.modules() if isinstance(m, QATLayer)]
+    nearest = [layer.weight_fake_quant.quantize(layer.folded()[0].detach()) for layer in layers]
+    found = reconstruct(gm, batches, QUICK)
+    before, after = (sum(errors) for errors in zip(*found.values(), strict=True))
+    assert 0 < after < before
+    assert len(learned) == len(layers)
+    kept = []
+    for layer, old in zip(layers, nearest, strict=True):  # rounded to the nearest, as ever
+        weight = layer.weight_fake_quant.quantize(layer.folded()[0].detach())
+        kept.append(torch.allclose(weight, learned[id(layer.weight_fake_quant.observer)], rtol=0, atol=1e-6))
+        assert kept[-1] or torch.allclose(weight, old, rtol=0, atol=1e-6)  # what was learned was no better
+    assert sum(kept) > len(layers) / 2
+
+
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_segment_that_learning_makes_worse_is_left_as_it_was(correct, monkeypatch):
+    gm, batches = low_bit()
+    before = copy.deepcopy(gm.state_dict())
+
+    def spoil(segment, *args):
+        with torch.no_grad():
+            for layer in segment.layers.values():
+                layer.weight.mul_(3)
+        for quant in segment.quantizers.values():
+            quant.set_qparams(2 * quant.used_scale(), quant.qparams()[1])
+
+    monkeypatch.setattr(reconstruct_module, "learn", spoil)
+    found = reconstruct(gm, batches, QUICK, correct_bias=correct)
+    changed = changed_since(before, gm)
+    assert all(key.endswith(".bias") for key in changed)
+    assert bool(changed) == correct
+    assert all(after == error for error, after in found.values()) or correct
+
+
+def changed_since(before, gm):
+    now = {key: value for key, value in gm.state_dict().items() if torch.is_tensor(value)}
+    return {key for key, value in now.items() if not torch.equal(value, before[key])}
+
+
+def test_only_weights_and_scales_change_and_only_where_asked():
+    gm, batches = low_bit()
+    before = copy.deepcopy(gm.state_dict())
+    reconstruct(gm, batches, Reconstruction(iterations=5, scale_lr=0.0, max_layers=1))
+    changed = changed_since(before, gm)
+    assert changed
+    assert all(key.endswith(".weight") and ".bn" not in key for key in changed)
+    assert all(parameter.requires_grad for parameter in gm.parameters())
+    assert not gm.training
+    reconstruct(gm, batches, Reconstruction(iterations=5))
+    assert any(key.endswith("act_fake_quant.scale") for key in changed_since(before, gm))
+
+
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_segment_is_left_in_the_best_of_its_states(least):
+    gm, batches = low_bit()
+    fxqat.enable_quantization(gm)
+    segment = split(gm)[0]
+    values = [inputs_of(gm, batch) for batch in batches]
+    layer = next(iter(segment.layers.values()))
+    weights = [layer.weight.detach() * factor for factor in (1.0, 2.0, 3.0)]
+
+    @torch.no_grad()
+    def become(i):
+        layer.weight.copy_(weights[i])
+
+    become(least)
+    targets = segment.run(values, quantized=True)
+    become(0)
+    found = reconstruct_module._best(segment, values, targets, [lambda: become(1), lambda: become(2)])
+    assert found == 0.0
+    assert torch.equal(layer.weight, weights[least])
+
+
+def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay():
+    state = torch.random.get_rng_state()
+    models = []
+    for _ in range(2):
+        gm, batches = low_bit()
+        torch.random.set_rng_state(state)
+        reconstruct(gm, batches, QUICK, seed=3)
+        assert torch.equal(torch.random.get_rng_state(), state)
+        models.append(gm)
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_a_reconstructed_model_is_exported(tmp_path):
+    gm, batches = low_bit(config=None)
+    reconstruct(gm, batches, QUICK)
+    report = fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx")
+    assert report.certificate.passed
+
+
+def test_methods():
+    assert set(METHODS) == {"GPTQ", "AdaRound", "BRECQ", "QDrop"}
+    assert METHODS["AdaRound"].max_layers == 1
+    assert METHODS["AdaRound"].scale_lr == METHODS["BRECQ"].drop == 0
+    gm, batches = low_bit()
+    with pytest.raises(ConfigError, match="unknown reconstruction 'Adaround'; known: GPTQ, AdaRound, BRECQ, QDrop"):
+        reconstruct(gm, batches, "Adaround")
+    with pytest.raises(ConfigError, match="at least one batch"):
+        reconstruct(gm, [])
+    gm, batches = low_bit(config={"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}})
+    with pytest.raises(ConfigError, match="DoReFaFakeQuantize of stem rounds a function of the weight"):
+        reconstruct(gm, batches)
+    with pytest.raises(CalibrationError, match="saw no data"):
+        reconstruct(fxqat.prepare_by_platform(nn.Linear(3, 3)), [(torch.randn(2, 3),)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("drop", 1.5), ("warmup", 1.0), ("iterations", 0), ("scale_lr", -1.0), ("rounding_lr", 0.0), ("drop", math.nan)],
+)
+def test_wrong_settings_are_errors(name, value):
+    with pytest.raises(ConfigError, match=name):
+        Reconstruction(**{name: value})
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.25, 0.25), (1e-4, 1 / 256)])
+def test_the_share_of_values_that_are_dropped(share, expected):
+    torch.manual_seed(0)
+    a, b = torch.zeros(301, 333), torch.ones(301, 333)
+    chosen = _some_of(a, b, share)
+    assert set(chosen.unique().tolist()) <= {0.0, 1.0}
+    assert abs(float(chosen.mean()) - expected) <= 4 * math.sqrt(expected * (1 - expected) / a.numel())

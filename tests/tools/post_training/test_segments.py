@@ -1,0 +1,101 @@
+"""Segments: run one behind the other they are the model, and they end where residual blocks do."""
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat import prepare_by_platform
+from fxqat.errors import ConfigError
+from fxqat.nn.qat import QATLayer
+from fxqat.tools.post_training.segments import inputs_of, needed_after, split
+from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.train_eval_graph import graph_of_mode
+from tests.models import TOYS, BasicBlock, calibrate, calibrated, inputs
+
+
+def chained(gm, segments, batch):
+    """All values that are written, from running one segment behind the other."""
+    values, written = [inputs_of(gm, batch)], {}
+    for i, segment in enumerate(segments):
+        results = segment.run(values, quantized=True)
+        written |= results[0]
+        values = needed_after(segments[i:], values, results)
+    assert values == [{}]
+    return written
+
+
+@pytest.mark.parametrize("max_layers", [1, 6])
+@pytest.mark.parametrize("name", TOYS)
+def test_the_segments_in_a_row_are_the_model(name, max_layers):
+    gm = calibrated(name).eval()
+    segments = split(gm, max_layers)
+    written = chained(gm, segments, inputs(name))
+    graph = graph_of_mode(gm.graph, training=False)
+    graph.owning_module = gm
+    output = next(node for node in graph.nodes if node.op == "output")
+    expected = flatten_tensors(gm(*inputs(name)))
+    sources = [node for node in output.all_input_nodes if node.op not in ("placeholder", "get_attr")]
+    assert sources
+    for node in sources:
+        assert any(torch.equal(value, other) for value in flatten_tensors(written[node.name]) for other in expected)
+    assert max(len(segment.layers) for segment in segments) <= max_layers
+    paths = [path for segment in segments for path in segment.layers]
+    assert set(paths) == {str(node.target) for node in graph.nodes if isinstance(called_module(node), QATLayer)}
+
+
+class UNet(nn.Module):
+    """A long way around: from the first layer to the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.middle = nn.Sequential(*[nn.Conv2d(4, 4, 3, padding=1) for _ in range(5)])
+        self.last = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(torch.cat([x, self.middle(x)], 1))
+
+
+def test_blocks_are_segments():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), BasicBlock(4, 4), BasicBlock(4, 8, 2), nn.Conv2d(8, 2, 1)).eval()
+    segments = split(prepare_by_platform(model))
+    assert [list(segment.layers) for segment in segments] == [
+        ["0"],
+        ["1.conv1", "1.conv2"],
+        ["2.conv1", "2.conv2", "2.downsample.0"],
+        ["3"],
+    ]
+    assert all(len(segment.writes) == 1 for segment in segments[:-1])
+
+
+def test_layers_one_by_one_are_taken_three_at_a_time():
+    layers = [nn.Conv2d(4, 4, 1) for _ in range(5)]
+    model = nn.Sequential(*layers, BasicBlock(4, 4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).eval()
+    gm = prepare_by_platform(model)
+    counts = {size: [len(segment.layers) for segment in split(gm, size)] for size in (1, 2, 6)}
+    assert counts == {1: [1] * 9, 2: [2, 2, 1, 2, 2], 6: [3, 2, 2, 2]}
+
+
+def test_a_quantizer_is_in_the_segment_that_reads_what_it_rounds():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1))
+    segments = split(prepare_by_platform(model), max_layers=1)
+    assert [len(segment.layers) for segment in segments] == [1, 1]
+    assert segments[0].writes == ("_0",)
+    assert len(segments[1].quantizers) == 2  # of what the first gives, and of the output
+
+
+def test_where_several_values_go_on():
+    gm = calibrate(prepare_by_platform(UNet().eval()), (torch.randn(2, 3, 8, 8),))
+    whole, parts = split(gm, max_layers=100), split(gm, max_layers=2)
+    assert [len(segment.layers) for segment in whole] == [1, 5, 1]
+    assert [len(segment.layers) for segment in parts] == [1, 2, 2, 1, 1]
+    assert max(len(segment.reads) for segment in parts) == 2
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(list(chained(gm, parts, (x,)).values())[-1], gm.eval()(x), rtol=0, atol=0)
+
+
+def test_wrong_sizes_are_errors():
+    with pytest.raises(ConfigError, match="max_layers must be at least 1, got 0"):
+        split(calibrated("residual"), 0)

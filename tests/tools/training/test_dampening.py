@@ -1,0 +1,54 @@
+"""The dampening loss against equation 5 of the paper, in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fxqat.errors import CalibrationError
+from fxqat.scheme import QuantizeScheme
+from fxqat.tools.training.dampening import dampening_loss
+from tests.builders import LAYERS, make_qat_layer, switch_on
+from tests.reference import as_float64, fake_quantize_reference, on_axis
+
+CASES = [case for case in LAYERS if case.name in ("conv2d_groups", "conv_transpose2d_groups", "linear")]
+INT3 = QuantizeScheme(3, per_channel=True, narrow_range=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_loss_is_the_papers(case) -> None:
+    layer = switch_on(make_qat_layer(case, scheme=INT3))
+    quant = layer.weight_fake_quant
+    with torch.no_grad():
+        quant.scale.mul_(0.7)  # some weights are outside
+    loss = dampening_loss(nn.Sequential(layer, nn.Identity()))
+    loss.backward()
+    folded, axis = as_float64(layer.folded()[0]), quant.axis
+    scale = as_float64(quant.qparams()[0])
+    rounded = fake_quantize_reference(folded, scale, np.zeros_like(scale), (-3, 3), axis)
+    ends = on_axis(3 * scale, folded.ndim, axis)
+    error = np.clip(folded, -ends, ends) - rounded
+    assert loss.item() == pytest.approx((error**2).sum(), rel=1e-4)
+    factor = folded / as_float64(layer.weight)
+    expected = 2 * error * factor * (np.abs(folded) < ends)
+    np.testing.assert_allclose(as_float64(layer.weight.grad), expected, rtol=1e-3, atol=1e-6)
+    assert quant.scale.grad is None
+    assert layer.bn.weight.grad is None
+
+
+def test_it_draws_weights_to_the_middle() -> None:
+    layer = switch_on(make_qat_layer(CASES[-1], with_bn=False, scheme=INT3))
+    before = dampening_loss(layer).item()
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        dampening_loss(layer).backward()
+        optimizer.step()
+    assert dampening_loss(layer).item() < 1e-3 * before
+
+
+def test_without_fake_quant_there_is_nothing_to_dampen() -> None:
+    layer = make_qat_layer(CASES[-1])
+    with pytest.raises(CalibrationError, match="of 1 quantized layers none has its weight's fake-quant on"):
+        dampening_loss(layer)
+    assert dampening_loss(switch_on(layer)).item() > 0

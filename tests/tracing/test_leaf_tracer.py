@@ -1,0 +1,254 @@
+"""Float leaves: what cannot be traced is called as a whole, at the smallest module, and is reported."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.errors import ConfigError, TraceError
+from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.trace import trace
+
+
+class Gate(nn.Module):
+    """Takes a way that depends on data."""
+
+    def forward(self, x):
+        if x.sum() > 0:  # the line to name
+            return x * 2
+        return -x
+
+
+class Weighted(nn.Module):
+    """The same, around a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        y = self.inner(x)
+        while y.abs().max() > 1.0:  # the line to name
+            y = y / 2
+        return y
+
+
+class Net(nn.Module):
+    """A layer, something that cannot be traced twice over, and another layer."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.body = nn.Sequential(nn.ReLU(), middle, nn.ReLU())
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.last(self.body(self.first(x)))
+
+
+def image(batch=2, seed=0):
+    return torch.randn(batch, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def line_of(kind):
+    lines, start = inspect.getsourcelines(kind)
+    return start + next(i for i, line in enumerate(lines) if "the line to name" in line)
+
+
+def targets(gm):
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_module"]
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("middle", [Gate, Weighted])
+def test_the_smallest_module_becomes_the_leaf(middle, with_inputs):
+    model = Net(middle())
+    traced = trace(model, example_inputs=(image(),) if with_inputs else None)
+    assert targets(traced.gm) == ["first", "body.0", "body.1", "body.2", "last"]
+    (leaf,) = traced.leaves
+    assert leaf.path == "body.1"
+    assert leaf.source.startswith(f"{__file__}:{line_of(middle)}: ")
+    assert "tensor" in leaf.reason
+    for seed in range(4):  # both ways
+        assert torch.equal(traced.gm(image(3, seed)), model(image(3, seed)))
+
+
+def test_a_leaf_is_in_the_report_and_what_is_around_it_is_quantized():
+    gm = prepare_by_platform(Net(Weighted()), example_inputs=(image(),))
+    report = gm.quant_report
+    assert [leaf.path for leaf in report.leaves] == ["body.1"]
+    assert f"left float, not traced: body.1: {report.leaves[0].reason}" in str(report)
+    assert report.row("first").status == "quantized"
+    assert report.row("last").weight
+    assert not report.row("body_1").weight
+
+
+def test_a_model_with_a_leaf_is_trained():
+    gm = prepare_by_platform(Net(Weighted()), example_inputs=(image(),)).eval()
+    enable_calibration(gm)
+    gm(image())
+    enable_quantization(gm)
+    gm.train()(image(4)).square().mean().backward()
+    for name in ("first", "body.1.inner", "last"):
+        gradient = next(p.grad for n, p in gm.named_parameters() if n.startswith(name) and n.endswith("weight"))
+        assert gradient.isfinite().all()
+        assert gradient.abs().sum() > 0
+
+
+def test_a_model_with_a_leaf_is_copied_and_pickled():
+    gm = prepare_by_platform(Net(Gate()), example_inputs=(image(),))
+    for other in (copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
+        assert other.quant_report.leaves == gm.quant_report.leaves
+        for seed in range(4):
+            assert torch.equal(other(image(seed=seed)), gm(image(seed=seed)))
+
+
+def test_a_leaf_that_is_called_twice_is_one_leaf():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 3, 1)
+            self.gate = Gate()
+
+        def forward(self, x):
+            return self.gate(self.conv(self.gate(x)))
+
+    model = Twice()
+    traced = trace(model, example_inputs=(image(),))
+    assert targets(traced.gm) == ["gate", "conv", "gate"]
+    assert [leaf.path for leaf in traced.leaves] == ["gate"]
+    assert torch.equal(traced.gm(image(seed=1)), model(image(seed=1)))
+
+
+def test_nodes_of_a_failed_attempt_are_taken_back():
+    model = Net(Weighted())
+    graph = trace(model, example_inputs=(image(),)).gm.graph
+    assert [node.op for node in graph.nodes] == ["placeholder", *["call_module"] * 5, "output"]
+    graph.lint()
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_untraceable_error_names_module_line_and_remedy(with_inputs):
+    model = Net(Weighted())
+    with pytest.raises(TraceError) as caught:
+        prepare_by_platform(model, example_inputs=(image(),) if with_inputs else None, untraceable="error")
+    message = str(caught.value)
+    assert "in module: body.1" in message
+    assert f"{__file__}:{line_of(Weighted)}: while y.abs()" in message
+    assert "'leaf_module'" in message
+    assert "custom_tracer" in message
+
+
+def test_untraceable_is_checked():
+    with pytest.raises(ConfigError, match="untraceable must be 'leaf' or 'error'"):
+        prepare_by_platform(Net(Gate()), untraceable="ignore")
+    with pytest.raises(TraceError):
+        trace(Net(Gate()), untraceable="error")
+
+
+def test_a_gate_in_the_models_own_forward_is_an_error():
+    class Top(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y if y.sum() > 0 else -y  # the line to name
+
+    with pytest.raises(TraceError, match="in module: the model itself") as caught:
+        prepare_by_platform(Top(), example_inputs=(image(),))
+    assert f"{__file__}:{line_of(Top)}: " in str(caught.value)
+    assert "Remedy" in str(caught.value)
+
+
+def test_leaf_types_and_paths_are_not_failures():
+    traced = trace(Net(Gate()), example_inputs=(image(),), leaf_modules=[Gate, "last"])
+    assert targets(traced.gm) == ["first", "body.0", "body.1", "body.2", "last"]
+    assert traced.leaves == ()
+
+
+def test_a_tracer_as_it_is_has_no_leaves_with_error():
+    tracer = LeafTracer(untraceable="error")
+    model = Net(Gate())
+    with pytest.raises(fx.proxy.TraceError):
+        tracer.trace(model)
+    assert tracer.leaves == {}
+    assert tracer.path_of_failure == "body.1"
+
+
+def test_reasons_are_one_line():
+    assert explain(ValueError("first\nsecond")) == "ValueError: first"
+    assert explain(ValueError()) == "ValueError: "
+    assert "not known while tracing" in explain(fx.proxy.TraceError("long text of torch"))
+
+
+class Symmetric(nn.Module):
+    """A parametrization of the user's."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).mT
+
+
+def symmetric(layer):
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+    return layer
+
+
+KINDS = {"weight_norm": parametrizations.weight_norm, "spectral_norm": parametrizations.spectral_norm, "own": symmetric}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_a_layer_with_a_parametrized_weight_is_quantized(name, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = nn.Sequential(nn.Linear(6, 6), KINDS[name](nn.Linear(6, 6)), nn.ReLU(), nn.Linear(6, 2))
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    torch.testing.assert_close(gm.eval()(x), model.eval()(x))
+    layers = [row.status for row in gm.quant_report if row.op == "linear"]
+    assert len(layers) == 3
+    assert set(layers) <= {"quantized", "shares"}
+    assert gm.quant_report.leaves == ()
+    enable_calibration(gm)
+    gm(x)
+    enable_quantization(gm)
+    gm.train()(x).square().sum().backward()
+    originals = [p.grad for path, p in gm.named_parameters() if "original" in path]
+    assert originals
+    assert all(gradient.abs().sum() > 0 for gradient in originals)
+    certificate = convert_export(gm.eval(), (x,), tmp_path / "model.onnx").certificate
+    assert certificate.passed
+
+
+class MakesModules(nn.Module):
+    """Modules that forward makes."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.make = make
+
+    def forward(self, x):
+        return self.last(self.make()(self.first(x)))
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        (lambda: nn.ReLU(), "relu"),
+        (lambda: nn.Softmax(dim=-1), "softmax"),
+        (lambda: nn.Sequential(nn.Tanh(), nn.Sigmoid()), "sigmoid"),
+    ],
+)
+def test_a_module_that_forward_makes_is_traced_into(make, op, with_inputs):
+    model, x = MakesModules(make), torch.randn(4, 6)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    assert [row.status for row in gm.quant_report if row.op == op] == ["quantized"] * (op != "relu")
+    assert gm.quant_report.leaves == ()
+    torch.testing.assert_close(gm(x), model(x))

@@ -1,0 +1,275 @@
+"""What is replaced while tracing is put back, whatever happens; and what it does meanwhile."""
+
+import builtins
+import collections
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat import enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.errors import TraceError
+from fxqat.tracing.patches import CONSTRUCTORS, Patches
+from fxqat.tracing.trace import trace
+from fxqat.tracing.value_proxy import ModeFlag
+from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
+from tests.quantization import patched_functions
+from tests.value_models import CASES, Base, build, inputs_of
+
+BEFORE = {
+    "isinstance": builtins.isinstance,
+    "wrapper": getattr(*WRAPPER),
+    "causal_check": getattr(*CAUSAL_CHECK),
+    **{name: getattr(torch, name) for name in CONSTRUCTORS},
+    "setattr": nn.Module.__setattr__,
+    "getattr": nn.Module.__getattr__,
+    "call": nn.Module.__call__,
+    "gate": patched_functions.gate,
+    "method": vars(patched_functions.Decoder)["decode"],
+}
+
+
+def now():
+    return {
+        "isinstance": builtins.isinstance,
+        "wrapper": getattr(*WRAPPER),
+        "causal_check": getattr(*CAUSAL_CHECK),
+        **{name: getattr(torch, name) for name in CONSTRUCTORS},
+        "setattr": nn.Module.__setattr__,
+        "getattr": nn.Module.__getattr__,
+        "call": nn.Module.__call__,
+        "gate": patched_functions.gate,
+        "method": vars(patched_functions.Decoder)["decode"],
+    }
+
+
+def assert_restored():
+    assert now() == BEFORE
+    assert "training" not in vars(nn.Module)
+    assert nn.Linear(1, 1).training is True
+
+
+class Fails(Base):
+    """Does a little of everything, then raises what it was given."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+        self.register_buffer("state", torch.zeros(4))
+
+    def forward(self, x):
+        y = patched_functions.gate(self.conv(x))
+        y = patched_functions.Decoder().decode(y)
+        self.state = self.state + y.mean((0, 2, 3))
+        self.kept = y
+        torch.zeros(y.shape)
+        raise self.error
+
+
+def image():
+    return torch.randn(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_is_put_back_after_a_trace(name):
+    traced = trace(build(name), example_inputs=inputs_of(name))
+    assert_restored()
+    assert all(type(module.training) is bool for module in traced.root.modules())
+
+
+@pytest.mark.parametrize("untraceable", ["leaf", "error"])
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("no"), KeyError("no"), AssertionError("no")])
+def test_everything_is_put_back_after_a_failure(error, untraceable):
+    model = Fails(error)
+    with pytest.raises(TraceError):
+        prepare_by_platform(model, example_inputs=(image(),), untraceable=untraceable)
+    assert_restored()
+    assert torch.equal(model.state, torch.zeros(4))
+    assert not hasattr(model, "kept")
+
+
+def test_everything_is_put_back_after_an_interrupt():
+    with pytest.raises(KeyboardInterrupt):
+        prepare_by_platform(Fails(KeyboardInterrupt()), example_inputs=(image(),))
+    assert_restored()
+
+
+def test_everything_is_put_back_after_leaf_functions():
+    class Net(Base):
+        def forward(self, x):
+            return patched_functions.Decoder().decode(patched_functions.gate(self.conv(x)))
+
+    model = Net()
+    traced = trace(model, example_inputs=(image(),))
+    assert len(traced.leaves) == 2
+    assert_restored()
+    assert torch.equal(traced.gm(image()), traced.gm(image())) is False
+
+
+class Maker:
+    """A tracer that keeps what it is asked for."""
+
+    def __init__(self):
+        self.hashed = False
+        self.calls = []
+        self.modules = []
+
+    def create_proxy(self, kind, target, args, kwargs):
+        self.calls.append((kind, target, args, kwargs))
+        return "a node"
+
+    def call_function_leaf(self, function, args, kwargs):
+        raise AssertionError("not asked for")
+
+    def decides_by_mode(self, module):
+        self.modules.append(module)
+        return isinstance(module, nn.Hardtanh)
+
+    def write_buffer(self, module, name, value):
+        raise AssertionError("not asked for")
+
+
+def test_constructors_become_nodes_unless_suspended():
+    maker = Maker()
+    patches = Patches(maker)
+    zeros = torch.zeros
+    with patches:
+        assert torch.zeros(2, dtype=torch.int64) == "a node"
+        with patches.suspend():
+            assert torch.equal(torch.zeros(2), torch.ones(2) * 0)
+        assert torch.ones(3) == "a node"
+    assert [(kind, args, kwargs) for kind, _, args, kwargs in maker.calls] == [
+        ("call_function", (2,), {"dtype": torch.int64}),
+        ("call_function", (3,), {}),
+    ]
+    assert maker.calls[0][1] is zeros
+    assert_restored()
+
+
+def test_training_tells_who_decides_by_it():
+    maker = Maker()
+    patches = Patches(maker)
+    module, other = nn.ReLU(), nn.Tanh().eval()
+    with patches:
+        assert type(module.training) is ModeFlag
+        assert maker.modules == []
+        assert not module.training
+        assert not other.training
+        assert nn.Hardtanh().eval().training
+        del maker.modules[-1]
+        with patches.suspend():
+            assert module.training is True
+            assert other.training is False
+        module.training = False
+    assert maker.modules == [module, other]
+    assert module.training is False
+    assert_restored()
+
+
+def test_isinstance_answers_as_always_for_everything_else():
+    with Patches(Maker()):
+        assert isinstance(1, int)
+        assert isinstance(True, (str, int))
+        assert not isinstance("a", int)
+        assert isinstance([], collections.abc.Sequence)
+        with pytest.raises(TypeError):
+            isinstance(1, 2)
+    assert_restored()
+
+
+def test_assignments_of_ordinary_values_are_kept():
+    module = nn.Linear(2, 2)
+    with Patches(Maker()):
+        module.note = 3
+        module.extra = nn.ReLU()
+    assert module.note == 3
+    assert isinstance(module.extra, nn.ReLU)
+    assert "extra" in dict(module.named_children())
+
+
+def test_buffers_are_read_as_copies_and_parameters_as_they_are():
+    module = nn.BatchNorm2d(3)
+    patches = Patches(Maker())
+    copy = patches.attribute(module, "running_mean")
+    copy += 1
+    assert torch.equal(module.running_mean, torch.zeros(3))
+    assert patches.attribute(module, "running_mean") is copy
+    assert patches.attribute(module, "weight") is module.weight
+    assert patches.attribute(nn.Sequential(module), "0.bias") is module.bias
+
+
+def test_a_failing_trace_does_not_disturb_the_next():
+    with pytest.raises(TraceError):
+        trace(Fails(ValueError("no")), example_inputs=(image(),))
+    model = build("windows")
+    traced = trace(model, example_inputs=inputs_of("windows"))
+    assert torch.equal(traced.gm(*inputs_of("windows", 3)), model(*inputs_of("windows", 3)))
+    assert_restored()
+
+
+@functools.lru_cache
+def ramp(count):
+    """A function of a size that is cached."""
+    return torch.arange(count).float()
+
+
+@functools.lru_cache
+def untouched(count):
+    """A function with a cache that no trace calls."""
+    return torch.zeros(count)
+
+
+class Cached(Base):
+    def forward(self, x):
+        return self.conv(x) + ramp(x.shape[-1])
+
+
+def test_caches_of_functions_keep_no_proxies():
+    ramp.cache_clear()
+    model = Cached()
+    expected = model(x := image())
+    for _ in range(2):
+        traced = trace(model, example_inputs=(x,))
+        assert torch.equal(traced.gm(x), expected)
+        assert type(ramp(8)) is torch.Tensor
+        assert torch.equal(model(x), expected)
+
+
+def test_caches_that_saw_no_proxy_keep_what_they_hold():
+    untouched.cache_clear()
+    held = untouched(8)
+    trace(Cached(), example_inputs=(image(),))
+    assert untouched(8) is held
+
+
+class Wrapped(nn.Module):
+    """Calls functions that torch.fx.wrap was told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        z = patched_functions.shifted(y, by=2.0)
+        patched_functions.add_to_tail(z, y)
+        return self.last(z)
+
+
+def test_a_wrapped_function_is_a_node_unless_it_works_in_place():
+    model, x = Wrapped(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    called = [getattr(node.target, "__name__", "") for node in gm.graph.nodes if node.op == "call_function"]
+    assert called.count("shifted") == 1
+    assert "add_to_tail" not in called
+    assert {"add", "assign_item"} <= set(called)
+    enable_calibration(gm)
+    gm(x)
+    enable_quantization(gm)
+    gm.train()(x).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gm.parameters() if parameter.grad is not None)
+    torch.testing.assert_close(copy.deepcopy(gm)(x), gm(x))
+    first = torch.fx.symbolic_trace(Wrapped())  # the registry of torch.fx is as it was
+    assert [node.op for node in first.graph.nodes].count("call_function") == 2

@@ -1,0 +1,345 @@
+"""Models whose forward decides by ``self.training``: the prepared model computes in each mode what the model does."""
+
+import copy
+import pickle
+from collections import namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import fxqat
+from fxqat import prepare_by_platform
+from fxqat.tracing.trace import trace
+from fxqat.utils.node_meta import MODE
+from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.train_eval_graph import has_modes
+from tests.export_models import run_session, saturates, session
+
+Scores = namedtuple("Scores", ["logits", "auxiliary"])
+
+
+@dataclass
+class Result:
+    logits: Tensor
+    auxiliary: Tensor | None = None
+
+
+class Body(nn.Module):
+    """Two layers and a head for training; ``result`` puts the outputs together."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.fc = nn.Linear(8, 5)
+        self.auxiliary = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x):
+        x = self.first(x)
+        auxiliary = self.auxiliary(x) if self.training else None
+        logits = self.fc(self.second(x).mean((2, 3)))
+        return self.result(logits, auxiliary)
+
+    def result(self, logits, auxiliary):
+        return logits if auxiliary is None else (logits, auxiliary)
+
+
+class AuxiliaryLast(Body):
+    def forward(self, x):
+        x = self.first(x)
+        logits = self.fc(self.second(x).mean((2, 3)))
+        return (logits, self.auxiliary(x)) if self.training else logits
+
+
+class NamedTuple(Body):
+    def result(self, logits, auxiliary):
+        return logits if auxiliary is None else Scores(logits, auxiliary)
+
+
+class Dict(Body):
+    def result(self, logits, auxiliary):
+        return {"logits": logits} if auxiliary is None else {"logits": logits, "auxiliary": auxiliary}
+
+
+class Dataclass(Body):
+    def result(self, logits, auxiliary):
+        return Result(logits, auxiliary)
+
+
+class AuxiliaryFirst(Body):
+    """What training adds comes before what both modes do."""
+
+    def __init__(self):
+        super().__init__()
+        self.auxiliary = nn.Linear(3, 5)
+
+    def forward(self, x):
+        total = 0.0
+        if self.training:
+            total = self.auxiliary(x.mean((2, 3)))
+        return self.fc(self.second(self.first(x)).mean((2, 3))) + total
+
+
+class Inside(nn.Module):
+    """The module that decides is not the model; its structure stays."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.heads = Heads()
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.last(self.heads(self.conv(x).relu().mean((2, 3))))
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_eval, self.in_training = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.in_training(x) if self.training else self.in_eval(x)
+
+
+class Parted(Inside):
+    """The module that decides gives one value in eval mode and two in training; the model looks which."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = PartedHeads()
+
+    def forward(self, x):
+        found = self.heads(self.conv(x).relu().mean((2, 3)))
+        return (self.last(found[0]), found[1]) if isinstance(found, tuple) else self.last(found)
+
+
+class PartedHeads(Heads):
+    def forward(self, x):
+        found = self.in_eval(x)
+        return (found, self.in_training(x)) if self.training else found
+
+
+class InList(Inside):
+    """The module that decides, and changes its structure, is in a list, which has no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.conv, PartedHeads()])
+        del self.conv, self.heads
+
+    def forward(self, x):
+        found = self.layers[1](self.layers[0](x).relu().mean((2, 3)))
+        return (self.last(found[0]), found[1]) if isinstance(found, tuple) else self.last(found)
+
+
+class PartedLater(Inside):
+    """What the module gives differs in its first value, and in its structure behind that."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = PartedLaterHeads()
+
+    def forward(self, x):
+        first, second = self.heads(self.conv(x).relu().mean((2, 3)))
+        return self.last(first) if second is None else (self.last(first), second)
+
+
+class PartedLaterHeads(Heads):
+    def forward(self, x):
+        return (self.in_training(x), x) if self.training else (self.in_eval(x), None)
+
+
+class Counting(Body):
+    """A buffer that is changed in training, before it is read in both modes."""
+
+    def __init__(self):
+        super().__init__()
+        del self.auxiliary
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.steps.add_(1)
+        return self.fc(self.second(self.first(x)).mean((2, 3))) * (1 + self.steps)
+
+
+MODELS = [Body, AuxiliaryLast, NamedTuple, Dict, Dataclass, AuxiliaryFirst, Inside, Parted, InList, Counting]
+
+
+def image(batch=4):
+    torch.manual_seed(1)
+    return torch.randn(batch, 3, 8, 8)
+
+
+@pytest.mark.parametrize("starts_in", ["train", "eval"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_each_mode_computes_what_the_model_does(kind, starts_in):
+    model = getattr(kind(), starts_in)()
+    reference = copy.deepcopy(model)
+    gm = prepare_by_platform(model, example_inputs=(image(),))
+    assert gm.quant_report.eval_only == ()
+    assert gm.quant_report.unread == ()
+    assert has_modes(gm.graph)
+    for mode in ("train", "eval", "train", "train", "eval"):
+        expected, actual = getattr(reference, mode)()(image()), getattr(gm, mode)()(image())
+        assert type(actual) is type(expected)
+        for a, b in zip(flatten_tensors(actual), flatten_tensors(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_only_what_is_deployed_is_quantized_and_layers_still_fuse(kind):
+    gm = prepare_by_platform(kind().train(), example_inputs=(image(),))
+    rows = {row.target: row for row in gm.quant_report}
+    for path in ("auxiliary.0", "auxiliary", "heads.in_training"):
+        if path in rows:
+            assert rows[path].status == "float"
+            assert rows[path].reason == "runs in training only: not deployed"
+    for path in ("first.0", "second.0", "fc", "conv", "heads.in_eval", "last"):
+        if path in rows:
+            assert rows[path].weight
+    for path in ("first.0", "second.0"):
+        if path in rows:
+            layer = gm.get_submodule(path)
+            assert type(layer.bn) is nn.BatchNorm2d
+            assert type(layer.activation) is nn.ReLU
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_calibrated_in_eval_mode_trained_and_exported(kind, tmp_path):
+    gm = prepare_by_platform(kind().train(), example_inputs=(image(),))
+    fxqat.enable_calibration(gm.eval())
+    gm(image())
+    fxqat.enable_quantization(gm)
+    gm.train()
+    outputs = flatten_tensors(gm(image()))
+    sum(output.square().sum() for output in outputs).backward()
+    missing = [name for name, parameter in gm.named_parameters() if parameter.grad is None]
+    assert [name for name in missing if "in_eval" not in name and "act_fake_quant" not in name] == []
+    gm.eval()
+    report = fxqat.convert_export(gm, (image(),), tmp_path / "model.onnx")
+    assert report.certificate.passed
+    file = tmp_path / "model.onnx"
+    optimized = None if saturates() else tmp_path / "optimized.onnx"
+    found = run_session(session(file, optimized_to=optimized), [image()])
+    expected = flatten_tensors(gm(image()))
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a - b.detach().numpy()).max() <= 0.05 * b.abs().max()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda gm: pickle.loads(pickle.dumps(gm))])
+def test_copies_keep_both_modes(kind, way):
+    gm = prepare_by_platform(kind().train(), example_inputs=(image(),))
+    other = way(gm)
+    for mode in ("train", "eval"):
+        expected, actual = (flatten_tensors(getattr(m, mode)()(image())) for m in (gm, other))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Body, Dict, Inside, Counting])
+def test_each_mode_compiles_in_one_graph(kind):
+    torch.compiler.reset()
+    gm = prepare_by_platform(kind().train(), example_inputs=(image(),))
+    compiled = torch.compile(copy.deepcopy(gm), backend="aot_eager", fullgraph=True)
+    for mode in ("train", "eval"):
+        expected, actual = (flatten_tensors(getattr(m, mode)()(image())) for m in (gm, compiled))
+        torch.testing.assert_close(actual, expected)
+    torch.compiler.reset()
+
+
+# where the graph has eval mode only
+
+
+class Noisy(Body):
+    """Training goes another way through the same layers."""
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            x = x + 0.1 * torch.ones_like(x)
+        return self.fc(self.second(x).mean((2, 3)))
+
+
+class NeedsTargets(Body):
+    def forward(self, x, targets=None):
+        logits = self.fc(self.second(self.first(x)).mean((2, 3)))
+        if self.training:
+            return nn.functional.cross_entropy(logits, targets.long())
+        return logits
+
+
+@pytest.mark.parametrize("kind", [Noisy, NeedsTargets])
+def test_what_is_not_beside_the_deployed_part_is_as_in_eval_mode(kind):
+    model = kind().train()
+    gm = prepare_by_platform(model, example_inputs=(image(),))
+    assert gm.quant_report.eval_only == (kind.__name__,)
+    assert f"as in eval mode, also in training: {kind.__name__}" in str(gm.quant_report)
+    assert not has_modes(gm.graph)
+    torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
+    assert {row.target for row in gm.quant_report if row.weight} == {"first.0", "second.0", "fc"}
+    assert type(gm.train()(image())) is Tensor
+
+
+def test_a_model_that_does_the_same_in_both_modes_has_no_modes():
+    class Asks(Body):
+        def forward(self, x):
+            if self.training:
+                assert x.shape[0] > 1
+            return self.fc(self.second(self.first(x)).mean((2, 3)))
+
+    traced = trace(Asks(), example_inputs=(image(),))
+    assert not has_modes(traced.gm.graph)
+    assert traced.eval_only == ()
+
+
+def test_the_nodes_of_a_mode_stand_in_its_order():
+    traced = trace(Counting(), example_inputs=(image(),))
+    targets = [str(node.target) for node in traced.gm.graph.nodes]
+    write = next(node for node in traced.gm.graph.nodes if node.target == "add_")
+    assert write.meta[MODE] is True
+    assert targets.index("add_") < targets.index("first.0")
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_auxiliary_heads_of_torchvision_train(name):
+    size = 96 if name == "inception_v3" else 64
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, weights=None, init_weights=False, num_classes=10, aux_logits=True)
+    x = torch.randn(2, 3, size, size)
+    if name == "inception_v3":
+        model.AuxLogits = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(768, 10))
+    gm = prepare_by_platform(model.train(), example_inputs=(x,))
+    assert gm.quant_report.eval_only == ()
+    assert gm.quant_report.unread == ()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for module in gm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected, actual = model(x), gm(x)
+    assert type(actual) is type(expected)
+    for a, b in zip(flatten_tensors(actual), flatten_tensors(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    sum(output.sum() for output in flatten_tensors(actual)).backward()
+    auxiliary = [p for name, p in gm.named_parameters() if "aux" in name.lower()]
+    assert auxiliary
+    assert all(p.grad is not None for p in auxiliary)
+
+
+def test_what_parts_behind_a_joined_value_is_taken_back():
+    model = PartedLater().train()
+    gm = prepare_by_platform(model, example_inputs=(image(),))  # the layer behind has two inputs by mode
+    assert gm.quant_report.eval_only == ("PartedLater",)
+    assert gm.quant_report.leaves == ()
+    assert not has_modes(gm.graph)
+    torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))

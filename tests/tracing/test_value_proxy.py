@@ -1,0 +1,222 @@
+"""Proxies with values: what they answer, what they record, and what they refuse."""
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from fxqat.tracing.value_proxy import DataDependent, ModeFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.node_meta import Known
+
+
+class Recorder:
+    """A tracer that makes nodes of calls, computes them, and keeps what was forced."""
+
+    def __init__(self):
+        self.graph = fx.Graph()
+        self.inner = fx.Tracer()
+        self.inner.graph = self.graph
+        self.forced = []
+
+    def input(self, value, **options):
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        return ValueProxy(node, self, Known(value, **({"from_input": True, "sized": True} | options)))
+
+    def unknown(self):
+        return ValueProxy(self.graph.placeholder("unknown"), self, None)
+
+    def force(self, node, value):
+        self.forced.append(value)
+
+    def create_proxy(self, kind, target, args, kwargs, *rest, **options):
+        node = self.graph.create_node(kind, target, *self.inner.create_arg((args, kwargs)))
+        values, named = value_of(tuple(args)), value_of(dict(kwargs))
+        call = target
+        if kind == "call_method":
+            call, values = getattr(values[0], target), values[1:]
+        data = call(*values, **named)
+        read = [proxy.fxqat_known for proxy in proxies_in((args, kwargs))]
+        known = Known(data, *(any(getattr(k, f) for k in read) for f in ("from_input", "sized", "from_content")))
+        return ValueProxy(node, self, known)
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def image(recorder):
+    return recorder.input(torch.arange(24.0).view(2, 3, 4))
+
+
+def test_rank_and_type_are_answered_without_a_node(recorder, image):
+    assert (image.ndim, image.dim(), image.dtype, image.is_floating_point()) == (3, 3, torch.float32, True)
+    assert image.requires_grad is False
+    assert image.is_cuda is False
+    assert recorder.forced == []
+    assert len(recorder.graph.nodes) == 1
+
+
+def test_sizes_are_proxies_and_arithmetic_on_them_is_not_forced(recorder, image):
+    half = (image.shape[2] * 2 + image.size(-1)) // 3
+    assert isinstance(half, ValueProxy)
+    assert half.fxqat_known == Known(4, from_input=True, sized=True)
+    assert isinstance(image.shape, tuple)
+    assert [size.fxqat_known.data for size in image.size()] == [2, 3, 4]
+    assert recorder.forced == []
+
+
+@pytest.mark.parametrize(
+    ("use", "answer", "forced"),
+    [
+        (lambda n: int(n), 3, 3),
+        (lambda n: float(n), 3.0, 3),
+        (lambda n: bool(n), True, 3),
+        (lambda n: list(range(n)), [0, 1, 2], 3),
+        (lambda n: [10, 11, 12, 13][n], 13, 3),
+        (lambda n: {3: "three"}[n], "three", True),
+        (lambda n: bool(n > 2), True, True),
+        (lambda n: bool(n == 4), False, False),
+        (lambda n: n in (1, 2, 3), True, True),
+        (lambda n: sorted([n, 1])[0], 1, True),
+    ],
+)
+def test_where_python_needs_a_number_it_gets_one_and_that_is_recorded(recorder, image, use, answer, forced):
+    assert use(image.size(1)) == answer
+    assert recorder.forced
+    assert recorder.forced[-1] == forced
+
+
+def test_numbers_that_depend_on_no_size_are_not_recorded(recorder):
+    number = recorder.input(7, from_input=False, sized=False)
+    assert int(number) == 7
+    assert list(range(number)) == list(range(7))
+    assert recorder.forced == []
+
+
+def test_the_length_of_a_tensor_is_recorded_and_that_of_a_list_is_not(recorder, image):
+    pair = recorder.input([torch.zeros(1), torch.zeros(2)])
+    assert len(pair) == 2
+    assert [item.fxqat_known.data.numel() for item in pair] == [1, 2]
+    assert recorder.forced == []
+    assert len(image) == 2
+    assert recorder.forced == [2]
+
+
+def test_iterating_over_a_tensor_gives_its_rows(recorder, image):
+    rows = list(image)
+    assert [torch.equal(row.fxqat_known.data, image.fxqat_known.data[i]) for i, row in enumerate(rows)] == [True, True]
+    assert set(recorder.forced) == {2}
+
+
+def test_a_part_of_a_list_is_a_list_of_its_items_and_a_part_of_a_tensor_is_a_node(recorder, image):
+    for kind in (list, tuple):
+        parts = recorder.input(kind(torch.full((2,), float(i)) for i in range(4)))[:0:-2]
+        assert type(parts) is kind
+        assert [part.fxqat_known.data[0].item() for part in parts] == [3, 1]
+        assert recorder.input(kind([torch.ones(1)] * 3))[-1].node.args[1] == 2
+    assert torch.equal(image[1:].fxqat_known.data, image.fxqat_known.data[1:])
+
+
+def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
+    table = recorder.input({"a": torch.ones(2), "b": None})
+    assert list(table) == ["a", "b"]
+    assert "a" in table
+    assert "c" not in table
+    assert table.get("c") is None
+    assert table.get("b") is None
+    assert [key for key, _ in table.items()] == ["a", "b"]
+    assert torch.equal(table["a"].fxqat_known.data, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: bool(x.sum() > 0),
+        lambda x: int(x.sum()),
+        lambda x: float(x[0, 0, 0]),
+        lambda x: x.max().item() > 3 and 1,
+        lambda x: list(range(x.argmax())),
+        lambda x: x.sum() in x,
+        lambda x: bool(x[0, 0, 0] == 0),
+    ],
+)
+def test_the_content_of_a_tensor_has_no_answer(recorder, image, use):
+    if use.__code__.co_names[:3] == ("max", "item"):
+        image.fxqat_known = Known(image.fxqat_known.data, True, True, True)
+    with pytest.raises(DataDependent) as caught:
+        use(image)
+    assert "content of" in str(caught.value)
+    assert isinstance(caught.value, fx.proxy.TraceError)
+
+
+def test_a_value_that_is_not_known_is_refused(recorder):
+    unknown = recorder.unknown()
+    for use in (bool, int, len, list, lambda x: x in unknown):
+        with pytest.raises(DataDependent, match="not known while tracing"):
+            use(unknown)
+    assert hash(unknown) == id(unknown)
+
+
+def test_proxies_of_tensors_are_hashed_by_identity(recorder, image):
+    assert hash(image) == id(image)
+    assert {image: 1}[image] == 1
+    assert hash(image.size(1)) == hash(3)
+
+
+def test_rounding_stays_in_the_graph(recorder, image):
+    ratio = image.size(2) / image.size(1)
+    assert round(ratio).fxqat_known.data == 1
+    assert round(ratio, 2).fxqat_known.data == 1.33
+    assert recorder.forced == []
+
+
+def test_formats(recorder, image):
+    assert f"{image.size(1):03d}" == "003"
+    assert f"{image}" == str(image)
+    assert f"{recorder.unknown()}" == "Proxy(unknown)"
+
+
+def test_assigning_to_items_makes_a_node(recorder, image):
+    image[0, :, 1] = image[1, :, 1]
+    assert torch.equal(image.fxqat_known.data[0, :, 1], torch.tensor([13.0, 17.0, 21.0]))
+    assert [node.name for node in recorder.graph.nodes][-1].startswith("setitem")
+
+
+def test_devices_are_nodes_that_answer(recorder, image):
+    assert isinstance(image.device, ValueProxy)
+    assert image.device.type == "cpu"
+    assert image.device.index is None
+
+
+def test_values_of_structures(recorder, image):
+    count = image.size(0)
+    found = value_of({"a": [count, (1, slice(count, None))], "flag": ModeFlag(lambda: None)})
+    assert found == {"a": [2, (1, slice(2, None))], "flag": False}
+    assert isinstance(value_of(image), Tensor)
+    assert value_of(torch.Size([1, 2])) == (1, 2)
+    with pytest.raises(DataDependent, match="unknown"):
+        value_of([1, recorder.unknown()])
+    with pytest.raises(DataDependent, match="is not known"):
+        value_of(fx.Proxy(image.node, recorder.inner))
+
+
+def test_proxies_in_structures(recorder, image):
+    a, b = image.size(0), image.size(1)
+    assert [id(p) for p in proxies_in(([a], {"k": (b, 1)}, slice(None, a), "x"))] == [id(a), id(b), id(a)]
+    assert list(proxies_in((1, "a", torch.ones(1)))) == []
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_mode_flag_is_passed_on_as_false_and_seen_as_decided(seen):
+    asked = []
+
+    def decide():
+        asked.append(1)
+        return seen
+
+    flag = ModeFlag(decide)
+    assert flag.__fx_create_arg__(fx.Tracer()) is False
+    assert asked == []
+    assert bool(flag) is seen
+    assert asked == [1]

@@ -1,0 +1,97 @@
+"""Each context manager changes what it says and nothing else, and puts it back, after an error, too."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode
+from tests.models import Counting
+
+
+def mixed_modes() -> nn.Module:
+    """A model in training mode with one frozen part."""
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()))
+    model[1][0].eval()
+    return model
+
+
+def test_every_module_evaluates_and_gets_its_own_mode_back() -> None:
+    model = mixed_modes()
+    before = [module.training for module in model.modules()]
+    with eval_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == before
+    assert before == [True, True, True, False, True]
+
+
+def test_modes_come_back_after_a_failure() -> None:
+    model = mixed_modes()
+
+    def fail() -> None:
+        with eval_mode(model):
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert model.training
+    assert not model[1][0].training
+
+
+def test_buffers_are_the_same_and_have_their_content_afterwards():
+    model, x = Counting(), torch.randn(2, 3)
+    before = dict(model.named_buffers())
+    with buffers_kept(model):
+        model(x)
+        assert int(model.calls) == int(model.again) == 1
+        assert model.again is not before["again"]
+    assert int(model.calls) == int(model.again) == 0
+    assert all(buffer is before[name] for name, buffer in model.named_buffers())
+
+
+@pytest.fixture
+def collector_as_before():
+    enabled = gc.isenabled()
+    yield
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_paused_inside_and_as_before_outside(collector_as_before, enabled):
+    (gc.enable if enabled else gc.disable)()
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() is enabled
+
+
+def test_an_error_does_not_leave_the_collector_off(collector_as_before):
+    gc.enable()
+    with pytest.raises(ValueError, match="no"), collector_paused():
+        raise ValueError("no")
+    assert gc.isenabled()
+    with pytest.raises(fxqat.errors.ConfigError):
+        fxqat.prepare_by_platform(nn.ReLU(), "no such backend")
+    assert gc.isenabled()
+
+
+def test_the_collector_is_paused_while_a_model_is_prepared(collector_as_before):
+    seen = []
+
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            seen.append(gc.isenabled())
+            return self.fc(x)
+
+    gc.enable()
+    fxqat.prepare_by_platform(Looks())
+    assert seen == [False]
+    assert gc.isenabled()
