@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,3 +66,23 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def hooked(
+    modules: Iterable[nn.Module], hook: Callable[..., Any], *, with_kwargs: bool = False, pre: bool = False
+) -> Iterator[None]:
+    """Register one hook on several modules for the block.
+
+    Args:
+        modules: the modules.
+        hook: a forward hook ``(module, args, output)``; it receives ``kwargs`` after ``args`` with ``with_kwargs``, and
+            no output with ``pre``.
+        with_kwargs: pass the keyword arguments of each call.
+        pre: call the hook before the module's forward instead of after it.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            register = module.register_forward_pre_hook if pre else module.register_forward_hook
+            stack.callback(register(hook, with_kwargs=with_kwargs).remove)
+        yield

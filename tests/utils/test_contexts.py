@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxqat
-from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode
+from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode, hooked
 from tests.models import Counting
 
 
@@ -95,3 +95,36 @@ def test_the_collector_is_paused_while_a_model_is_prepared(collector_as_before):
     fxqat.prepare_by_platform(Looks())
     assert seen == [False]
     assert gc.isenabled()
+
+
+class Scaled(nn.Module):
+    def forward(self, x, factor=1.0):
+        return x * factor
+
+
+def test_a_hook_is_called_for_each_module_inside_the_block_only():
+    first, second, x = Scaled(), Scaled(), torch.ones(2)
+    seen = []
+    with hooked([first, second], lambda module, args, kwargs, y: seen.append((module, kwargs, y)), with_kwargs=True):
+        second(first(x, factor=2.0))
+    first(x)
+    assert [(module, kwargs) for module, kwargs, _ in seen] == [(first, {"factor": 2.0}), (second, {})]
+    assert all(torch.equal(y, 2 * x) for _, _, y in seen)
+
+
+def test_a_pre_hook_may_change_the_input():
+    module, x = Scaled(), torch.ones(2)
+    with hooked([module], lambda _, args: (args[0] + 1,), pre=True):
+        assert torch.equal(module(x), x + 1)
+    assert torch.equal(module(x), x)
+
+
+def test_hooks_are_removed_after_an_error():
+    modules = [Scaled(), Scaled()]
+
+    def fail(module, args, output):
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"), hooked(modules, fail):
+        modules[1](torch.ones(2))
+    assert not any(module._forward_hooks for module in modules)
