@@ -16,6 +16,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from fxqat.scheme import QuantizedTensor
+from fxqat.utils.unused_names import unused_name
 
 
 def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
@@ -81,13 +82,10 @@ def _clear_the_way(graph: ir.Graph, names: set[str], fixed: set[str | None], tak
 def _rename(value: ir.Value, name: str, fixed: set[str | None], taken: set[str | None]) -> None:
     if value.name in fixed or value.name == name:
         return
-    candidate, count = name, 0
-    while candidate in taken:
-        count += 1
-        candidate = f"{name}_{count}"
+    unused = unused_name(name, taken)
     taken.discard(value.name)
-    taken.add(candidate)
-    value.name = candidate
+    taken.add(unused)
+    value.name = unused
 
 
 def _name_parameters(graph: ir.Graph, named: Mapping[str, QuantizedTensor]) -> None:

@@ -28,6 +28,7 @@ from fxqat.ops.table import IDENTITY
 from fxqat.quantization.annotation import annotation_of
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
+from fxqat.utils.unused_names import unused_name
 
 
 def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
@@ -138,12 +139,9 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
         base = path
     else:
         base = f"{path}.{identify(node).name}" if path else identify(node).name
-    candidate, count = base, 0
-    while candidate in taken:
-        count += 1
-        candidate = f"{base}_{count}"
-    taken.add(candidate)
-    return candidate
+    name = unused_name(base, taken)
+    taken.add(name)
+    return name
 
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:

@@ -29,6 +29,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module, unique_name
 from fxqat.utils.train_eval_graph import graph_of_mode, select_mode
+from fxqat.utils.unused_names import unused_name
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,7 @@ class _Lowering:
             return self._add(holder)
         integers = quantize_bias(bias, scale)
         found = self._add(stored_bias(integers, scale))
-        name, count = f"{path}.bias", 0
-        while any(record.name == name for record in self.tensors.values()):
-            count += 1
-            name = f"{path}.bias_{count}"
+        name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
         self.tensors[found] = _record(name, "bias", path, "int32", None, 0, scale, torch.zeros_like(scale))
         return found
 

@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.identify import gives_indices, identify, out_of_place_method, works_in_place
 from fxqat.ops.table import IDENTITY, OUT_OF_PLACE, WEIGHTED
-from fxqat.utils.fx_graph import attribute_of, called_module, writes_state
+from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 
@@ -115,7 +115,7 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     )
     if key not in made:
         owner = str(bound["weight"].target).rpartition(".")[0]
-        made[key] = _free_path(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
+        made[key] = unique_name(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
         gm.add_submodule(made[key], weighted_layer(kind, options, weight, bias).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(made[key], (bound["input"],))
@@ -139,7 +139,7 @@ def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module])
     bound = _bound(node, ("input", "p", "training", "inplace"))
     if bound.get("training", True) is True:
         return  # dropout that is always on is the user's choice
-    path = _free_path(gm, kind.__name__.lower())
+    path = unique_name(gm, kind.__name__.lower())
     gm.add_submodule(path, kind(bound.get("p", 0.5)).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
@@ -205,15 +205,3 @@ def _drop_unread_attributes(gm: fx.GraphModule) -> None:
         ours = module is gm or type(module) is nn.Module  # a container that tracing made
         if str(node.target) not in read and ours and hasattr(module, name):
             delattr(module, name)
-
-
-def _free_path(gm: nn.Module, path: str) -> str:
-    owner = path.rpartition(".")[0]
-    home: nn.Module | None = gm
-    for part in owner.split(".") if owner else ():
-        home = getattr(home, part, None)
-    candidate, count = path, 0
-    while home is not None and hasattr(home, candidate.rpartition(".")[2]):
-        count += 1
-        candidate = f"{path}_{count}"
-    return candidate

@@ -33,6 +33,7 @@ from fxqat.utils.fx_graph import Call, attribute_of, called_module, calls_in, gr
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.torch_compat import unwrap
 from fxqat.utils.train_eval_graph import ModalGraphModule
+from fxqat.utils.unused_names import unused_name
 
 
 class FloatGraphModule(ModalGraphModule):
@@ -219,12 +220,9 @@ class _Writer:
 
     def _free(self, path: str) -> str:
         """A path at which nothing of the user's stands."""
-        candidate, count = path, 0
-        while candidate in self._taken:
-            count += 1
-            candidate = f"{path}_{count}"
-        self._taken.add(candidate)
-        return candidate
+        free = unused_name(path, self._taken)
+        self._taken.add(free)
+        return free
 
     def _call(self, node: fx.Node, module: nn.Module, path: str, value: fx.Node) -> fx.Node:
         self.modules[path] = module

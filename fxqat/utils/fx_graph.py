@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxqat.utils.node_meta import MODE
+from fxqat.utils.unused_names import numbered
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,13 @@ def module_path(node: fx.Node) -> str:
     return path
 
 
-def unique_name(gm: nn.Module, name: str) -> str:
-    """A name that the module does not have as an attribute yet."""
-    candidate, count = name, 0
-    while hasattr(gm, candidate):
-        count += 1
-        candidate = f"{name}_{count}"
-    return candidate
+def unique_name(gm: nn.Module, path: str) -> str:
+    """``path``, or the first of ``path_1``, ``path_2``, ... at which the module has nothing."""
+    owner = path.rpartition(".")[0]
+    home: object = gm
+    for name in owner.split(".") if owner else ():
+        home = getattr(home, name, None)
+    return next(candidate for candidate in numbered(path) if not hasattr(home, candidate.rpartition(".")[2]))
 
 
 def node_inputs(argument: Any) -> Iterator[fx.Node]:

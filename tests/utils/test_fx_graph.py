@@ -104,6 +104,12 @@ def test_unique_names_count_up(gm: fx.GraphModule) -> None:
     assert unique_name(gm, "forward") == "forward_1"
 
 
+def test_unique_names_may_be_paths(gm: fx.GraphModule) -> None:
+    assert unique_name(gm, "first.conv") == "first.conv_1"
+    assert unique_name(gm, "first.new") == "first.new"
+    assert unique_name(gm, "missing.conv") == "missing.conv"
+
+
 def test_inputs_are_found_in_any_structure_with_repetitions(gm: fx.GraphModule) -> None:
     cat = node_named(gm, torch.cat)
     y = cat.args[0][0]
