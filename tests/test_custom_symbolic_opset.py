@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
-from fxqat.fake_quantize import ops
+from fxqat.fake_quantize import torch_ops
 from fxqat.onnx.opset import opset_of
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 from tests.export_models import constants, node_types, run_file
@@ -32,7 +32,7 @@ class Pairs(nn.Module):
         results = []
         for i, axis in enumerate(self.axes):
             scale, zero_point = getattr(self, f"scale_{i}"), getattr(self, f"zero_point_{i}")
-            results.append(ops.quantize_dequantize(x, scale, zero_point, *RANGES[zero_point.dtype], axis))
+            results.append(torch_ops.quantize_dequantize(x, scale, zero_point, *RANGES[zero_point.dtype], axis))
         return tuple(results)
 
 
@@ -51,7 +51,7 @@ class Stored(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
+        return x + torch_ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
 
 
 def exported(module: nn.Module, x: Tensor, path: Path, opset: int = NATIVE_OPSET) -> onnx.ModelProto:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.fake_quantize import autograd
+from fxqat.fake_quantize import straight_through
 from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, fake_quantize
 from tests.reference import (
@@ -99,7 +99,7 @@ def test_what_is_saved_instead_of_the_input_gives_its_gradients(
     limits: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(autograd, "SMALL", 0)
+    monkeypatch.setattr(straight_through, "SMALL", 0)
     x, scale, zero_point, grad = problem(shape, axis, channels, limits)
     numbers = [as_float64(tensor) for tensor in (x, scale, zero_point)]
     output, found = run(x, scale, zero_point, limits, grad, axis=axis, input_kept=False)
@@ -115,7 +115,7 @@ def test_what_is_saved_instead_of_the_input_gives_its_gradients(
 
 
 def test_a_large_input_that_nobody_keeps_is_saved_in_half_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "SMALL", 1000)
+    monkeypatch.setattr(straight_through, "SMALL", 1000)
 
     def bytes_saved(size: int, input_kept: bool) -> list[int]:
         saved = []
