@@ -23,7 +23,7 @@ LAYERS_AND_NORMS: tuple[tuple[str, str], ...] = (
     ("conv_transpose3d", "batch_norm3d"),
     ("linear", "batch_norm1d"),
 )
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+FUSIBLE_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.ReLU(inplace=True),
     "relu6": lambda: nn.ReLU6(inplace=True),
 }
@@ -50,14 +50,14 @@ class Fusion:
     @property
     def activation(self) -> str | None:
         """The activation at the end of the pattern, if any."""
-        return self.pattern[-1] if self.pattern[-1] in ACTIVATIONS else None
+        return self.pattern[-1] if self.pattern[-1] in FUSIBLE_ACTIVATIONS else None
 
 
 def _rows() -> tuple[Fusion, ...]:
     rows: list[Fusion] = []
     for layer, norm in LAYERS_AND_NORMS:
-        rows += [Fusion((layer, norm, activation)) for activation in ACTIVATIONS]
-        rows += [Fusion((layer, activation)) for activation in ACTIVATIONS]
+        rows += [Fusion((layer, norm, activation)) for activation in FUSIBLE_ACTIVATIONS]
+        rows += [Fusion((layer, activation)) for activation in FUSIBLE_ACTIVATIONS]
         rows.append(Fusion((layer, norm)))
     return tuple(rows)
 

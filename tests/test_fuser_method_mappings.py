@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion, fusions_without
+from fxqat.fuser_method_mappings import FUSIBLE_ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion, fusions_without
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.identify import op_named
@@ -42,16 +42,16 @@ def test_a_row_builds_a_container_that_computes_the_chain() -> None:
     conv, bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
     x = torch.randn(2, 3, 6, 6)
     row = next(row for row in FUSIONS if row.pattern == ("conv2d", "batch_norm2d", "relu6"))
-    fused = row.fused(conv, bn, ACTIVATIONS["relu6"]()).eval()
+    fused = row.fused(conv, bn, FUSIBLE_ACTIVATIONS["relu6"]()).eval()
     assert isinstance(fused, FusedLayer)
     assert torch.equal(fused(x), torch.clamp(bn(conv(x)), 0, 6))
 
 
 def test_activations_of_the_table_are_new_each_time_and_right() -> None:
     x = torch.tensor([-1.0, 3.0, 9.0])
-    assert ACTIVATIONS["relu"]()(x.clone()).tolist() == [0.0, 3.0, 9.0]
-    assert ACTIVATIONS["relu6"]()(x.clone()).tolist() == [0.0, 3.0, 6.0]
-    assert ACTIVATIONS["relu"]() is not ACTIVATIONS["relu"]()
+    assert FUSIBLE_ACTIVATIONS["relu"]()(x.clone()).tolist() == [0.0, 3.0, 9.0]
+    assert FUSIBLE_ACTIVATIONS["relu6"]()(x.clone()).tolist() == [0.0, 3.0, 6.0]
+    assert FUSIBLE_ACTIVATIONS["relu"]() is not FUSIBLE_ACTIVATIONS["relu"]()
 
 
 def test_fusions_without_takes_out_exactly_the_named_rows() -> None:

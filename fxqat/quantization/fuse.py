@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
-from fxqat.fuser_method_mappings import ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion
+from fxqat.fuser_method_mappings import FUSIBLE_ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
@@ -91,7 +91,7 @@ def _fuse_chain(gm: fx.GraphModule, row: Fusion, chain: list[fx.Node]) -> None:
     layer = called_module(chain[0])
     assert layer is not None
     bn = called_module(chain[1]) if row.norm else None
-    activation = ACTIVATIONS[row.activation]().train(layer.training) if row.activation else None
+    activation = FUSIBLE_ACTIVATIONS[row.activation]().train(layer.training) if row.activation else None
     set_module(gm, str(chain[0].target), row.fused(layer, bn, activation))
     for node in chain[:0:-1]:
         node.replace_all_uses_with(chain[0])

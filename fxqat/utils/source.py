@@ -17,7 +17,7 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 """A line of a stack trace."""
 
 
-def is_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's nor ours."""
     return not filename.startswith(NOT_THE_USERS)
 
@@ -25,7 +25,7 @@ def is_users(filename: str) -> bool:
 def innermost_line(frame: FrameType | None, until: CodeType) -> str:
     """The user's line that runs in or called a frame, ``"file.py:12"``; not looked for beyond a function that runs."""
     while frame is not None and frame.f_code is not until:
-        if is_users(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -34,11 +34,11 @@ def innermost_line(frame: FrameType | None, until: CodeType) -> str:
 def line_of_node(node: fx.Node) -> str:
     """Where a node comes from, ``"file.py:12"``, or an empty string."""
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
-    frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_users(file)]
+    frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_user_file(file)]
     return ":".join(frames[-1]) if frames else ""
 
 
 def line_of_failure(cause: BaseException) -> str:
     """Where an exception came up, with the line's text."""
-    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxqat.tracing.leaf_tracer import LeafTracer
-from fxqat.utils.source import innermost_line, is_users, line_of_failure, line_of_node
+from fxqat.utils.source import innermost_line, is_user_file, line_of_failure, line_of_node
 
 
 class Doubled(nn.Module):
@@ -36,7 +36,7 @@ def line_with(text):
     ],
 )
 def test_whose_file_it_is(path, expected):
-    assert is_users(path) is expected
+    assert is_user_file(path) is expected
 
 
 @pytest.mark.parametrize("with_stacks_of_fx", [True, False])
