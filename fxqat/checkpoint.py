@@ -103,7 +103,7 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     gm = _prepared(model)
     state = gm.state_dict()
     trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
-    for name, found in gm.provenance.joined.items():
+    for name, found in gm.provenance.split_tensors.items():
         trained[name] = torch.cat([state[part].detach() for part in found.names], found.dim)
     return trained | {name: tensor.detach() for name, tensor in gm.provenance.unread.items()}
 

@@ -24,10 +24,10 @@ from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.quantization.drop_unread import drop_unread
 from fxqat.quantization.fuse import fuse
-from fxqat.quantization.graph_module import Joined, Provenance, QuantGraphModule, make_quant_graph_module
+from fxqat.quantization.graph_module import Provenance, QuantGraphModule, SplitTensor, make_quant_graph_module
 from fxqat.quantization.insert import insert
 from fxqat.quantization.report import build_report
-from fxqat.quantization.split_parameters import part_parameters
+from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import trace
 from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode, without_fast_path
@@ -96,7 +96,7 @@ def prepare_by_platform(
     expected = None if inputs is None else _float_outputs(traced.root, inputs, config)
     names = _named_tensors(traced.root)
     drop_unread(traced.gm.graph)
-    parted = part_parameters(traced.gm)
+    parted = split_parameters(traced.gm)
     gm = fuse(standardize(traced.gm, traced.fixed), fusions_without(config.unfused))
     quantizer = BackendQuantizer(spec if is_qat else _without_training(spec), config)
     quantizer.annotate(gm)
@@ -119,7 +119,9 @@ def prepare_by_platform(
             report, unread=tuple(unread), forced=traced.forced, leaves=traced.leaves, eval_only=traced.eval_only
         ),
         tensor_names={name: where[id(tensor)] for name, tensor in names if id(tensor) in where},
-        joined={name: Joined(tuple(where[id(part)] for part in it.parts), it.dim) for name, it in joined.items()},
+        split_tensors={
+            name: SplitTensor(tuple(where[id(part)] for part in it.parts), it.dim) for name, it in joined.items()
+        },
         unread=unread,
         preserved=config.preserve_attr,
         config=quantizer.in_force,

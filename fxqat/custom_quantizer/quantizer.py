@@ -57,7 +57,7 @@ from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, Annotation, 
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs, only_user
 from fxqat.utils.node_meta import ANNOTATION, Kind
-from fxqat.utils.train_eval_graph import by_mode
+from fxqat.utils.train_eval_graph import eval_or_train
 
 ADDITIONAL = Rule(reason="asked for by extra_quantizer_dict")
 FAMILY_REASONS = {
@@ -117,7 +117,7 @@ class BackendQuantizer:
         self._rules.check_effects()
         groups = self._join(wishes, values)
         for node in [n for n in values if n.users and all(kinds[user] is Kind.OTHER for user in n.users)]:
-            if not any(user.op == "output" or user.target is by_mode for user in node.users):
+            if not any(user.op == "output" or user.target is eval_or_train for user in node.users):
                 del values[node]  # only its size is read
         self._write(wishes, values, groups)
         self._rules.check_ranges(values)

@@ -9,7 +9,7 @@ from fxqat.ops.identify import identify, unbounded_values
 from fxqat.ops.table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 from fxqat.utils.node_meta import Kind, kind_of
-from fxqat.utils.train_eval_graph import nodes_of_mode_only
+from fxqat.utils.train_eval_graph import nodes_only_in
 
 SEEN = {
     "float": Kind.FLOAT,
@@ -27,7 +27,7 @@ NO_RANGE = "holds values that stand for infinity, as masks do: no range fits the
 def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
     """The nodes whose values stay float whatever the backend, and why."""
     found = dict.fromkeys(unbounded_values(gm), NO_RANGE)
-    return found | dict.fromkeys(nodes_of_mode_only(gm.graph, training=True), "runs in training only: not deployed")
+    return found | dict.fromkeys(nodes_only_in(gm.graph, training=True), "runs in training only: not deployed")
 
 
 def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:

@@ -21,7 +21,7 @@ from fxqat.ops.families import (
     methods,
     named,
 )
-from fxqat.utils.train_eval_graph import by_mode
+from fxqat.utils.train_eval_graph import eval_or_train
 
 JOINING: tuple[Op, ...] = (
     Op("cat", CONCAT, (), named(torch, "cat concat concatenate hstack vstack dstack row_stack column_stack")),
@@ -108,7 +108,7 @@ NOTHING: tuple[Op, ...] = (
     ),
     Op("to", IDENTITY, (), (), methods("to float type_as")),
     Op("identity", IDENTITY, (nn.Identity,)),
-    Op("by_mode", IDENTITY, (), (by_mode,)),
+    Op("eval_or_train", IDENTITY, (), (eval_or_train,)),
     Op("dropout", IDENTITY, (nn.Dropout,), (F.dropout,)),
     Op("dropout1d", IDENTITY, (nn.Dropout1d,), (F.dropout1d,)),
     Op("dropout2d", IDENTITY, (nn.Dropout2d,), (F.dropout2d,)),

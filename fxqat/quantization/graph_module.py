@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from fxqat.quantization.report import QuantReport
 from fxqat.utils.fx_graph import Call, calls_in, graph_of
 from fxqat.utils.torch_compat import keep_local_under_ddp
-from fxqat.utils.train_eval_graph import ModalGraphModule
+from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
 @dataclass(frozen=True)
-class Joined:
+class SplitTensor:
     """A tensor of the float model that the prepared model has in parts.
 
     Args:
@@ -35,7 +35,7 @@ class Provenance:
         backend: the backend's name.
         report: the decisions.
         tensor_names: name in the float model's state dict -> name in the prepared model's.
-        joined: name in the float model's state dict -> its parts (``fxqat.quantization.split_parameters``).
+        split_tensors: name in the float model's state dict -> its parts (``fxqat.quantization.split_parameters``).
         unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
         preserved: names of attributes of the float model that were carried over.
         config: how every tensor is quantized (``fxqat.config.effective``).
@@ -46,14 +46,14 @@ class Provenance:
     backend: str
     report: QuantReport
     tensor_names: dict[str, str]
-    joined: dict[str, Joined]
+    split_tensors: dict[str, SplitTensor]
     unread: dict[str, Tensor]
     preserved: tuple[str, ...] = field(default=())
     config: dict[str, Any] = field(default_factory=dict)
     bias_corrected: bool = False
 
 
-class QuantGraphModule(ModalGraphModule):
+class QuantGraphModule(TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
 
     provenance: Provenance

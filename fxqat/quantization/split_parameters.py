@@ -14,7 +14,7 @@ from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name
 
 
-class Parted(NamedTuple):
+class SplitParameter(NamedTuple):
     """What became of a parameter.
 
     Args:
@@ -26,7 +26,7 @@ class Parted(NamedTuple):
     dim: int
 
 
-def part_parameters(gm: fx.GraphModule) -> dict[int, Parted]:
+def split_parameters(gm: fx.GraphModule) -> dict[int, SplitParameter]:
     """Replace such parameters in the graph, in place. A part is named like the parameter, with its number behind.
 
     Args:
@@ -36,7 +36,7 @@ def part_parameters(gm: fx.GraphModule) -> dict[int, Parted]:
         The parts by ``id`` of the parameter.
     """
     held = {id(p) for node in gm.graph.nodes for p in getattr(called_module(node), "parameters", tuple)()}
-    found: dict[int, Parted] = {}
+    found: dict[int, SplitParameter] = {}
     for node in [node for node in gm.graph.nodes if node.op == "get_attr"]:
         parameter = attribute_of(gm, node)
         if isinstance(parameter, nn.Parameter) and id(parameter) not in held and _is_split_alike(node):
@@ -73,7 +73,7 @@ def _split(split: fx.Node, data: Tensor) -> tuple[Tensor, ...]:
     return tuple(function(*args, **kwargs))
 
 
-def _replace(gm: fx.GraphModule, node: fx.Node, parameter: nn.Parameter, parts: tuple[Tensor, ...]) -> Parted:
+def _replace(gm: fx.GraphModule, node: fx.Node, parameter: nn.Parameter, parts: tuple[Tensor, ...]) -> SplitParameter:
     path, _, name = str(node.target).rpartition(".")
     owner = gm.get_submodule(path)
     splits, made = list(node.users), []
@@ -92,4 +92,4 @@ def _replace(gm: fx.GraphModule, node: fx.Node, parameter: nn.Parameter, parts: 
             gm.graph.erase_node(item)
         gm.graph.erase_node(split)
     dim = next(dim for dim, size in enumerate(parameter.shape) if parts[0].shape[dim] != size)
-    return Parted(tuple(made), dim)
+    return SplitParameter(tuple(made), dim)

@@ -32,11 +32,11 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import Call, attribute_of, called_module, calls_in, graph_of
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.torch_compat import unwrap
-from fxqat.utils.train_eval_graph import ModalGraphModule
+from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 from fxqat.utils.unused_names import unused_name
 
 
-class FloatGraphModule(ModalGraphModule):
+class FloatGraphModule(TrainEvalGraphModule):
     """A float model as a graph; copies and pickles keep both modes, and tensors that the graph does not read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -119,7 +119,7 @@ def _float_tensors(gm: QuantGraphModule) -> _FloatTensors:
     inside |= dict(gm.named_parameters(remove_duplicate=False))
     provenance = gm.provenance
     found = _FloatTensors(provenance.unread | {name: inside[path] for name, path in provenance.tensor_names.items()})
-    for name, joined in provenance.joined.items():
+    for name, joined in provenance.split_tensors.items():
         parts = [inside[part] for part in joined.names]
         whole = torch.cat([part.detach() for part in parts], joined.dim)
         found.tensors[name] = nn.Parameter(whole, parts[0].requires_grad)

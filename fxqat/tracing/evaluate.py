@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from fxqat.tracing.value_proxy import proxies_in, value_of
-from fxqat.utils.node_meta import Known
+from fxqat.tracing.value_proxy import TracedValue, proxies_in, value_of
 from fxqat.utils.torch_compat import ContentWatch, has_hooks
 
 
-def compute(root: nn.Module, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+def evaluate(
+    root: nn.Module, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> TracedValue | None:
     """The result of a call, and what it depends on; None if it cannot be computed.
 
     Args:
@@ -30,9 +31,9 @@ def compute(root: nn.Module, kind: str, target: Any, args: tuple[Any, ...], kwar
         data, read_content = _run(target, values, named)
     except Exception:  # the model's own error comes when the graph is run; here the value is only unknown
         return None
-    read = [p.fxqat_known for p in proxies_in((args, kwargs)) if p.fxqat_known is not None]
+    read = [p.fxqat_value for p in proxies_in((args, kwargs)) if p.fxqat_value is not None]
     from_input = any(known.from_input for known in read)
-    return Known(
+    return TracedValue(
         data,
         from_input=from_input,
         sized=from_input or any(known.sized for known in read),

@@ -13,7 +13,7 @@ from torch import nn
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import tensor_version
 
-NOT_CANDIDATES = ("torch", "numpy", "fxqat", *sys.stdlib_module_names)
+NOT_USER_PACKAGES = ("torch", "numpy", "fxqat", *sys.stdlib_module_names)
 """Packages whose functions are never leaves: what fails in them is the call, not they."""
 
 
@@ -37,12 +37,12 @@ class FunctionLeaf(nn.Module):
         return self.function(*positional, **(kwargs | named))
 
 
-def is_users(function: Any) -> bool:
+def is_user_function(function: Any) -> bool:
     """Whether a function is written in Python, and neither Python's own nor of a package that computes."""
-    return isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in NOT_CANDIDATES
+    return isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in NOT_USER_PACKAGES
 
 
-def overwrites(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def overwrites_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a function works in place on what it is given."""
     given = copy.deepcopy((args, kwargs))
     before = [tensor_version(tensor) for tensor in flatten_tensors(given)]
@@ -50,7 +50,7 @@ def overwrites(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     return before != [tensor_version(tensor) for tensor in flatten_tensors(given)]
 
 
-def candidates(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list[Any]]]:
+def failing_functions(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list[Any]]]:
     """Functions in which an exception came up, innermost first, and where they are called through.
 
     A function of a module is called through the namespaces of its module and of its caller (dicts); a method, of an
@@ -70,7 +70,7 @@ def candidates(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list
             function, spaces = vars(owner).get(code.co_name), [owner]
         if not isinstance(function, FunctionType) or function.__code__ is not code:
             continue
-        if is_users(function) and _is_importable(function):
+        if is_user_function(function) and _is_importable(function):
             yield function, spaces
 
 

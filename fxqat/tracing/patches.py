@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.tracing.function_leaf import is_users, overwrites
-from fxqat.tracing.value_proxy import ModeFlag, ValueProxy, proxies_in, value_of
+from fxqat.tracing.function_leaf import is_user_function, overwrites_arguments
+from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
 
 CONSTRUCTORS = (
@@ -73,7 +73,7 @@ class NodeMaker(Protocol):
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
         """Make the node that calls a function as a whole."""
 
-    def decides_by_mode(self, module: nn.Module) -> bool:
+    def branch_on_training(self, module: nn.Module) -> bool:
         """What the forward of a module that decides by ``self.training`` sees of it."""
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
@@ -169,10 +169,10 @@ class Patches:
                 change(name, call)
                 self._restore.append(functools.partial(change, name, function))
 
-    def _training(self, module: nn.Module) -> bool | ModeFlag:
+    def _training(self, module: nn.Module) -> bool | TrainingFlag:
         if self.suspended:
             return bool(module.__dict__["training"])
-        return ModeFlag(functools.partial(self.tracer.decides_by_mode, module))
+        return TrainingFlag(functools.partial(self.tracer.branch_on_training, module))
 
     @staticmethod
     def _set_training(module: nn.Module, value: bool) -> None:
@@ -186,7 +186,7 @@ class Patches:
     def _isinstance(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def isinstance(value: Any, kinds: Any) -> bool:  # noqa: A001  it takes the place of the builtin
             if type(value) is ValueProxy and not self.suspended:
-                known = value.__dict__["fxqat_known"]
+                known = value.__dict__["fxqat_value"]
                 if known is not None and original(known.data, kinds):
                     return True
             return original(value, kinds)
@@ -221,7 +221,7 @@ class Patches:
     def _overwrites(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         with self.suspend():
             try:
-                return is_users(function) and overwrites(function, value_of(args), value_of(kwargs))
+                return is_user_function(function) and overwrites_arguments(function, value_of(args), value_of(kwargs))
             except Exception:  # noqa: BLE001  it is called again for the value of the node, and fails there
                 return False
 

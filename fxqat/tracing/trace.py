@@ -24,11 +24,11 @@ from torch import Tensor, fx, nn
 from fxqat.errors import ConfigError, TraceError
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
-from fxqat.tracing.train_eval_tracer import ModeTracer
+from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import arguments_of
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_failure
-from fxqat.utils.train_eval_graph import ModalGraphModule
+from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
 class Traced(NamedTuple):
@@ -51,7 +51,7 @@ class Traced(NamedTuple):
     eval_only: tuple[str, ...] = ()
 
 
-class TracedGraphModule(ModalGraphModule):
+class TracedGraphModule(TrainEvalGraphModule):
     """Generates its code when it is first called: the passes that follow only need its graph."""
 
     def recompile(self) -> Any:
@@ -102,7 +102,7 @@ def trace(
     if example_inputs is not None and custom_tracer is None:
         given, defaults = _bind(root, example_inputs, fixed)
         fixed = defaults | fixed
-        tracers.insert(0, ModeTracer(copy.deepcopy(given), leaf_modules, untraceable))
+        tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
     graph, tracer = _first_success(model, root, tracers, fixed)
     for name, module in root.named_modules():
         if module.training != was_training.get(name, model.training):
@@ -112,7 +112,7 @@ def trace(
     batch_norms_to_modules(root, gm)
     _restore_containers(root, gm)
     leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
-    if isinstance(tracer, ModeTracer):
+    if isinstance(tracer, TrainEvalTracer):
         eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
         return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
     return Traced(root, gm, tuple(fixed), (), leaves)

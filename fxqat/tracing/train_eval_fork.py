@@ -17,7 +17,7 @@ from torch import fx, nn
 from fxqat.utils.node_meta import MODE
 
 
-class ModeFork:
+class TrainEvalFork:
     """The run in training.
 
     Args:

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.tracing.train_eval_fork import ModeFork
+from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
 from fxqat.tracing.value_tracer import ValueTracer
 from fxqat.utils.node_meta import describe
 from fxqat.utils.torch_compat import BatchNorm
-from fxqat.utils.train_eval_graph import by_mode
+from fxqat.utils.train_eval_graph import eval_or_train
 
 
-class ModeTracer(ValueTracer):
+class TrainEvalTracer(ValueTracer):
     """Asks who decides by ``self.training``, and traces again.
 
     1. Modules without parameters (drop path, noise) are kept whole, and go on switching.
@@ -34,9 +34,9 @@ class ModeTracer(ValueTracer):
         self._in_both: set[str] = set()
         self._is_parted = False
         self._running: list[str] = []
-        self._fork: ModeFork | None = None
+        self._fork: TrainEvalFork | None = None
 
-    def decides_by_mode(self, module: nn.Module) -> bool:
+    def branch_on_training(self, module: nn.Module) -> bool:
         """Remember a module whose forward decides by ``self.training``, and say which way it goes in this run."""
         if not self._is_parted and not isinstance(module, BatchNorm):  # see fxqat.tracing.batch_norm_calls
             self._found[self.path_of_module(module)] = module
@@ -72,7 +72,7 @@ class ModeTracer(ValueTracer):
             place = self.mark_place()
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = dict(read)
-            fork = ModeFork(self.graph, start)
+            fork = TrainEvalFork(self.graph, start)
             in_training = self._in_training(fork, forward)
             self.restore_calls(place)
             self.patches.undo_assignments(assigned)
@@ -85,11 +85,11 @@ class ModeTracer(ValueTracer):
         """In the run in training, a node may be one of the run in eval mode."""
 
         def make() -> fx.Node:
-            return super(ModeTracer, self).create_node(kind, target, args, kwargs, *rest, **others)
+            return super(TrainEvalTracer, self).create_node(kind, target, args, kwargs, *rest, **others)
 
         return make() if self._fork is None else self._fork.node(kind, target, args, kwargs, make)
 
-    def _in_training(self, fork: ModeFork, forward: Callable[[], Any]) -> Any:
+    def _in_training(self, fork: TrainEvalFork, forward: Callable[[], Any]) -> Any:
         """What the run in training gives; NOTHING if it cannot be traced or is not beside what is deployed."""
         self._fork, untraceable = fork, self.untraceable
         self.untraceable = "error"
@@ -104,7 +104,7 @@ class ModeTracer(ValueTracer):
             return NOTHING
         return result
 
-    def _joined(self, path: str, fork: ModeFork, in_eval: Any, in_training: Any) -> Any:
+    def _joined(self, path: str, fork: TrainEvalFork, in_eval: Any, in_training: Any) -> Any:
         """The result of both runs."""
         if in_training is NOTHING:
             self.eval_only.append(path)
@@ -119,7 +119,7 @@ class ModeTracer(ValueTracer):
                 owner = self._running[-2]  # who called it; a list of modules around it has no forward
                 self._found[owner] = self.root.get_submodule(owner)
                 return in_eval
-            result = self.create_proxy("call_function", by_mode, (in_eval, in_training), {})
+            result = self.create_proxy("call_function", eval_or_train, (in_eval, in_training), {})
         fork.mark()
         return result
 
@@ -132,7 +132,7 @@ class ModeTracer(ValueTracer):
         if isinstance(in_eval, ValueProxy) and isinstance(in_training, ValueProxy):
             if in_eval.node is in_training.node:
                 return in_eval
-            return self.create_proxy("call_function", by_mode, (in_eval, in_training), {})
+            return self.create_proxy("call_function", eval_or_train, (in_eval, in_training), {})
         if type(in_eval) is not type(in_training):
             raise TypeError
         if isinstance(in_eval, dict) and list(in_eval) == list(in_training):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxqat.tracing.attention import multi_head_attention
-from fxqat.utils.node_meta import Known
 
 CONSTANT_METHODS = frozenset(
     ("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "stride", "get_device")
@@ -41,6 +41,23 @@ ANSWERED = (torch.is_floating_point, torch.is_complex)
 """Functions of torch that are answered as the method of the same name."""
 
 
+@dataclass(frozen=True)
+class TracedValue:
+    """A value that was computed while tracing, and what it depends on.
+
+    Args:
+        data: the value itself.
+        from_input: it depends on the inputs of the model.
+        sized: it depends on the sizes of the inputs.
+        from_content: it, or its size, depends on the values of a tensor, so it may differ for other data.
+    """
+
+    data: Any
+    from_input: bool = False
+    sized: bool = False
+    from_content: bool = False
+
+
 class DataDependent(fx.proxy.TraceError):
     """Python asked for something that depends on the content of a tensor, or that is not known while tracing."""
 
@@ -48,9 +65,9 @@ class DataDependent(fx.proxy.TraceError):
 class ValueProxy(fx.Proxy):
     """A proxy with what is known of its value (None if nothing is)."""
 
-    def __init__(self, node: fx.Node, tracer: fx.Tracer, known: Known | None) -> None:
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, known: TracedValue | None) -> None:
         super().__init__(node, tracer)
-        self.fxqat_known = known
+        self.fxqat_value = known
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +81,7 @@ class ValueProxy(fx.Proxy):
     # attributes and structure
 
     def __getattr__(self, name: str) -> Any:
-        known = self.__dict__.get("fxqat_known")
+        known = self.__dict__.get("fxqat_value")
         if name.startswith("__array"):  # numpy's protocols
             raise AttributeError(name)
         if known is None or name.startswith("__"):
@@ -89,7 +106,7 @@ class ValueProxy(fx.Proxy):
 
     def size(self, dim: int | None = None) -> Any:
         """A size, or the tuple of all of them."""
-        known = self.fxqat_known
+        known = self.fxqat_value
         if dim is None and known is not None and isinstance(known.data, Tensor):
             return tuple(self.size(i) for i in range(known.data.dim()))
         args = (self,) if dim is None else (self, dim)
@@ -103,7 +120,7 @@ class ValueProxy(fx.Proxy):
         return iter([self._item(i) for i in range(count)])
 
     def __getitem__(self, key: Any) -> Any:
-        known = self.fxqat_known
+        known = self.fxqat_value
         if known is not None and type(known.data) in (list, tuple):
             places = range(len(known.data))
             if isinstance(key, slice):  # a part of a list of tensors is a list of tensors
@@ -113,7 +130,7 @@ class ValueProxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
 
     def _item(self, key: Any) -> Any:
-        known = self.fxqat_known
+        known = self.fxqat_value
         if known is not None and not isinstance(known.data, Tensor) and known.data[key] is None:
             return None  # so that "is None" sees it
         return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
@@ -135,14 +152,14 @@ class ValueProxy(fx.Proxy):
 
     def fxqat_answer(self, what: str) -> Any:
         """The value, if it is known."""
-        known = self.fxqat_known
+        known = self.fxqat_value
         if known is None:
             raise DataDependent(f"Python has to {what}, but the value of {self.node} is not known while tracing")
         return known.data
 
     def _number(self, what: str) -> Any:
         value = self.fxqat_answer(what)
-        known = self.fxqat_known
+        known = self.fxqat_value
         assert known is not None
         content = known.from_content or (isinstance(value, Tensor) and known.from_input)
         if content:
@@ -164,7 +181,7 @@ class ValueProxy(fx.Proxy):
         return float(self._number("have a number"))
 
     def __hash__(self) -> int:
-        known = self.__dict__.get("fxqat_known")
+        known = self.__dict__.get("fxqat_value")
         if known is not None and isinstance(known.data, (bool, int, float)):
             self.tracer.hashed = True  # type: ignore[attr-defined]
             return hash(self._number("hash it"))
@@ -178,7 +195,7 @@ class ValueProxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", builtins.round, args, {})
 
     def __format__(self, spec: str) -> str:
-        known = self.fxqat_known
+        known = self.fxqat_value
         if known is None or isinstance(known.data, Tensor) or known.from_content:
             return str(self)
         return format(self._number("write it"), spec)
@@ -189,7 +206,7 @@ def _in_place(name: str) -> Callable[[ValueProxy, Any], Any]:
     out_of_place = getattr(operator, name)
 
     def assign(self: ValueProxy, other: Any) -> Any:
-        known = self.fxqat_known
+        known = self.fxqat_value
         overwrites = known is not None and isinstance(known.data, Tensor)
         target = getattr(operator, f"i{name}") if overwrites else out_of_place
         return self.tracer.create_proxy("call_function", target, (self, other), {})
@@ -201,7 +218,7 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(ValueProxy, f"__i{_name}__", _in_place(_name))
 
 
-class ModeFlag:
+class TrainingFlag:
     """``self.training`` while tracing: False where it is passed on; whoever decides by it is noticed and told.
 
     Args:
@@ -226,7 +243,7 @@ def value_of(argument: Any) -> Any:
     """
     if isinstance(argument, ValueProxy):
         return argument.fxqat_answer("use it")
-    if isinstance(argument, ModeFlag):
+    if isinstance(argument, TrainingFlag):
         return False
     if isinstance(argument, fx.Proxy):
         raise DataDependent(f"the value of {argument} is not known")

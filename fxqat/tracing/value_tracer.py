@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxqat.tracing.evaluate import compute
-from fxqat.tracing.function_leaf import FunctionLeaf, candidates
+from fxqat.tracing.evaluate import evaluate
+from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
 from fxqat.tracing.patches import Patches
-from fxqat.tracing.value_proxy import ValueProxy
+from fxqat.tracing.value_proxy import TracedValue, ValueProxy
 from fxqat.utils.fx_graph import unique_name
 from fxqat.utils.node_meta import (
     INFINITE_INPUT,
@@ -24,7 +24,6 @@ from fxqat.utils.node_meta import (
     VALUE,
     FloatLeaf,
     ForcedNumber,
-    Known,
     describe,
     holds_infinity,
 )
@@ -74,7 +73,7 @@ class ValueTracer(LeafTracer):
         _drop_unread_numbers(graph)
         return graph
 
-    def decides_by_mode(self, module: nn.Module) -> bool:
+    def branch_on_training(self, module: nn.Module) -> bool:
         """What a forward that decides by ``self.training`` sees of it."""
         return False
 
@@ -126,7 +125,7 @@ class ValueTracer(LeafTracer):
 
     def leaf_function(self, cause: Exception) -> bool:
         """Make a leaf of the innermost function in which an exception came up that is none yet."""
-        for function, owners in candidates(cause.__traceback__):
+        for function, owners in failing_functions(cause.__traceback__):
             name = f"{function.__module__}.{function.__qualname__}"
             if name not in self.leaves:
                 self.patches.function(function, owners)
@@ -199,7 +198,7 @@ class ValueTracer(LeafTracer):
         """Make a node and compute it."""
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
-            known = self._compute(kind, target, args, kwargs)
+            known = self._evaluate(kind, target, args, kwargs)
         if known is not None:
             node.meta[VALUE] = describe(known.data)
             node.meta[IS_MASK] = holds_infinity(known.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
@@ -212,7 +211,7 @@ class ValueTracer(LeafTracer):
         """
         buffer = dict(module.named_buffers(recurse=False))[name]
         path = self.attribute_names[id(buffer)]
-        known = value.fxqat_known
+        known = value.fxqat_value
         if known is not None and known.data.shape != buffer.shape:
             self.attribute_proxies[path] = value
             return
@@ -225,19 +224,19 @@ class ValueTracer(LeafTracer):
         source = self.users_line()
         self.forced.setdefault(source, ForcedNumber(str(node), value, source))
 
-    def _compute(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
+    def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedValue | None:
         if kind == "placeholder":
             return self._input(str(target))
         if kind == "get_attr":
             tensor = self.patches.attribute(self.root, str(target))
-            return Known(tensor) if tensor is not None else None
-        return compute(self.root, kind, target, args, kwargs)
+            return TracedValue(tensor) if tensor is not None else None
+        return evaluate(self.root, kind, target, args, kwargs)
 
-    def _input(self, name: str) -> Known | None:
+    def _input(self, name: str) -> TracedValue | None:
         if name in self.inputs:
-            return Known(self.inputs[name], from_input=True, sized=True)
+            return TracedValue(self.inputs[name], from_input=True, sized=True)
         several, _, position = name.rpartition("_")
-        return Known(self.inputs[several][int(position)], from_input=True, sized=True)
+        return TracedValue(self.inputs[several][int(position)], from_input=True, sized=True)
 
 
 def _drop_unread_numbers(graph: fx.Graph) -> None:

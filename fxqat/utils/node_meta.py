@@ -1,4 +1,4 @@
-"""The keys of ``node.meta`` that fxqat writes, and what tracing knows of the value of a node."""
+"""The keys of ``node.meta`` that fxqat writes, the kinds of values, and what tracing reports."""
 
 from __future__ import annotations
 
@@ -42,23 +42,6 @@ class Kind(Enum):
     CONTAINER = "tuple of float tensors"
     UNKNOWN = "result of an operator outside the table"
     OTHER = "size, index, boolean, constant or structure"
-
-
-@dataclass(frozen=True)
-class Known:
-    """A value that was computed while tracing, and what it depends on.
-
-    Args:
-        data: the value itself.
-        from_input: it depends on the inputs of the model.
-        sized: it depends on their sizes.
-        from_content: it, or its size, depends on what is in a tensor: it may be another one for other data.
-    """
-
-    data: Any
-    from_input: bool = False
-    sized: bool = False
-    from_content: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Graphs that compute differently in training: one graph for both modes, and the code of each.
 
-A node that runs in one mode only says so in its meta. Where both modes meet, :func:`by_mode` stands for the value of
-the one that runs. Such a graph is not run itself: each mode runs what :func:`graph_of_mode` leaves of it.
+A node that runs in one mode only is marked in its meta (``MODE``). :func:`eval_or_train` stands for the value of the
+mode that runs. Such a graph is not run itself: each mode runs the graph that :func:`graph_of_mode` makes of it.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from torch import fx
 from fxqat.utils.node_meta import MODE
 
 
-def by_mode(in_eval: Any, in_training: Any) -> Any:
+def eval_or_train(in_eval: Any, in_training: Any) -> Any:
     """Stands in a graph for the first value in eval mode and for the second in training."""
     return in_eval
 
 
-def nodes_of_mode_only(graph: fx.Graph, training: bool) -> set[fx.Node]:
-    """The nodes that run in one mode only, with what passes have put behind them."""
+def nodes_only_in(graph: fx.Graph, training: bool) -> set[fx.Node]:
+    """The nodes that run only in training, or only in eval mode, and the nodes that passes added after them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        depends = node.target is not by_mode and any(source in found for source in node.all_input_nodes)
+        depends = node.target is not eval_or_train and any(source in found for source in node.all_input_nodes)
         if depends or node.meta.get(MODE) is training:
             found.add(node)
     return found
 
 
-def has_modes(graph: fx.Graph) -> bool:
+def differs_in_training(graph: fx.Graph) -> bool:
     """Whether a graph computes differently in training."""
-    return any(node.target is by_mode or MODE in node.meta for node in graph.nodes)
+    return any(node.target is eval_or_train or MODE in node.meta for node in graph.nodes)
 
 
 def select_mode(graph: fx.Graph, training: bool) -> None:
     """Reduce a graph, in place, to what runs in one mode."""
-    doomed = nodes_of_mode_only(graph, not training)
-    for node in [node for node in graph.nodes if node.target is by_mode]:
+    doomed = nodes_only_in(graph, not training)
+    for node in [node for node in graph.nodes if node.target is eval_or_train]:
         value = node.args[training]
         for user in list(node.users):
             user.args = _with(user.args, node, value)
@@ -61,13 +61,13 @@ def _with(arguments: Any, node: fx.Node, value: Any) -> Any:
     return fx.node.map_aggregate(arguments, replace)
 
 
-class ModalGraphModule(fx.GraphModule):
+class TrainEvalGraphModule(fx.GraphModule):
     """An fx GraphModule whose graph may compute differently in training."""
 
     def recompile(self) -> Any:
         """Generate the code from the graph."""
         code = super().recompile()
-        if has_modes(self.graph):
+        if differs_in_training(self.graph):
             in_eval, in_training = (_forward_of(self.graph, training) for training in (False, True))
 
             def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

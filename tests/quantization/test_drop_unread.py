@@ -62,6 +62,6 @@ def test_parameters_of_what_is_dropped_are_unread_and_whole():
     model, x = UnreadAttention(), torch.randn(2, 3, 4)
     gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert set(gm.quant_report.unread) == {name for name, _ in model.named_parameters() if "attention" in name}
-    assert gm.provenance.joined == {}
+    assert gm.provenance.split_tensors == {}
     state = float_state_dict(gm)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

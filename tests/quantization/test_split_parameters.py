@@ -87,7 +87,7 @@ class Unbound(Packed):
 
 
 def parts_of(gm):
-    return {name: joined.names for name, joined in gm.provenance.joined.items()}
+    return {name: joined.names for name, joined in gm.provenance.split_tensors.items()}
 
 
 @pytest.mark.parametrize("kind", [Packed, Twice])

@@ -162,7 +162,7 @@ def test_parameters_in_parts_are_put_together():
     users = CrossAttention().eval()
     arguments = (torch.randn(2, 3, 8), torch.randn(2, 5, 8))
     gm = prepare_by_platform(users, "TSQAT", example_inputs=arguments)
-    assert gm.provenance.joined
+    assert gm.provenance.split_tensors
     model = to_float(gm)
     users.load_state_dict(model.state_dict(), strict=True)
     assert_same(model, users, arguments)

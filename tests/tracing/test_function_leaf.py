@@ -11,7 +11,7 @@ from torch import nn
 
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
-from fxqat.tracing.function_leaf import FunctionLeaf, candidates
+from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
 from fxqat.tracing.trace import trace
 from tests.quantization import patched_functions
 from tests.quantization.patched_functions import Config, Decoder, gate, keep_positive, outer
@@ -163,7 +163,7 @@ def test_what_cannot_stand_in_a_graph_is_kept_in_the_leaf():
     assert torch.equal(FunctionLeaf(gate, {})(x), x * 2)
 
 
-def test_candidates_are_innermost_first():
+def test_failing_functions_are_innermost_first():
     class Raises:
         def relu(self):
             return self
@@ -174,10 +174,10 @@ def test_candidates_are_innermost_first():
     try:
         outer(Raises())
     except ValueError:
-        found = list(candidates(sys.exc_info()[2]))
+        found = list(failing_functions(sys.exc_info()[2]))
     assert [function.__name__ for function, _ in found] == ["gate", "outer"]
     assert found[0][1][0] is vars(patched_functions)
-    assert list(candidates(None)) == []
+    assert list(failing_functions(None)) == []
 
 
 def test_methods_are_called_through_their_class():
@@ -188,6 +188,6 @@ def test_methods_are_called_through_their_class():
     try:
         Decoder().decode(Raises())
     except ValueError:
-        ((function, owners),) = candidates(sys.exc_info()[2])
+        ((function, owners),) = failing_functions(sys.exc_info()[2])
     assert function is Decoder.decode
     assert owners == [Decoder]

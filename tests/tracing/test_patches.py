@@ -13,7 +13,7 @@ from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
 from fxqat.tracing.patches import CONSTRUCTORS, Patches
 from fxqat.tracing.trace import trace
-from fxqat.tracing.value_proxy import ModeFlag
+from fxqat.tracing.value_proxy import TrainingFlag
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
 from tests.quantization import patched_functions
 from tests.value_models import CASES, Base, build, inputs_of
@@ -123,7 +123,7 @@ class Maker:
     def call_function_leaf(self, function, args, kwargs):
         raise AssertionError("not asked for")
 
-    def decides_by_mode(self, module):
+    def branch_on_training(self, module):
         self.modules.append(module)
         return isinstance(module, nn.Hardtanh)
 
@@ -153,7 +153,7 @@ def test_training_tells_who_decides_by_it():
     patches = Patches(maker)
     module, other = nn.ReLU(), nn.Tanh().eval()
     with patches:
-        assert type(module.training) is ModeFlag
+        assert type(module.training) is TrainingFlag
         assert maker.modules == []
         assert not module.training
         assert not other.training

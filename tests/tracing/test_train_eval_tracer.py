@@ -16,7 +16,7 @@ from fxqat import prepare_by_platform
 from fxqat.tracing.trace import trace
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.tensors import flatten_tensors
-from fxqat.utils.train_eval_graph import has_modes
+from fxqat.utils.train_eval_graph import differs_in_training
 from tests.export_models import run_session, saturates, session
 
 Scores = namedtuple("Scores", ["logits", "auxiliary"])
@@ -186,7 +186,7 @@ def test_each_mode_computes_what_the_model_does(kind, starts_in):
     gm = prepare_by_platform(model, example_inputs=(image(),))
     assert gm.quant_report.eval_only == ()
     assert gm.quant_report.unread == ()
-    assert has_modes(gm.graph)
+    assert differs_in_training(gm.graph)
     for mode in ("train", "eval", "train", "train", "eval"):
         expected, actual = getattr(reference, mode)()(image()), getattr(gm, mode)()(image())
         assert type(actual) is type(expected)
@@ -283,7 +283,7 @@ def test_what_is_not_beside_the_deployed_part_is_as_in_eval_mode(kind):
     gm = prepare_by_platform(model, example_inputs=(image(),))
     assert gm.quant_report.eval_only == (kind.__name__,)
     assert f"as in eval mode, also in training: {kind.__name__}" in str(gm.quant_report)
-    assert not has_modes(gm.graph)
+    assert not differs_in_training(gm.graph)
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
     assert {row.target for row in gm.quant_report if row.weight} == {"first.0", "second.0", "fc"}
     assert type(gm.train()(image())) is Tensor
@@ -297,7 +297,7 @@ def test_a_model_that_does_the_same_in_both_modes_has_no_modes():
             return self.fc(self.second(self.first(x)).mean((2, 3)))
 
     traced = trace(Asks(), example_inputs=(image(),))
-    assert not has_modes(traced.gm.graph)
+    assert not differs_in_training(traced.gm.graph)
     assert traced.eval_only == ()
 
 
@@ -341,5 +341,5 @@ def test_what_parts_behind_a_joined_value_is_taken_back():
     gm = prepare_by_platform(model, example_inputs=(image(),))  # the layer behind has two inputs by mode
     assert gm.quant_report.eval_only == ("PartedLater",)
     assert gm.quant_report.leaves == ()
-    assert not has_modes(gm.graph)
+    assert not differs_in_training(gm.graph)
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxqat.tracing.value_proxy import DataDependent, ModeFlag, ValueProxy, proxies_in, value_of
-from fxqat.utils.node_meta import Known
+from fxqat.tracing.value_proxy import DataDependent, TracedValue, TrainingFlag, ValueProxy, proxies_in, value_of
 
 
 class Recorder:
@@ -19,7 +18,7 @@ class Recorder:
 
     def input(self, value, **options):
         node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
-        return ValueProxy(node, self, Known(value, **({"from_input": True, "sized": True} | options)))
+        return ValueProxy(node, self, TracedValue(value, **({"from_input": True, "sized": True} | options)))
 
     def unknown(self):
         return ValueProxy(self.graph.placeholder("unknown"), self, None)
@@ -34,8 +33,8 @@ class Recorder:
         if kind == "call_method":
             call, values = getattr(values[0], target), values[1:]
         data = call(*values, **named)
-        read = [proxy.fxqat_known for proxy in proxies_in((args, kwargs))]
-        known = Known(data, *(any(getattr(k, f) for k in read) for f in ("from_input", "sized", "from_content")))
+        read = [proxy.fxqat_value for proxy in proxies_in((args, kwargs))]
+        known = TracedValue(data, *(any(getattr(k, f) for k in read) for f in ("from_input", "sized", "from_content")))
         return ValueProxy(node, self, known)
 
 
@@ -60,9 +59,9 @@ def test_rank_and_type_are_answered_without_a_node(recorder, image):
 def test_sizes_are_proxies_and_arithmetic_on_them_is_not_forced(recorder, image):
     half = (image.shape[2] * 2 + image.size(-1)) // 3
     assert isinstance(half, ValueProxy)
-    assert half.fxqat_known == Known(4, from_input=True, sized=True)
+    assert half.fxqat_value == TracedValue(4, from_input=True, sized=True)
     assert isinstance(image.shape, tuple)
-    assert [size.fxqat_known.data for size in image.size()] == [2, 3, 4]
+    assert [size.fxqat_value.data for size in image.size()] == [2, 3, 4]
     assert recorder.forced == []
 
 
@@ -97,7 +96,7 @@ def test_numbers_that_depend_on_no_size_are_not_recorded(recorder):
 def test_the_length_of_a_tensor_is_recorded_and_that_of_a_list_is_not(recorder, image):
     pair = recorder.input([torch.zeros(1), torch.zeros(2)])
     assert len(pair) == 2
-    assert [item.fxqat_known.data.numel() for item in pair] == [1, 2]
+    assert [item.fxqat_value.data.numel() for item in pair] == [1, 2]
     assert recorder.forced == []
     assert len(image) == 2
     assert recorder.forced == [2]
@@ -105,7 +104,7 @@ def test_the_length_of_a_tensor_is_recorded_and_that_of_a_list_is_not(recorder, 
 
 def test_iterating_over_a_tensor_gives_its_rows(recorder, image):
     rows = list(image)
-    assert [torch.equal(row.fxqat_known.data, image.fxqat_known.data[i]) for i, row in enumerate(rows)] == [True, True]
+    assert [torch.equal(row.fxqat_value.data, image.fxqat_value.data[i]) for i, row in enumerate(rows)] == [True, True]
     assert set(recorder.forced) == {2}
 
 
@@ -113,9 +112,9 @@ def test_a_part_of_a_list_is_a_list_of_its_items_and_a_part_of_a_tensor_is_a_nod
     for kind in (list, tuple):
         parts = recorder.input(kind(torch.full((2,), float(i)) for i in range(4)))[:0:-2]
         assert type(parts) is kind
-        assert [part.fxqat_known.data[0].item() for part in parts] == [3, 1]
+        assert [part.fxqat_value.data[0].item() for part in parts] == [3, 1]
         assert recorder.input(kind([torch.ones(1)] * 3))[-1].node.args[1] == 2
-    assert torch.equal(image[1:].fxqat_known.data, image.fxqat_known.data[1:])
+    assert torch.equal(image[1:].fxqat_value.data, image.fxqat_value.data[1:])
 
 
 def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
@@ -126,7 +125,7 @@ def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
     assert table.get("c") is None
     assert table.get("b") is None
     assert [key for key, _ in table.items()] == ["a", "b"]
-    assert torch.equal(table["a"].fxqat_known.data, torch.ones(2))
+    assert torch.equal(table["a"].fxqat_value.data, torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
 )
 def test_the_content_of_a_tensor_has_no_answer(recorder, image, use):
     if use.__code__.co_names[:3] == ("max", "item"):
-        image.fxqat_known = Known(image.fxqat_known.data, True, True, True)
+        image.fxqat_value = TracedValue(image.fxqat_value.data, True, True, True)
     with pytest.raises(DataDependent) as caught:
         use(image)
     assert "content of" in str(caught.value)
@@ -166,8 +165,8 @@ def test_proxies_of_tensors_are_hashed_by_identity(recorder, image):
 
 def test_rounding_stays_in_the_graph(recorder, image):
     ratio = image.size(2) / image.size(1)
-    assert round(ratio).fxqat_known.data == 1
-    assert round(ratio, 2).fxqat_known.data == 1.33
+    assert round(ratio).fxqat_value.data == 1
+    assert round(ratio, 2).fxqat_value.data == 1.33
     assert recorder.forced == []
 
 
@@ -179,7 +178,7 @@ def test_formats(recorder, image):
 
 def test_assigning_to_items_makes_a_node(recorder, image):
     image[0, :, 1] = image[1, :, 1]
-    assert torch.equal(image.fxqat_known.data[0, :, 1], torch.tensor([13.0, 17.0, 21.0]))
+    assert torch.equal(image.fxqat_value.data[0, :, 1], torch.tensor([13.0, 17.0, 21.0]))
     assert [node.name for node in recorder.graph.nodes][-1].startswith("setitem")
 
 
@@ -191,7 +190,7 @@ def test_devices_are_nodes_that_answer(recorder, image):
 
 def test_values_of_structures(recorder, image):
     count = image.size(0)
-    found = value_of({"a": [count, (1, slice(count, None))], "flag": ModeFlag(lambda: None)})
+    found = value_of({"a": [count, (1, slice(count, None))], "flag": TrainingFlag(lambda: None)})
     assert found == {"a": [2, (1, slice(2, None))], "flag": False}
     assert isinstance(value_of(image), Tensor)
     assert value_of(torch.Size([1, 2])) == (1, 2)
@@ -215,7 +214,7 @@ def test_a_mode_flag_is_passed_on_as_false_and_seen_as_decided(seen):
         asked.append(1)
         return seen
 
-    flag = ModeFlag(decide)
+    flag = TrainingFlag(decide)
     assert flag.__fx_create_arg__(fx.Tracer()) is False
     assert asked == []
     assert bool(flag) is seen

@@ -12,7 +12,6 @@ from fxqat.utils.node_meta import (
     VALUE,
     FloatLeaf,
     ForcedNumber,
-    Known,
     describe,
     holds_infinity,
     kind_of,
@@ -76,7 +75,7 @@ def test_without_values_nothing_is_known():
     assert kind_of(node) is None
 
 
-@pytest.mark.parametrize("record", [Known(1), ForcedNumber("size", 4, "a.py:1"), FloatLeaf("body", "why", "a.py:1")])
+@pytest.mark.parametrize("record", [ForcedNumber("size", 4, "a.py:1"), FloatLeaf("body", "why", "a.py:1")])
 def test_records_are_frozen(record):
     name = next(iter(vars(record)))
     with pytest.raises(FrozenInstanceError):
