@@ -9,7 +9,7 @@ import torch
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 GOLDEN = Path(__file__).parent / "golden"
-collect_ignore = ["accuracy", "performance", "zoo"]  # scripts: importing them is enough to disturb other tests
+collect_ignore = ["benchmarks"]  # scripts: importing them is enough to disturb other tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
