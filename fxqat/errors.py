@@ -1,4 +1,4 @@
-"""The errors fxqat raises, one class per stage a user can act on."""
+"""The errors that fxqat raises: one class for each stage at which a user can act."""
 
 
 class FxqatError(Exception):
@@ -6,15 +6,15 @@ class FxqatError(Exception):
 
 
 class ConfigError(FxqatError):
-    """An argument or a configuration entry is not one fxqat knows, or contradicts another."""
+    """An argument or a configuration entry is unknown, out of range, or contradicts another one."""
 
 
 class TraceError(FxqatError):
-    """The model could not be traced into a graph; the message names the module, the source line and the remedy."""
+    """The model could not be traced into a graph; the message gives the module, the source line and the remedy."""
 
 
 class CalibrationError(FxqatError):
-    """Quantization was asked of a model whose ranges are missing or not finite."""
+    """Quantization was enabled on a model whose ranges are missing or not finite."""
 
 
 class CheckpointError(FxqatError):
@@ -22,8 +22,8 @@ class CheckpointError(FxqatError):
 
 
 class ExportError(FxqatError):
-    """The model cannot be exported as asked."""
+    """The model cannot be exported with the given options."""
 
 
 class ParityError(ExportError):
-    """The exported file does not compute what the fake-quant model computes."""
+    """The exported file and the fake-quant model compute different results."""

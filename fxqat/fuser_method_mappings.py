@@ -1,8 +1,8 @@
-"""The one table of fusions: pattern of ops -> fused float container -> QAT layer -> deployed layer.
+"""The table of fusions: pattern of ops -> fused float layer -> QAT layer -> deployed layer.
 
-The fuse pass reads the patterns; the fused container of every row is :class:`~fxqat.nn.fused.FusedLayer` and its QAT
-layer :class:`~fxqat.nn.qat.QATLayer`, deployed as the plain layer with folded weights followed by its activation.
-A new fusion is a new row.
+The fuse pass reads the patterns. Every row is fused into a :class:`~fxqat.nn.fused.FusedLayer`, trained as a
+:class:`~fxqat.nn.qat.QATLayer`, and deployed as the plain layer with folded weights, followed by its activation.
+To add a fusion, add a row.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class Fusion:
     """One row: a chain of ops, each the only reader of the one before.
 
     Args:
-        pattern: op names (see ``fxqat.ops.table``): a weighted layer, then optionally a norm and an
-            activation.
-        fused: builds the float container from ``(layer, bn, activation)``.
+        pattern: op names (see ``fxqat.ops.table``): a weighted layer, then optionally a norm and an activation.
+        fused: builds the fused float layer from ``(layer, bn, activation)``.
     """
 
     pattern: tuple[str, ...]
@@ -63,9 +62,9 @@ def _rows() -> tuple[Fusion, ...]:
 
 
 FUSIONS: tuple[Fusion, ...] = _rows()
-"""Longer patterns of a layer stand before shorter ones."""
+"""All rows; for each layer, longer patterns come before shorter ones."""
 
 
 def fusions_without(patterns: frozenset[tuple[str, ...]]) -> tuple[Fusion, ...]:
-    """The table less some patterns, for a user who does not want them fused."""
+    """The table without the patterns that the user excluded."""
     return tuple(row for row in FUSIONS if row.pattern not in patterns)

@@ -1,9 +1,9 @@
-"""The numbers: integers from reals and back, exactly as ONNX QuantizeLinear / DequantizeLinear compute them.
+"""Real numbers to integers and back, exactly as ONNX QuantizeLinear and DequantizeLinear compute them.
 
-Pure functions without state or autograd. The two rules everything else leans on:
+Pure functions without state or autograd. Two rules make them exact:
 
-* division is a true division. Multiplying by ``1 / scale`` lands on another integer for some inputs;
-* rounding is half to even, on the float32 quotient.
+* divide by the scale: multiplying by ``1 / scale`` gives another integer for some inputs;
+* round the float32 quotient half to even.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
 
 SCALE_MIN = 2.0**-40
-"""Smallest scale there is. The product of two such scales, a bias scale, is still a normal float32."""
+"""Smallest valid scale. The product of two of them, a bias scale, is still a normal float32."""
 
 SCALE_MAX = 2.0**40
-"""Largest scale there is."""
+"""Largest valid scale."""
 
 
 def _bit_pattern(value: float) -> int:
@@ -27,11 +27,11 @@ def _bit_pattern(value: float) -> int:
 
 
 SCALE_PATTERNS = (_bit_pattern(SCALE_MIN), _bit_pattern(SCALE_MAX))
-"""The limits as the integers that have their bits."""
+"""The bit patterns of the two limits, as integers."""
 
 
 def _rounding(bits: int, up: bool) -> tuple[int, int]:
-    """What to add to the bit pattern of a float32, and which bits to keep, to round it to its significant bits."""
+    """The addend and the mask that round the bit pattern of a float32 to ``bits`` significant bits."""
     unit = 1 << (FLOAT32_BITS - bits)
     return unit - 1 if up else unit >> 1, 0x7FFFFFFF & -unit
 
@@ -41,19 +41,22 @@ ROUNDING_TENSORS = {
     for bits in range(1, FLOAT32_BITS + 1)
     for up in (False, True)
 }
-"""The same as tensors: out of a Python number, torch would make one at every call."""
+"""The results of ``_rounding`` as tensors: torch would make a tensor of a Python number at every call."""
 
 
 def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Tensor:
-    """The scale as it is used: float32, positive, finite and of few significant bits, whatever was trained.
+    """The scale in use: float32, positive, finite, rounded to its significant bits, whatever was trained.
 
-    Formula: ``clamp(round(|scale|), SCALE_MIN, SCALE_MAX)``, with NaN and infinity read as ``SCALE_MAX``
-    (NaN as ``SCALE_MIN`` if a single bit is left).
+    Formula: ``clamp(round(|scale|), SCALE_MIN, SCALE_MAX)``; NaN and infinity become ``SCALE_MAX``
+    (with ``bits=1``, NaN becomes ``SCALE_MIN``).
 
     Args:
-        scale: any shape.
-        bits: significant bits that are left.
-        up: round upwards instead of to the nearest (halves up).
+        scale: any shape, real units per step.
+        bits: significant bits that remain; 24 is any float32, 1 a power of two.
+        up: round up instead of to the nearest (halves up).
+
+    Returns:
+        Float32 of the same shape, within ``[SCALE_MIN, SCALE_MAX]``.
 
     Example:
         >>> valid_scale(torch.tensor([-0.5, 0.0, float("nan")])).tolist() == [0.5, SCALE_MIN, SCALE_MAX]
@@ -63,20 +66,20 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
         >>> valid_scale(torch.tensor([1.1, 1.3, 1.6]), bits=1, up=True).tolist()
         [2.0, 2.0, 2.0]
     """
-    # without its sign bit, the bit pattern of a float32 is an integer that is ordered as the absolute values are; in
-    # it, a carry out of the mantissa goes into the exponent
+    # without the sign bit, the bit patterns of float32 are integers in the order of the absolute values, and a carry
+    # out of the mantissa increments the exponent
     half, mask = _rounding(bits, up) if torch.compiler.is_compiling() else ROUNDING_TENSORS[bits, up]
     pattern = torch.add(scale.float().view(torch.int32), half).bitwise_and_(mask).clamp_(*SCALE_PATTERNS)
     return pattern.view(torch.float32)
 
 
 def valid_zero_point(zero_point: Tensor, quant_min: int, quant_max: int) -> Tensor:
-    """The zero point as it is used: an integer within the range, so that 0 is represented exactly."""
+    """The zero point in use: an integer within the range, so that 0 is exact; NaN becomes ``quant_min``."""
     return torch.nan_to_num(zero_point, nan=float(quant_min)).round_().clamp_(quant_min, quant_max)
 
 
 def per_axis(values: Tensor, dim: int, axis: int | None) -> Tensor:
-    """Shape ``(channels,)`` values so that they broadcast along ``axis`` of a ``dim``-dimensional tensor."""
+    """Reshape ``(channels,)`` values to broadcast along ``axis`` of a ``dim``-dimensional tensor."""
     if axis is None or values.dim() == 0:
         return values
     shape = [1] * dim
@@ -87,7 +90,7 @@ def per_axis(values: Tensor, dim: int, axis: int | None) -> Tensor:
 def quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, quant_min: int, quant_max: int, axis: int | None = None
 ) -> Tensor:
-    """Integers of a real tensor, kept in float32.
+    """The integers of a real tensor, as float32.
 
     Formula: ``q = clamp(round_half_even(x / scale) + zero_point, quant_min, quant_max)``.
 
@@ -97,10 +100,10 @@ def quantize(
         zero_point: integers of the scale's shape or ``()``; None is 0.
         quant_min: smallest integer, inclusive.
         quant_max: largest integer, inclusive.
-        axis: the axis that ``(channels,)`` values belong to; None per tensor.
+        axis: the channel axis of x; None per tensor.
 
     Returns:
-        Integer values in float32, of x's shape.
+        Integers as float32, of x's shape.
 
     Source: ONNX QuantizeLinear, opset 13.
     """
@@ -111,7 +114,18 @@ def quantize(
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | None = None) -> Tensor:
-    """Reals of integers: ``x_hat = (q - zero_point) * scale``.
+    """Real values of integers.
+
+    Formula: ``x_hat = (q - zero_point) * scale``.
+
+    Args:
+        q: integers of any shape and type.
+        scale: ``()`` or ``(channels,)``, real units per step.
+        zero_point: integers of the scale's shape or ``()``; None is 0.
+        axis: the channel axis of q; None per tensor.
+
+    Returns:
+        Float32, of q's shape.
 
     Source: ONNX DequantizeLinear, opset 13.
     """
@@ -122,7 +136,9 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int | 
 def fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, quant_min: int, quant_max: int, axis: int | None = None
 ) -> Tensor:
-    """``dequantize(quantize(x))`` in float32, with as few passes over the memory as the formula allows.
+    """``dequantize(quantize(x))`` in float32, in as few passes over memory as possible.
+
+    Args: as :func:`quantize`.
 
     Example:
         >>> fake_quantize(torch.tensor([0.24, 0.26, 9.0]), torch.tensor(0.5), None, -8, 7).tolist()
@@ -133,25 +149,27 @@ def fake_quantize(
     if zero_point is None:
         return q.clamp_(quant_min, quant_max).mul_(scale)
     zero_point = per_axis(zero_point, x.dim(), axis)
-    # clamp(r + z, lo, hi) - z is clamp(r, lo - z, hi - z): all of them are integers far below 2**24
+    # clamp(r + z, lo, hi) - z equals clamp(r, lo - z, hi - z): all of them are integers far below 2**24
     return torch.clamp(q, quant_min - zero_point, quant_max - zero_point).mul_(scale)
 
 
 def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
     """Scale and zero point for a real range.
 
-    The range is first widened to contain 0, which is then represented exactly.
+    The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
+    zero_point)`` if symmetric, else ``(high - low) / (quant_max - quant_min)`` and ``zero_point = quant_min -
+    round(low / scale)``.
 
     Args:
         min_val: smallest real value, ``()`` or ``(channels,)``.
         max_val: largest real value, same shape.
-        scheme: the target integers. Per-channel scales, those of weights, whose largest values are always there, are
-            rounded upwards to the scheme's significant bits, so that they cover the range; so are powers of two. Others
-            are rounded to the nearest, which may cut off up to ``2**-scale_bits`` of the range.
+        scheme: the target integers. Per-channel scales (of weights, whose extremes always occur) and powers of two are
+            rounded up to the scheme's significant bits, so that they cover the range. Other scales are rounded to the
+            nearest, which may cut off up to ``2**-scale_bits`` of the range.
 
     Returns:
-        ``(scale, zero_point)``: float32 in ``[SCALE_MIN, SCALE_MAX]`` and float32 holding integers within
-        ``[quant_min, quant_max]``, both of the range's shape.
+        ``(scale, zero_point)``, both float32 of the range's shape: the scale within ``[SCALE_MIN, SCALE_MAX]``, the
+        zero point an integer within ``[quant_min, quant_max]``.
 
     Source: Jacob et al. 2018 (arXiv:1712.05877), section 3; Nagel et al. 2021 (arXiv:2106.08295), equations 4 to 9.
 
@@ -178,10 +196,10 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
 
 
 def covered_range(scale: Tensor, zero_point: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
-    """The real range that quantization parameters cover, from which :func:`choose_qparams` finds them again.
+    """The real range that scale and zero point cover; :func:`choose_qparams` of it gives them back.
 
-    Formula: ``((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)``; a symmetric scheme's range is
-    symmetric too, so that an extra negative integer is left out.
+    Formula: ``((quant_min - zero_point) * scale, (quant_max - zero_point) * scale)``. For a symmetric scheme the range
+    is symmetric and leaves out the extra negative integer.
 
     Args:
         scale: ``()`` or ``(channels,)``, real units per step.

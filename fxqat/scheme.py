@@ -1,7 +1,6 @@
-"""The vocabulary of quantization: how one tensor is quantized, and with which parts.
+"""The vocabulary of quantization: how one tensor is quantized, with which observer and which fake-quant.
 
-Plain frozen values without behaviour beyond derived ranges, so that a backend is a table that can be compared and
-printed. Nothing here knows torch.
+Frozen values, so that a backend is a table that can be compared and printed. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,16 +32,17 @@ class QuantizeScheme:
     Args:
         bit_width: number of bits of the integer, 2 to 16.
         signed: two's-complement range if true, else the range starts at 0.
-        symmetric: the zero point is the middle of the range and is not learned.
+        symmetric: the zero point is fixed at the middle of the range.
         per_channel: one scale per output channel instead of one per tensor.
         narrow_range: drop the most negative integer, so that the range is symmetric around the zero point.
         scale_bits: significant bits of a scale: 24 is any float32, 1 a power of two. With few bits the products of
-            integers times scales, and nearly all of their sums, are exact in float32, so that every runtime gets the
-            same sums in whatever order it adds.
-        fixed_range: the real range ``(low, high)`` if it is known beforehand (sigmoid, softmax); it is not calibrated.
+            integers and scales, and nearly all sums of them, are exact in float32, so every runtime computes the same
+            sums in any order.
+        fixed_range: the real range ``(low, high)`` if it is known without calibration (sigmoid, softmax).
 
     Raises:
-        ConfigError: the bit width is outside 2 to 16, the scale bits outside 1 to 24, or the fixed range is empty.
+        ConfigError: ``bit_width`` is no integer from 2 to 16, ``scale_bits`` none from 1 to 24, or ``fixed_range`` is
+            empty.
 
     Example:
         >>> QuantizeScheme(bit_width=8, narrow_range=True).quant_min
@@ -65,10 +65,8 @@ class QuantizeScheme:
         limits = {"bit_width": (MIN_BIT_WIDTH, MAX_BIT_WIDTH), "scale_bits": (1, FLOAT32_BITS)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"{name} must be an integer, got {value!r}")
-            if not low <= value <= high:
-                raise ConfigError(f"{name} must be {low} to {high}, got {value}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
         if self.fixed_range is not None and not self.fixed_range[0] < self.fixed_range[1]:
             raise ConfigError(f"fixed_range must be (low, high) with low < high, got {self.fixed_range}")
 
@@ -85,26 +83,26 @@ class QuantizeScheme:
 
     @property
     def symmetric_zero_point(self) -> int:
-        """The zero point a symmetric scheme always has."""
+        """The zero point of the scheme if it is symmetric."""
         return 0 if self.signed else 1 << (self.bit_width - 1)
 
     def storage_width(self, opset_version: int) -> int:
-        """Bits of the integer type that holds a value in a file of an opset.
+        """Bits of the integer type that stores a value in a file of the given opset.
 
-        The narrowest of ``STORAGE_OPSETS`` that fits. Two bits are held in four before opset 25; no other width is
-        held in more than it needs: a file of an opset without its type is refused.
+        The narrowest type of ``STORAGE_OPSETS`` that fits. Before opset 25, 2 bits are stored in 4. Other widths are
+        never stored wider than they need: export refuses an opset that lacks their type.
         """
         has_two = opset_version >= STORAGE_OPSETS[2]
         return next(width for width in STORAGE_OPSETS if width >= self.bit_width and (width > 2 or has_two))
 
     def storage(self, opset_version: int) -> str:
-        """The integer type that holds the values in a file of an opset, in numpy's and ONNX's spelling."""
+        """The integer type that stores the values in a file of the given opset, as numpy and ONNX spell it."""
         return f"{'int' if self.signed else 'uint'}{self.storage_width(opset_version)}"
 
     def fills_storage(self, opset_version: int) -> bool:
-        """Whether the range is the whole of that type, so that saturating to the type is clamping to the range.
+        """Whether the range covers the whole type, so that QuantizeLinear's saturation clamps to the range.
 
-        A type of 2 bits is not relied upon: ONNX Runtime's kernel (seen in 1.31) wraps around beyond 2**31 steps.
+        Always false for 2-bit types: ONNX Runtime's kernel (seen in 1.31) wraps around beyond 2**31 steps.
         """
         width = self.storage_width(opset_version)
         return width > 2 and self.bit_width == width and not self.narrow_range
@@ -120,7 +118,7 @@ class QuantizeScheme:
 
 @dataclass(frozen=True)
 class TensorQConfig:
-    """A scheme together with the observer and the fake-quant that serve it.
+    """A scheme with its observer and its fake-quant.
 
     Args:
         scheme: how the tensor is quantized.
@@ -137,10 +135,10 @@ class TensorQConfig:
     fake_quantize_args: Mapping[str, Any] = field(default_factory=_frozen)
 
     def with_scheme(self, **changes: Any) -> TensorQConfig:
-        """The same parts with a changed scheme."""
+        """A copy with changes to the scheme; observer and fake-quant stay."""
         return replace(self, scheme=replace(self.scheme, **changes))
 
-    # a mappingproxy cannot be pickled; the state is plain
+    # a mappingproxy cannot be pickled, a dict can
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         return state | {key: dict(state[key]) for key in ("observer_args", "fake_quantize_args")}
@@ -151,7 +149,7 @@ class TensorQConfig:
 
 @dataclass(frozen=True)
 class QConfig:
-    """How one layer is quantized; None leaves that part float.
+    """How one layer is quantized; None leaves a tensor in float.
 
     Args:
         weight: the layer's own weight.
@@ -166,17 +164,17 @@ class QConfig:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """One quantized tensor of an exported model, as the file and its JSON hold it.
+    """One quantized tensor of an exported model, as in the ONNX file and its JSON.
 
     Args:
         name: the tensor's name in the ONNX file.
         kind: ``"activation"``, ``"weight"`` or ``"bias"``.
-        module: path of the module that owns or quantizes it, in the prepared model.
+        module: path, in the prepared model, of the layer that owns it or of its fake-quant.
         dtype: integer type in the file, e.g. ``"int8"``.
-        scheme: its scheme; None for a bias, which is int32 at the scale of the products.
+        scheme: its scheme; None for a bias, which is int32 with scale ``input scale * weight scale``.
         axis: channel axis of ``scale``, None per tensor.
         scale: real units per step, float32 values.
-        zero_point: integers, as many as scales.
+        zero_point: integers, one for each scale.
     """
 
     name: str

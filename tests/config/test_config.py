@@ -418,7 +418,7 @@ def test_a_value_of_the_wrong_form_is_an_error(case):
 
 @pytest.mark.parametrize("bit", [1, 17, 0, -8])
 def test_a_width_out_of_range_is_an_error(bit):
-    with pytest.raises(ConfigError, match=f"bit_width must be 2 to 16, got {bit}"):
+    with pytest.raises(ConfigError, match=f"bit_width must be an integer from 2 to 16, got {bit}"):
         prepared("conv_bn_relu", config=qconfig(w_qscheme={"bit": bit}))
     with pytest.raises(ConfigError, match=f"got {bit}"):
         prepared("conv_bn_relu", config={"overrides": [{"match": {"node": "x"}, "output": {"bit": bit}}]})

@@ -48,7 +48,7 @@ WRONG = {
     ),
     "argument of the wrong type": (qconfig(w_fakeq_params={"grad_factor": "x"}), "grad_factor", "'x'", "Check the"),
     "argument out of range": (qconfig(w_fakeq_params={"grad_factor": -1.0}), "grad_factor", "-1.0", "be positive"),
-    "1 bit": (qconfig(w_qscheme={"bit": 1}), "w_*", "got 1", "bit_width must be 2 to 16"),
+    "1 bit": (qconfig(w_qscheme={"bit": 1}), "w_*", "got 1", "bit_width must be an integer from 2 to 16"),
     "17 bits": (rule(FC, output={"bit": 17}), "overrides[0].output", "got 17", "2 to 16"),
     "25 scale bits": (qconfig(a_qscheme={"scale_bits": 25}), "scale_bits", "got 25", "1 to 24"),
     "width as text": (qconfig(w_qscheme={"bit": "8"}), "bit", "'8'", "must be int"),

@@ -89,7 +89,7 @@ def test_what_is_kept_has_its_own_width(net, batches):
     [
         ({"batches": []}, "at least one batch"),
         ({"weight_widths": ()}, "one width of weights"),
-        ({"weight_widths": (1,)}, "bit_width must be 2 to 16, got 1"),
+        ({"weight_widths": (1,)}, "bit_width must be an integer from 2 to 16, got 1"),
         ({"keep": ["a"] + ["d.weight"]}, "'d.weight', which is no unit"),
     ],
 )
