@@ -1,4 +1,4 @@
-"""Fused float containers, QAT layers and the folding algebra."""
+"""Fused float layers, QAT layers, deployed modules, and the algebra of folding."""
 
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer

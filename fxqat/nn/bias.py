@@ -1,4 +1,4 @@
-"""The bias as integer hardware holds it: int32 at the scale of the products that it is added to."""
+"""The bias as integer hardware stores it: int32 with scale ``input scale * weight scale``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from fxqat.numerics import valid_scale
 
 INT32_LIMIT = 2147483520.0
-"""Largest float32 below 2**31: the largest bias integer, and minus it the smallest."""
+"""Largest float32 below 2**31. Bias integers are within ``[-INT32_LIMIT, INT32_LIMIT]``."""
 
 BIAS_LIMIT = 2.0**30
-"""Where the repair keeps bias integers, so that an int32 accumulator has room for the products."""
+"""Largest bias integer after the weight scale is raised, so that the int32 accumulator has room for the products."""
 
 
 def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
     """The smallest weight scale at which the bias fits into int32.
 
-    Formula: ``|bias| / (BIAS_LIMIT * input_scale)``: half of the range is left to the products. A weight scale below
-    it belongs to a (nearly) dead channel; it is raised, as ONNX Runtime's quantizer does, because the bias matters
-    there and the weights do not.
+    Formula: ``|bias| / (BIAS_LIMIT * input_scale)``, which leaves half of the range for the products. A smaller weight
+    scale belongs to a (nearly) dead channel. It is raised, as in ONNX Runtime's quantizer, because in such a channel the
+    bias matters and the weights do not.
 
     Args:
-        bias: ``(out_channels,)``.
-        input_scale: ``()``.
+        bias: ``(out_channels,)``, real units.
+        input_scale: ``()``, real units per step.
 
     Returns:
         ``(out_channels,)``.
@@ -33,21 +33,21 @@ def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
 
 
 def quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
-    """Bias integers in float32: ``clamp(round_half_even(bias / scale), -INT32_LIMIT, INT32_LIMIT)``."""
+    """Bias integers, as float32: ``clamp(round_half_even(bias / scale), -INT32_LIMIT, INT32_LIMIT)``."""
     return torch.div(bias, scale).round_().clamp_(-INT32_LIMIT, INT32_LIMIT)
 
 
 def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
-    """The bias as the exported file has it; the gradient passes straight through."""
+    """The bias of the exported file; the gradient passes straight through."""
     with torch.no_grad():
         error = quantize_bias(bias, scale).mul_(scale).sub_(bias)
     return bias + error
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:
-    """The per-output-channel floor in the shape of the weight scale, whose entries several channels may share.
+    """The floor of every output channel, reduced to the shape of the weight scale (several channels may share a scale).
 
-    Rounded up to powers of two, which are scales of any number of significant bits.
+    It is rounded up to powers of two, which are valid scales for any number of significant bits.
     """
     if weight_scale.dim() == 0:
         floor = floor.amax()

@@ -1,4 +1,4 @@
-"""The modules of the lowered graph: they hold integers and parameters, and call the two ``fxqat::`` operators."""
+"""The modules of the lowered graph: they hold integers and their parameters and call the two ``fxqat::`` operators."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxqat.scheme import QuantizeScheme
 
 
 def integer_type(scheme: QuantizeScheme) -> torch.dtype:
-    """What torch holds the integers of a scheme in: 8 or 16 bits, as it computes with no narrower ones.
+    """The torch type for the integers of a scheme: 8 or 16 bits, because torch computes with no narrower type.
 
-    The file holds narrow ones in fewer bits (``fxqat.onnx.narrow_types``).
+    The file stores narrow integers in fewer bits (``fxqat.onnx.narrow_types``).
     """
     if scheme.bit_width <= 8:
         return torch.int8 if scheme.signed else torch.uint8
@@ -24,11 +24,11 @@ def integer_type(scheme: QuantizeScheme) -> torch.dtype:
 
 
 class Normalize(nn.Module):
-    """``(x - mean) / std`` in float32, of raw values.
+    """Normalizes raw inputs: ``(x - mean) / std`` in float32.
 
     Args:
-        mean: of the raw values, ``()`` or ``(channels, 1, ...)``.
-        std: likewise.
+        mean: mean of the raw values, ``()`` or ``(channels, 1, ...)``.
+        std: their standard deviation, of the same shape.
     """
 
     mean: Tensor
@@ -40,21 +40,21 @@ class Normalize(nn.Module):
         self.register_buffer("std", std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` of any type."""
+        """Normalize ``x`` of any type."""
         return (x.to(torch.float32) - self.mean) / self.std
 
 
 class QuantizeDequantize(nn.Module):
     """A Q/DQ pair with constant parameters.
 
-    If the scheme uses less than its storage type can hold, the value is first clamped to the real range of the scheme,
-    because QuantizeLinear saturates to the type.
+    If the scheme does not use the whole range of its storage type, the value is first clamped to the real range of the
+    scheme, because QuantizeLinear saturates to the type only.
 
     Args:
         scheme: the scheme.
-        scale: ``()`` or ``(channels,)``.
-        zero_point: integers in float32, same shape.
-        opset_version: opset of the file, which decides on the storage type.
+        scale: ``()`` or ``(channels,)``, real units per step.
+        zero_point: integers as float32, of the same shape.
+        opset_version: opset of the file; the storage type depends on it.
         axis: channel axis, None per tensor.
     """
 
@@ -86,12 +86,12 @@ class QuantizeDequantize(nn.Module):
 
 
 class StoredTensor(nn.Module):
-    """A constant tensor kept as integers and read through DequantizeLinear.
+    """A constant tensor stored as integers and read through DequantizeLinear.
 
     Args:
         integers: the values, in their integer type.
-        scale: ``()`` or ``(channels,)``.
-        zero_point: same shape, in the integer type.
+        scale: ``()`` or ``(channels,)``, real units per step.
+        zero_point: of the same shape, in the integer type.
         axis: channel axis.
     """
 
@@ -109,7 +109,7 @@ class StoredTensor(nn.Module):
 
 
 class RoundedTensor(nn.Module):
-    """A constant tensor kept as floats and read through a Q/DQ pair, for tools that want it so."""
+    """A constant tensor stored in float and read through a Q/DQ pair, for tools that need this form."""
 
     def __init__(self, values: Tensor, pair: QuantizeDequantize) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RoundedTensor(nn.Module):
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by the four-dimensional one, the only one that torch's exporter translates.
+    """``F.scaled_dot_product_attention`` with four-dimensional arguments, the only ones that torch's exporter takes.
 
     Args:
         query: ``(..., targets, features)``.
@@ -146,12 +146,12 @@ def attention(
 
 
 def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int) -> StoredTensor:
-    """A weight as integers: the same ones that training simulated."""
+    """A weight stored as integers, the same that training simulates."""
     dtype = integer_type(scheme)
     integers = quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
     return StoredTensor(integers.to(dtype), scale, zero_point.to(dtype), axis)
 
 
 def stored_bias(integers: Tensor, scale: Tensor) -> StoredTensor:
-    """A bias as int32."""
+    """A bias stored as int32."""
     return StoredTensor(integers.to(torch.int32), scale, torch.zeros_like(scale, dtype=torch.int32), 0)

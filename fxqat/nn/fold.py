@@ -17,7 +17,7 @@ from fxqat.utils.torch_compat import BatchNorm
 
 def bn_factor(bn: BatchNorm) -> Tensor:
     """The factor ``k`` of every output channel, shape ``(channels,)``."""
-    assert bn.running_var is not None  # the fuse pass takes no other
+    assert bn.running_var is not None  # the fuse pass fuses no other BatchNorm
     inverse = torch.rsqrt(bn.running_var + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
 
@@ -31,7 +31,7 @@ def fold_bias(bias: Tensor | None, bn: BatchNorm, factor: Tensor) -> Tensor:
 
 
 def fold_bn(op: WeightedOp, weight: Tensor, bias: Tensor | None, bn: BatchNorm) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that equals ``bn(layer(x))`` with the running statistics.
+    """Weight and bias of the one layer that computes ``bn(layer(x))`` with the running statistics.
 
     Args:
         op: the layer.

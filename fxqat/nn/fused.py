@@ -1,4 +1,4 @@
-"""Float containers of what is computed, and quantized, as one layer."""
+"""The fused float layer: layer, BatchNorm and activation, which are quantized as one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fxqat.utils.torch_compat import BatchNorm
 
 
 class FusedLayer(nn.Module):
-    """A weighted layer with the BatchNorm and the activation that follow it; computes the three in turn.
+    """A weighted layer with the BatchNorm and the activation after it.
 
     Args:
         layer: one of ``fxqat.nn.weighted.WEIGHTED_TYPES``.
-        bn: the BatchNorm behind it, or None.
-        activation: the activation behind that, or None.
+        bn: the BatchNorm after the layer, or None.
+        activation: the activation after both, or None.
     """
 
     def __init__(self, layer: WeightedLayer, bn: BatchNorm | None = None, activation: nn.Module | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The QAT layer: a weighted layer with its weight, BatchNorm and bias simulated as they will be deployed."""
+"""The QAT layer: a weighted layer that simulates its deployed weight, BatchNorm and bias."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ BN_FREEZE = "freeze"
 
 
 class QATLayer(nn.Module):
-    """Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear, with fused BatchNorm and activation, under weight fake-quant.
+    """Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear, with fused BatchNorm and activation, and fake-quant of its weight.
 
-    What is quantized is always the folded weight ``W * k`` (see ``fxqat.nn.fold``), in every mode the same integers:
+    It always quantizes the folded weight ``W * k`` (see ``fxqat.nn.fold``), to the same integers in every mode:
 
     1. eval, or no BatchNorm, or ``bn_mode="freeze"``: ``conv(x, fq(W * k)) + fq_int32(folded bias)``. This is the
-       deployed layer, and autograd reaches gamma and beta through the folding.
-    2. training with ``bn_mode="train"``: ``BN(conv(x, fq(W * k) / k))`` with live batch statistics. Dividing by k costs
-       nothing (it is done on the quantizer's grid), and without quantization this is exactly the float layer. The bias
-       is part of BatchNorm here and stays float.
-    3. training with ``bn_mode=N``: as 2 for the first N training steps, and then with the running statistics, which
-       stand still. The switch is a ``torch.where`` on the statistics: no branch, no device sync.
+       deployed layer. The gradients of gamma and beta pass through the folding.
+    2. training with ``bn_mode="train"``: ``BN(conv(x, fq(W * k) / k))`` with the statistics of the batch. The division
+       by k costs nothing: the quantizer's grid is divided instead. Without quantization this is exactly the float
+       layer. The bias belongs to BatchNorm here and stays float.
+    3. training with ``bn_mode=N``: as 2 for the first N training steps, then with frozen running statistics. The switch
+       is a ``torch.where`` on the statistics: no branch, no device sync.
 
     Args:
-        layer: the float layer; its parameters are taken over, not copied.
-        bn: the BatchNorm behind it, or None.
-        activation: the activation behind that, or None.
-        weight_fake_quant: quantizer of the (folded) weight.
-        bn_mode: ``"train"``, ``"freeze"`` or the number of steps after which statistics are frozen.
+        layer: the float layer; the QAT layer uses its parameters, not copies of them.
+        bn: the BatchNorm after the layer, or None.
+        activation: the activation after both, or None.
+        weight_fake_quant: fake-quant of the (folded) weight.
+        bn_mode: ``"train"``, ``"freeze"`` or the number of training steps after which the statistics are frozen.
 
     Source: Krishnamoorthi 2018 (arXiv:1806.08342), section 3.2.2, for folding with batch statistics.
     """
@@ -70,14 +70,17 @@ class QATLayer(nn.Module):
         """Apply the layer.
 
         Args:
-            x: the input, quantized or not.
-            input_fake_quant: the quantizer that x went through, None if x is float; it gives the bias its scale.
+            x: the input, quantized or not, of any shape that the layer takes.
+            input_fake_quant: the fake-quant that produced x, None if x is float; the bias scale depends on it.
+
+        Raises:
+            ConfigError: Linear and BatchNorm1d are fused, and the input does not have 2 dimensions.
         """
         if self.bn is not None and self.op.function is F.linear and x.dim() != 2:
             raise ConfigError(
-                f"Linear and BatchNorm1d were fused, but the input has {x.dim()} dimensions {tuple(x.shape)}, and "
-                "BatchNorm1d works on dimension 1 then. Add ('linear', 'batch_norm1d') to "
-                "extra_fuse_dict['exclude_fusion_pattern']."
+                f"Linear and BatchNorm1d are fused, which needs an input (batch, features), but the input has "
+                f"{x.dim()} dimensions {tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. "
+                "Add ('linear', 'batch_norm1d') to extra_fuse_dict['exclude_fusion_pattern']."
             )
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
             y = self._normalize(self.op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
@@ -94,22 +97,22 @@ class QATLayer(nn.Module):
         return fold_bn(self.op, self.weight, self.bias, self.bn)
 
     def float_layer(self) -> WeightedLayer:
-        """The plain layer, without BatchNorm and activation; its parameters are the very ones of this."""
+        """The plain layer, without BatchNorm and activation; it shares its parameters with this layer."""
         layer = weighted_layer(self.op.layer, self.op.options, self.weight, self.bias)
         return layer.train(self.training)
 
     def deployed_scales(
         self, bias: Tensor | None, input_fake_quant: FakeQuantizeBase | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The scales in use for weight and bias: the weight's is raised where the bias would not fit into int32.
+        """The scales in use for weight and bias; a weight scale is raised where the bias would not fit into int32.
 
         Args:
-            bias: the folded bias.
-            input_fake_quant: the quantizer of the layer's input.
+            bias: the folded bias, ``(out_channels,)``, or None.
+            input_fake_quant: the fake-quant of the layer's input, None if that is float.
 
         Returns:
-            ``(weight_scale, bias_scale)``: as many as the weight quantizer has, and ``(out_channels,)``, None where the
-            bias stays float.
+            ``(weight_scale, bias_scale)``: the first of the shape of the weight's scale, the second
+            ``(out_channels,)``, or None if the bias stays float.
         """
         weight_scale = self.weight_fake_quant.used_scale()
         if bias is None or input_fake_quant is None:
@@ -145,7 +148,7 @@ class QATLayer(nn.Module):
             factor.masked_fill_(factor.logical_not(), 1.0)
             if torch.compiler.is_compiling():
                 factor = keep(factor)
-        if self.op.groups > 1:  # channels of several groups share a scale: no per-scale factor
+        if self.op.groups > 1:  # channels of several groups share a scale, so a scale has no single factor
             wide = self.op.per_output_channel(factor, self.weight)
             self._observe(self.weight * wide)
             return quant.quantize(self.weight * wide) / wide if quant.fake_quant_enabled else self.weight
@@ -154,7 +157,7 @@ class QATLayer(nn.Module):
         return quant.quantize(self.weight, factor=factor) if quant.fake_quant_enabled else self.weight
 
     def _observe(self, weight: Tensor) -> None:
-        """Show the folded weight to the observer, once for each state of the tensors it is made of."""
+        """Show the folded weight to the observer, unless its tensors are unchanged since the last time."""
         if self.weight_fake_quant.observer_enabled:
             sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
             state = tuple(tensor_version(tensor) for tensor in sources if tensor is not None)
@@ -166,7 +169,7 @@ class QATLayer(nn.Module):
         if not isinstance(self.bn_mode, int) or not bn.training:
             normalized: Tensor = bn(y)
             return normalized
-        assert bn.running_mean is not None  # the fuse pass takes no other
+        assert bn.running_mean is not None  # the fuse pass fuses no other BatchNorm
         assert bn.running_var is not None
         frozen = self.bn_steps >= self.bn_mode
         z = y.float()
@@ -189,7 +192,7 @@ class QATLayer(nn.Module):
         return torch.addcmul(_channels(shift, z), z, _channels(factor, z)).to(y.dtype)
 
     def extra_repr(self) -> str:
-        """The float layer's type and BatchNorm mode, for printing."""
+        """The float layer's type, the weight's shape and the BatchNorm mode, for printing."""
         return f"{self.layer_type}, weight={tuple(self.weight.shape)}" + (f", bn={self.bn_mode}" if self.bn else "")
 
 

@@ -1,7 +1,7 @@
-"""The weighted layers as one function of (input, weight, bias) and a few plain numbers.
+"""Every weighted layer as a function of input, weight and bias, with a few plain numbers.
 
-Everything that differs between Conv1d, ConvTranspose3d and Linear stands here once; QAT layers, folding and lowering
-are written against it.
+All differences between Conv1d, ConvTranspose3d and Linear are here, so that QAT layers, folding and lowering need no
+cases.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class WeightedOp:
     """A weighted layer without its tensors.
 
     Args:
-        function: ``torch.nn.functional`` function taking ``(input, weight, bias, **arguments)``.
+        function: the function of ``torch.nn.functional``, called with ``(input, weight, bias, **arguments)``.
         arguments: its keyword arguments.
         axis: the weight axis of the output channels (of one group, for transposed convolutions).
         groups: number of groups if the weight axis holds the channels of one group only, else 1.
-        padding: explicit padding before the function, as ``(pads, mode)`` of ``F.pad``, or None.
-        layer: the layer's type.
-        options: what that is made with, besides its channels and its kernel size.
+        padding: padding to apply before the function, as ``(pads, mode)`` of ``F.pad``, or None.
+        layer: the type of the layer.
+        options: arguments of its constructor, without channels and kernel size.
     """
 
     function: Callable[..., Tensor]
@@ -54,10 +54,10 @@ class WeightedOp:
         return self.function(x, weight, bias, **self.arguments)
 
     def per_output_channel(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Shape ``(out_channels,)`` values so that they multiply the weight channel by channel.
+        """Reshape ``(out_channels,)`` values to multiply the weight channel by channel.
 
-        For grouped transposed convolutions the weight is ``(in, out / groups, ...)``: row i belongs to group
-        ``i // (in / groups)``, so the result is ``(in, out / groups, 1, ...)``.
+        The weight of a grouped transposed convolution is ``(in, out / groups, ...)``, and its row i belongs to group
+        ``i // (in / groups)``: the result is then ``(in, out / groups, 1, ...)``.
         """
         tail = [1] * (weight.dim() - self.axis - 1)
         if self.groups == 1:
@@ -86,12 +86,12 @@ def weighted_op(layer: WeightedLayer) -> WeightedOp:
 def weighted_layer(
     kind: type[nn.Module], options: dict[str, Any], weight: nn.Parameter, bias: nn.Parameter | None
 ) -> WeightedLayer:
-    """The layer of one of ``WEIGHTED_TYPES`` that holds these very parameters.
+    """A layer of one of ``WEIGHTED_TYPES`` with the given parameters, which are not copied.
 
     Args:
         kind: its type.
         options: arguments of its constructor, without channels and kernel size.
-        weight: as the type has it, e.g. ``(out, in / groups, *kernel)``.
+        weight: in the shape of that type, e.g. ``(out, in / groups, *kernel)``.
         bias: ``(out,)`` or None.
     """
     channels = [weight.shape[1], weight.shape[0]]
@@ -105,7 +105,7 @@ def weighted_layer(
 
 
 def _explicit_padding(conv: Any) -> tuple[int, ...]:
-    """``F.pad``'s pads of a convolution: last axis first, (before, after) each."""
+    """The padding of a convolution as ``F.pad`` takes it: last axis first, (before, after) for each."""
     pads: list[int] = []
     for d in reversed(range(len(conv.kernel_size))):
         if conv.padding == "same":
