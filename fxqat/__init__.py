@@ -1,5 +1,6 @@
 """fxqat: quantization-aware training on ``torch.fx`` that exports the QDQ ONNX file it trained."""
 
+from fxqat.calibrate import calibrate
 from fxqat.checkpoint import load_checkpoint, load_quant_params, save_checkpoint
 from fxqat.convert_export import ExportReport, convert_export
 from fxqat.fake_quantize.state import (
@@ -17,6 +18,7 @@ __all__ = [
     "BackendType",
     "ExportReport",
     "__version__",
+    "calibrate",
     "convert_export",
     "disable_all",
     "enable_all",

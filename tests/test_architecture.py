@@ -27,7 +27,7 @@ REEXPORTS = ("fxqat.utils.state", "fxqat.utils.utils")
 HOUSE: tuple[tuple[str, ...], ...] = (
     ("__init__",),
     ("tools",),
-    ("prepare_by_platform", "convert_export", "checkpoint"),
+    ("prepare_by_platform", "calibrate", "convert_export", "checkpoint"),
     ("custom_quantizer",),
     ("config",),
     ("custom_symbolic_opset",),

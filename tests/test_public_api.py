@@ -22,6 +22,7 @@ PATHS = {
     "fxqat.prepare_by_platform": ["prepare_by_platform", "BackendType"],
     "fxqat.utils.state": STATES,
     "fxqat.utils.utils": ["save_checkpoint", "load_checkpoint"],
+    "fxqat.calibrate": ["calibrate"],
     "fxqat.convert_export": ["convert_export"],
 }
 NAMES = [(path, name) for path, names in PATHS.items() for name in names]
@@ -56,6 +57,7 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
             fxqat.prepare_by_platform,
             "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=, untraceable=",
         ),
+        (fxqat.calibrate, "model, batches, max_batches=, progress="),
         (fxqat.enable_calibration, "model"),
         (fxqat.enable_calibration_woquantization, "model, quantizer_type="),
         (fxqat.enable_calibration_quantization, "model, quantizer_type="),

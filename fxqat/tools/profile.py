@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from fxqat.tools.post_training.correct_bias import require_float_biases
 from fxqat.tools.profiling.compare import Difference
 from fxqat.tools.profiling.measure import Measured, find_subjects, histograms_of, switches_kept
 from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
+from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.files import atomic_path
 
@@ -104,7 +105,7 @@ class Profile:
             target.write_text(page, encoding="utf-8")
 
 
-def profile(gm: QuantGraphModule, batches: Sequence[Any], *, worst: int = 10, progress: bool = False) -> Profile:
+def profile(gm: QuantGraphModule, batches: Iterable[Any], *, worst: int = 10, progress: bool = False) -> Profile:
     """Compare every quantized tensor with float.
 
     It takes two forward passes and one for each tensor, of every batch: a few images tell enough.
@@ -120,15 +121,14 @@ def profile(gm: QuantGraphModule, batches: Sequence[Any], *, worst: int = 10, pr
         ConfigError: no batches, or a model with corrected biases, which without its fake-quants is not the float model.
     """
     require_float_biases(gm, "profile")
-    if not batches:
-        raise ConfigError("profile: needs at least one batch of inputs")
-    inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
+    inputs = read_batches(gm, batches, "profile")
     with eval_mode(gm), switches_kept(gm), torch.no_grad():
         enable_quantization(gm)
         disable_all(gm)
         subjects = find_subjects(gm)
         found = Measured(gm, subjects)
-        with tqdm(total=len(inputs) * (len(subjects) + 2), desc="profile", leave=False, disable=not progress) as bar:
+        passes = len(inputs) * (len(subjects) + 2)
+        with tqdm(total=passes, desc="profile", leave=False, disable=None if progress else True) as bar:
             for batch in inputs:
                 found.add(batch, bar)
         tensors = sorted(found.tensors(), key=lambda tensor: tensor.badness)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxqat.calibrate import calibrate
+from fxqat.config.config import parse_config
 from fxqat.config.effective import effective_config
 from fxqat.custom_quantizer.backend_type import BackendType
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.fake_quantize.state import disable_all, enable_calibration, require_calibrated
+from fxqat.fake_quantize.state import require_calibrated
 from fxqat.nn.qat import QATLayer
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import QuantReport
 from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.fx_graph import set_module
 
 
@@ -49,17 +52,20 @@ class WidthBank:
     def __init__(
         self,
         model: nn.Module,
-        batches: Sequence[Any],
+        batches: Iterable[Any],
         weight_widths: Sequence[int] = (2, 3, 4, 8),
         value_widths: Sequence[int] = (8,),
         backend: BackendType | BackendSpec | str = BackendType.TSQAT,
         prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         keep: Sequence[str] = (),
     ) -> None:
+        check_batches(batches, "WidthBank")
+        batches = list(batches)
         if not batches or not weight_widths or not value_widths:
             raise ConfigError("WidthBank: needs at least one batch of inputs, one width of weights and one of values")
-        inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
-        first = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=tuple(inputs[0])).eval()
+        fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
+        example = read_batch(model, batches[0], "WidthBank", fixed)
+        first = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
         self.units = find_units(first)
         unknown = sorted(set(keep) - set(self.units))
         if unknown:
@@ -72,13 +78,9 @@ class WidthBank:
             self.widths[name] = tuple(sorted(set(choice)))
         for step in range(max(map(len, self.widths.values()))):
             widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
-            gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=tuple(inputs[0])).eval()
+            gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=example).eval()
             unseen = {name: copy.deepcopy(quant_at(gm, unit.path)) for name, unit in self.units.items()}
-            enable_calibration(gm)
-            with torch.no_grad():
-                for batch in inputs:
-                    gm(*batch)
-            disable_all(gm)
+            calibrate(gm, batches, progress=False)
             require_calibrated(gm)
             for name, unit in self.units.items():
                 self._quants[name, widths[name]] = unseen[name] if unit.is_weight else quant_at(gm, unit.path)

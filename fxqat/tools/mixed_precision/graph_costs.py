@@ -16,6 +16,7 @@ from fxqat.ops.table import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
 from fxqat.tools.mixed_precision.units import eval_graph
+from fxqat.utils.batches import read_batch
 from fxqat.utils.fx_graph import called_module
 
 FLOAT_BITS = 32
@@ -84,9 +85,10 @@ class _Run(fx.Interpreter):
     def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
         super().__init__(bank.model, graph=eval_graph(bank.model))
         self.bank = bank
-        self.samples = next(x.shape[0] for x in inputs if isinstance(x, Tensor) and x.dim())
+        arguments = read_batch(bank.model, inputs, "WidthBank")
+        self.samples = next(x.shape[0] for x in arguments if isinstance(x, Tensor) and x.dim())
         with torch.no_grad():
-            self.run(*inputs)
+            self.run(*arguments)
 
 
 class _Multiplications(_Run):

@@ -29,6 +29,7 @@ from fxqat.tools.mixed_precision.curvature import (
     traces,
 )
 from fxqat.tools.mixed_precision.units import quant_at
+from fxqat.utils.batches import read_batches
 from fxqat.utils.files import atomic_path
 from fxqat.utils.fx_graph import set_module
 from fxqat.utils.tensors import flatten_tensors
@@ -116,7 +117,7 @@ def squared_error(found: Any, expected: Any, target: Any) -> float:
 
 
 def sensitivity(
-    bank: WidthBank, batches: Sequence[Any], method: str = "alone", measure: Measure = divergence,
+    bank: WidthBank, batches: Iterable[Any], method: str = "alone", measure: Measure = divergence,
     loss: Loss | None = None, targets: Sequence[Any] | None = None, probes: int = 32,
     path: str | os.PathLike[str] | None = None, progress: bool = False,
 ) -> Sensitivity:  # fmt: skip
@@ -148,11 +149,10 @@ def sensitivity(
     Raises:
         ConfigError: no batches, not a target for each, an unknown method, or a file that belongs to something else.
     """
-    if not batches:
-        raise ConfigError("sensitivity: needs at least one batch of inputs")
-    given = [None] * len(batches) if targets is None else targets
-    if len(given) != len(batches):
-        raise ConfigError(f"sensitivity: {len(batches)} batches, but targets for {len(given)}")
+    inputs = read_batches(bank.model, batches, "sensitivity")
+    given = [None] * len(inputs) if targets is None else targets
+    if len(given) != len(inputs):
+        raise ConfigError(f"sensitivity: {len(inputs)} batches, but targets for {len(given)}")
     if method not in METHODS:
         raise ConfigError(f"sensitivity: unknown method {method!r}; known: {', '.join(METHODS)}")
     result = Sensitivity(method)
@@ -161,9 +161,8 @@ def sensitivity(
         if result.method != method or not result.scores.keys() <= bank.units.keys():
             raise ConfigError(f"{path} holds scores of {result.method!r} or of another model; give another path")
     began = time.perf_counter() - result.seconds
-    inputs = [batch if isinstance(batch, (tuple, list)) else (batch,) for batch in batches]
     missing = [name for name, widths in bank.widths.items() if set(result.scores.get(name, ())) != set(widths)]
-    names = tqdm(missing, desc=method, disable=not progress)
+    names = tqdm(missing, desc=method, leave=False, disable=None if progress else True)
     if method in ("alone", "without"):
         parts = _by_running(_Trial(bank, inputs, given, measure), method, names)
     elif not missing:

@@ -9,7 +9,7 @@ model is corrected once, and what compares with the float model (``reconstruct``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,11 +22,12 @@ from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.post_training.segments import Segment, Values, inputs_of, needed_after, split
+from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 
 
 @torch.no_grad()
-def correct_bias(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...]]) -> dict[str, float]:
+def correct_bias(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, float]:
     """Correct every layer that has a bias or a BatchNorm, in place.
 
     Args:
@@ -41,12 +42,13 @@ def correct_bias(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...]]) -> di
         ConfigError: its biases are corrected already.
     """
     require_float_biases(gm, "correct_bias")
+    inputs = read_batches(gm, batches, "correct_bias")
     enable_quantization(gm)
     gm.provenance.bias_corrected = True  # before the first: an interrupt leaves some of them corrected
     found: dict[str, float] = {}
     with eval_mode(gm):
         segments = split(gm, max_layers=1)
-        exact = [inputs_of(gm, batch) for batch in batches]
+        exact = [inputs_of(gm, batch) for batch in inputs]
         rounded = [dict(values) for values in exact]
         for i, segment in enumerate(segments):
             targets = segment.run(exact, quantized=False)

@@ -12,7 +12,7 @@ often clipped keeps its factor 1, and no other is made so large that it would be
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.ops.identify import identify
 from fxqat.ops.table import IDENTITY
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.fx_graph import called_module, calls_of, only_user
 
@@ -77,7 +78,7 @@ class Room:
 
 def equalize(
     gm: QuantGraphModule,
-    batches: Sequence[Any] = (),
+    batches: Iterable[Any] = (),
     *,
     iterations: int = 20,
     absorb_bias: bool = True,
@@ -102,6 +103,7 @@ def equalize(
     """
     if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
         raise CalibrationError("equalize changes the ranges of weights and values: call it before calibration")
+    check_batches(batches, "equalize")
     if replace_relu6:
         _replace_relu6(gm)
     with torch.no_grad():
@@ -129,7 +131,7 @@ def _replace_relu6(gm: QuantGraphModule) -> None:
             layer.activation = nn.ReLU().train(layer.training)
 
 
-def _rooms(gm: QuantGraphModule, batches: Sequence[Any]) -> dict[str, Room]:
+def _rooms(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, Room]:
     """By path, of the layers with a ReLU6 that ran."""
     peaks: dict[str, list[Tensor]] = defaultdict(list)
     clipped: dict[str, list[Tensor]] = defaultdict(list)
@@ -145,7 +147,7 @@ def _rooms(gm: QuantGraphModule, batches: Sequence[Any]) -> dict[str, Room]:
         for path, layer in clipping.items():
             stack.callback(layer.register_forward_hook(partial(watch, path)).remove)
         for batch in batches if clipping else ():
-            gm(*(batch if isinstance(batch, tuple) else (batch,)))
+            gm(*read_batch(gm, batch, "equalize"))
     means = {path: torch.stack(shares).mean(0) for path, shares in clipped.items()}
     return {path: Room(torch.stack(seen).amax(0), means[path] > OFTEN) for path, seen in peaks.items()}
 

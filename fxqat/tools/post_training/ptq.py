@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
+from fxqat.calibrate import calibrate
+from fxqat.config.config import parse_config
 from fxqat.custom_quantizer.backend_type import BackendType
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.state import enable_calibration, enable_quantization
+from fxqat.fake_quantize.state import enable_quantization
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.post_training.adaround_loop import Reconstruction
 from fxqat.tools.post_training.correct_bias import correct_bias as correct_every_bias
 from fxqat.tools.post_training.equalize import equalize as equalize_layers
 from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
+from fxqat.utils.batches import check_batches, read_batch
 
 
 def ptq(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
@@ -58,21 +60,21 @@ def ptq(
     Raises:
         ConfigError: no batches, ``replace_relu6`` without ``equalize``, or as ``prepare_by_platform``.
     """
+    check_batches(batches, "ptq")
+    batches = list(batches)
     if not batches:
         raise ConfigError("ptq: needs at least one batch of inputs")
     if replace_relu6 and not equalize:
         raise ConfigError("ptq: replace_relu6 is a part of the equalization: give equalize=True as well")
-    inputs = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=inputs[0]).eval()
+    fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
+    example = read_batch(model, batches[0], "ptq", fixed)
+    gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
     if equalize:
-        equalize_layers(gm, inputs, replace_relu6=replace_relu6)
-    enable_calibration(gm)
-    with torch.no_grad():
-        for batch in inputs:
-            gm(*batch)
+        equalize_layers(gm, batches, replace_relu6=replace_relu6)
+    calibrate(gm, batches, progress=progress)
     enable_quantization(gm)
     if reconstruct is not None:
-        reconstruct_segments(gm, inputs, reconstruct, correct_bias=correct_bias, progress=progress)
+        reconstruct_segments(gm, batches, reconstruct, correct_bias=correct_bias, progress=progress)
     elif correct_bias:
-        correct_every_bias(gm, inputs)
+        correct_every_bias(gm, batches)
     return gm

@@ -22,7 +22,7 @@ its error is least: few iterations may leave it worse than GPTQ does, and a corr
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
@@ -42,6 +42,7 @@ from fxqat.tools.post_training.adaround_loop import Reconstruction, learn, write
 from fxqat.tools.post_training.correct_bias import channel_means, require_float_biases, shift_means
 from fxqat.tools.post_training.gptq import compensated
 from fxqat.tools.post_training.segments import Segment, Values, inputs_of, needed_after, split
+from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.tensors import flatten_tensors
 
@@ -57,7 +58,7 @@ METHODS: Mapping[str, Reconstruction] = MappingProxyType(
 
 def reconstruct(
     gm: QuantGraphModule,
-    batches: Sequence[tuple[Any, ...]],
+    batches: Iterable[Any],
     method: str | Reconstruction = "QDrop",
     *,
     correct_bias: bool = False,
@@ -85,8 +86,7 @@ def reconstruct(
     """
     setting = _setting(method)
     require_float_biases(gm, "reconstruct")
-    if not batches:
-        raise ConfigError("reconstruct: needs at least one batch of inputs")
+    inputs = read_batches(gm, batches, "reconstruct")
     enable_quantization(gm)
     _require_plain_weights(gm)
     gm.provenance.bias_corrected = correct_bias  # before the first: an interrupt leaves some of them corrected
@@ -95,9 +95,9 @@ def reconstruct(
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
         torch.manual_seed(seed)
         segments = split(gm, setting.max_layers)
-        exact = [inputs_of(gm, batch) for batch in batches]
+        exact = [inputs_of(gm, batch) for batch in inputs]
         rounded = [dict(values) for values in exact]
-        for i, segment in enumerate(tqdm(segments, disable=not progress)):
+        for i, segment in enumerate(tqdm(segments, "reconstruct", leave=False, disable=None if progress else True)):
             targets = segment.run(exact, quantized=False)
             if segment.layers:
                 means = channel_means(segment, exact, quantized=False) if correct_bias else {}

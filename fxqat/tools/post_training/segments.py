@@ -97,10 +97,10 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     return [_segment(gm, part) for part in parts]
 
 
-def inputs_of(gm: QuantGraphModule, batch: Any) -> Values:
-    """A model's inputs, a tuple or one tensor, as the values that its first segments read."""
+def inputs_of(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> Values:
+    """The arguments of a model's forward, in order, as the values that its first segments read."""
     names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
-    return dict(zip(names, batch if isinstance(batch, (tuple, list)) else (batch,), strict=False))
+    return dict(zip(names, inputs, strict=False))
 
 
 def needed_after(segments: Sequence[Segment], batches: list[Values], written: list[Values]) -> list[Values]:

@@ -6,23 +6,23 @@ averages lag behind the statistics that the network has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxqat.errors import ConfigError
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import BN_TRAIN, QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.torch_compat import BatchNorm
 
 
 @torch.no_grad()
-def reestimate_batch_norm(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...]]) -> int:
+def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
     """Set the running statistics to the mean over some batches, in place; the model is quantized as it is.
 
     While they are measured every BatchNorm normalizes with the statistics of the batch, and the folded weights keep the
@@ -39,8 +39,7 @@ def reestimate_batch_norm(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...
     Raises:
         ConfigError: no batches.
     """
-    if not batches:
-        raise ConfigError("reestimate_batch_norm: needs at least one batch of inputs")
+    inputs = read_batches(gm, batches, "reestimate_batch_norm")
     layers = [layer for layer in gm.modules() if isinstance(layer, QATLayer) and layer.bn is not None]
     norms = [bn for bn in gm.modules() if isinstance(bn, BatchNorm) and bn.running_mean is not None]
     sums: dict[BatchNorm, tuple[Any, Any, int]] = {}
@@ -49,8 +48,8 @@ def reestimate_batch_norm(gm: QuantGraphModule, batches: Sequence[tuple[Any, ...
             stack.enter_context(_with_live_statistics(layer))
         for bn in norms:
             stack.enter_context(_measuring(bn, sums))
-        for batch in batches:
-            gm(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+        for batch in inputs:
+            gm(*batch)
     old = {layer: bn_factor(layer.bn) for layer in layers if layer.bn is not None}
     for bn, (mean, variance, count) in sums.items():
         assert bn.running_mean is not None

@@ -1,0 +1,79 @@
+"""The front door to calibration: observers watch each value while some batches pass through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from fxqat.errors import ConfigError
+from fxqat.fake_quantize.state import disable_all, enable_calibration
+from fxqat.utils.batches import check_batches, described, forward_of, read_batch
+from fxqat.utils.contexts import eval_mode
+from fxqat.utils.torch_compat import unwrap
+
+
+@torch.no_grad()
+def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None = None, progress: bool = True) -> int:
+    """Run batches through a prepared model while its observers watch, in eval mode and without gradients.
+
+    Afterwards observers and fake-quants are off, and every module is in the mode that it was in:
+    :func:`fxqat.enable_quantization` switches the fake-quants on. A second call adds its batches to those of the first.
+    Under ``torch.distributed`` every rank must call it; the ranks agree on the ranges at the end.
+
+    Args:
+        model: a prepared model, also wrapped by DDP or ``torch.compile``.
+        batches: an iterable (list, generator, DataLoader) of batches on any device. A batch is a tensor, a tuple or
+            list of the arguments of forward, or a dict of them by name. Labels are ignored: one item more than forward
+            has arguments, as of a DataLoader of ``(x, y)``, or the keys ``label``, ``labels``, ``target``, ``targets``.
+        max_batches: at most so many; None for all.
+        progress: show a progress bar if the output is a terminal.
+
+    Returns:
+        The number of batches that were used.
+
+    Raises:
+        CalibrationError: the model holds no fake-quant: it is not a model of ``prepare_by_platform``.
+        ConfigError: there are no batches, ``max_batches`` is not positive, or a batch does not fit forward; the message
+            says what the batch is and what forward takes.
+
+    Example:
+        >>> from fxqat import enable_quantization, prepare_by_platform
+        >>> gm = prepare_by_platform(nn.Linear(4, 2), "TSQAT")
+        >>> calibrate(gm, [(torch.ones(3, 4), torch.tensor([0, 1, 1]))])
+        1
+        >>> enable_quantization(gm)
+    """
+    if max_batches is not None and max_batches < 1:
+        raise ConfigError(f"calibrate: max_batches must be at least 1, or None for all batches, got {max_batches}")
+    check_batches(batches, "calibrate")
+    enable_calibration(model)
+    gm = unwrap(model)
+    total = min(filter(None, (length_hint(batches), max_batches)), default=None)
+    bar = tqdm(islice(batches, max_batches), "calibrate", total, leave=False, disable=None if progress else True)
+    count = 0
+    with eval_mode(gm):
+        for batch in bar:
+            _run(gm, batch, f"calibrate, batch {count}")
+            count += 1
+    if not count:
+        raise ConfigError("calibrate: needs at least one batch of inputs")
+    disable_all(model)
+    return count
+
+
+def _run(gm: nn.Module, batch: Any, where: str) -> None:
+    inputs = read_batch(gm, batch, where)
+    try:
+        gm(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{where}: {forward_of(gm)} fails on {described(batch)}: {type(error).__name__}: {error}"
+        ) from error
