@@ -223,7 +223,7 @@ def test_wrong_batches_are_errors(prepared):
     for wrong in (0, -1):
         with pytest.raises(ConfigError, match=f"max_batches must be at least 1, or None for all batches, got {wrong}"):
             fxqat.calibrate(gm, BATCHES, wrong)
-    with pytest.raises(CalibrationError, match="Linear holds no fake-quant module; pass the model that prepare_by"):
+    with pytest.raises(CalibrationError, match="Linear has no fake-quant: pass the model that prepare_by"):
         fxqat.calibrate(nn.Linear(2, 2), BATCHES)
 
 

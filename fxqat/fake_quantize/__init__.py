@@ -1,4 +1,4 @@
-"""Fake-quants simulate the rounding of one tensor and carry its gradient."""
+"""Fake-quants simulate the rounding of one tensor and define its gradient."""
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.dorefa import DoReFaFakeQuantize

@@ -1,4 +1,4 @@
-"""What every fake-quant module is: an observer, quantization parameters, two switches and a gradient."""
+"""The base of all fake-quants: an observer, quantization parameters, two switches and a gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ACTIVATION = "act_fake_quant"
 
 
 class Observer(Protocol):
-    """What a fake-quant needs of the observer it is given (see ``fxqat.observer.base``)."""
+    """What a fake-quant requires of its observer (see ``fxqat.observer.base``)."""
 
     min_val: Tensor
     max_val: Tensor
@@ -26,25 +26,25 @@ class Observer(Protocol):
         """Watch one tensor."""
 
     def reduce_over_ranks(self) -> bool:
-        """Agree with the other ranks, if there are any."""
+        """Agree with the other ranks on one range; returns whether there are any."""
 
     def has_seen_data(self) -> bool:
-        """Whether a tensor was watched."""
+        """Whether it watched a tensor."""
 
     def is_finite(self) -> bool:
-        """Whether the range is usable."""
+        """Whether the range is finite."""
 
 
 class FakeQuantizeBase(nn.Module):
     """Simulates the rounding of one tensor.
 
-    Subclasses have ``scale`` and ``zero_point``, as parameters or as buffers, or as properties that follow from what
-    they have instead; these write them in :meth:`store`.
+    A subclass has ``scale`` and ``zero_point`` as parameters or buffers. Or it computes them, as properties, from other
+    parameters, which :meth:`store` then sets.
 
     Args:
         scheme: how the tensor is quantized.
-        observer: the observer that supplies the range; its buffers have the shape of the parameters.
-        kind: ``"weight_fake_quant"`` or ``"act_fake_quant"``, what the state functions select by.
+        observer: supplies the range; its buffers have the shape of ``scale``.
+        kind: ``"weight_fake_quant"`` or ``"act_fake_quant"``; the state functions select by it.
         axis: the channel axis, for per-channel schemes and folding factors; None for activations.
 
     Attributes:
@@ -52,13 +52,14 @@ class FakeQuantizeBase(nn.Module):
         zero_point: integers (float32 storage) of the same shape.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
-        observed_state: for the owner of a weight, what it showed to the observer last; empty when observers go on.
+        observed_state: the state of the weight that its layer last showed to the observer; empty when observers are
+            switched on.
         scale_bits: significant bits of the scale in use.
-        learned: of the class: whether training moves scale or zero point.
-        weights_only: of the class: whether only weights can be quantized so.
+        learned: (of the class) training moves scale or zero point.
+        weights_only: (of the class) the method quantizes weights only.
 
     Raises:
-        ConfigError: the tensor is an activation, and the method is for weights only.
+        ConfigError: ``kind`` is an activation, but the method quantizes weights only.
     """
 
     learned: ClassVar[bool] = False
@@ -70,8 +71,8 @@ class FakeQuantizeBase(nn.Module):
         super().__init__()
         if self.weights_only and kind != WEIGHT:
             raise ConfigError(
-                f"{type(self).__name__} is for weights: what it does to them goes into the stored integers, and an "
-                "activation has none. Choose another fake-quant for activations, such as Learnable or PACT."
+                f"{type(self).__name__} is for weights only: it changes the stored integers, and an activation has "
+                "none. Choose another fake-quant for activations, such as Learnable or PACT."
             )
         self.scheme = scheme
         self.kind = kind
@@ -88,14 +89,17 @@ class FakeQuantizeBase(nn.Module):
             observer.max_val.fill_(high)
 
     def forward(self, x: Tensor, tensor_name: str = "", on_grid: bool = False, input_kept: bool = False) -> Tensor:
-        """Watch and round one tensor, as the switches say.
+        """Watch one tensor, and round it, if the switches are on.
 
         Args:
-            x: the tensor, any shape; its dtype is kept.
-            tensor_name: the name the value has in the exported file; used by export, without effect here.
-            on_grid: the value already lies on this quantizer's grid (a pass-through op of a quantized value), so that
-                rounding it again would change nothing; only export writes a Q/DQ pair here.
-            input_kept: x is kept for the backward pass anyhow, so that keeping it here costs no memory.
+            x: the tensor, any shape; None is returned as it is.
+            tensor_name: the name of the value in the exported file; only export uses it.
+            on_grid: the value is on this fake-quant's grid already (a pass-through op took it from a quantized value)
+                and is returned as it is. Only export writes a Q/DQ pair here.
+            input_kept: another op keeps x for the backward pass, so that saving it here costs no memory.
+
+        Returns:
+            The tensor, of x's shape and dtype.
         """
         if on_grid or not isinstance(x, Tensor):  # an optional input may be None
             return x
@@ -104,42 +108,43 @@ class FakeQuantizeBase(nn.Module):
         return self.quantize(x, input_kept=input_kept) if self.fake_quant_enabled else x
 
     def observe(self, x: Tensor) -> None:
-        """Watch one tensor and update the parameters from the range."""
+        """Watch one tensor and update scale and zero point from the range; a fixed range stays."""
         if self.scheme.fixed_range is None:
             self.observer(self.target(x))
             self.update_from_observer()
 
     @torch.no_grad()
     def update_from_observer(self) -> None:
-        """Set scale and zero point from the observed range; nothing happens while nothing was seen."""
+        """Set scale and zero point from the observed range; without data they stay."""
         seen = self.observer.min_val <= self.observer.max_val
         scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
         self.store(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
 
     @torch.no_grad()
     def store(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Write scale and zero point into what they are kept in."""
+        """Write scale and zero point to the parameters or buffers that hold them."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
     def attach(self, weight: Tensor) -> None:
-        """Learn which weight will be quantized, for state of its shape; called once, by the layer's maker."""
+        """Allocate state in the shape of the weight; called once, when the layer is made."""
 
     def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
-        """The real tensor that is rounded in the place of x: x itself, unless a method says otherwise.
+        """The real tensor that is rounded instead of x; x itself in most methods.
 
-        Observers, training and the export of weights ask it, so that the integers of all of them are the same. The Q/DQ
-        pair of an activation rounds x itself.
+        Observers, training and the export of weights use it, so that all of them see the same integers. The Q/DQ pair
+        of an activation rounds x itself.
 
-        Args: as :meth:`quantize`; the result, too, is what is multiplied by ``factor``.
+        Args: as :meth:`quantize`; the result is multiplied by ``factor`` as x is.
         """
         return x
 
     def qparams(self) -> tuple[Tensor, Tensor]:
-        """The parameters in use: ``(scale, zero_point)``, detached, valid (see the numerics contract).
+        """The parameters in use, detached, whatever was trained.
 
         Returns:
-            scale: float32 within ``[SCALE_MIN, SCALE_MAX]``; zero_point: float32 integers within the range.
+            ``(scale, zero_point)``, both float32: the scale within ``[SCALE_MIN, SCALE_MAX]``, the zero point an
+            integer within ``[quant_min, quant_max]``.
         """
         with torch.no_grad():
             zero_point = valid_zero_point(self.zero_point, self.scheme.quant_min, self.scheme.quant_max)
@@ -147,7 +152,7 @@ class FakeQuantizeBase(nn.Module):
 
     @torch.no_grad()
     def used_scale(self) -> Tensor:
-        """The first of :meth:`qparams` alone."""
+        """The scale in use: the first result of :meth:`qparams`."""
         return valid_scale(self.scale, self.scale_bits)
 
     def quantize(
@@ -157,11 +162,14 @@ class FakeQuantizeBase(nn.Module):
 
         Args:
             x: any shape.
-            factor: ``(channels,)`` along ``axis``; quantize ``x * factor`` and divide the factor out again. The grid
-                is scaled instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
-            used_scale: a scale to use instead, ``(channels,)`` or ``()``, with the scale's gradient (where the bias
-                needs a larger one).
-            input_kept: as in :meth:`forward`; a parameter is.
+            factor: ``(channels,)`` along ``axis``; quantizes ``x * factor`` and divides the result by it. The grid is
+                divided instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
+            used_scale: ``()`` or ``(channels,)``; replaces the scale (where the bias needs a larger one). The gradient
+                still goes to ``scale``.
+            input_kept: as in :meth:`forward`; true for parameters.
+
+        Returns:
+            Of x's shape and dtype.
         """
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
@@ -180,11 +188,11 @@ class FakeQuantizeBase(nn.Module):
         )
 
     def grad_scale(self, x: Tensor) -> float:
-        """The multiplier of the parameters' gradients; of no effect where they are not learned."""
+        """The multiplier of the gradients of scale and zero point, where these are learned."""
         return 1.0
 
     def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Overwrite the parameters, and the observed range with the range they cover."""
+        """Set scale and zero point, and the observed range to the range that they cover."""
         with torch.no_grad():
             self.store(scale, zero_point)
             low, high = covered_range(scale, zero_point, self.scheme)
@@ -205,7 +213,7 @@ class FakeQuantizeBase(nn.Module):
         return f"{self.scheme}, observer={self.observer_enabled}, fake_quant={self.fake_quant_enabled}"
 
     def initial_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point before calibration: of the fixed range if there is one, else one unit per step."""
+        """Scale and zero point before calibration: from the fixed range if there is one, else scale 1."""
         if self.scheme.fixed_range is not None:
             return choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
         zero_point = self.scheme.symmetric_zero_point if self.scheme.symmetric else self.scheme.quant_min

@@ -1,4 +1,4 @@
-"""DoReFa: weights are quantized behind a tanh.
+"""DoReFa: weights pass through a tanh before they are rounded.
 
 Zhou et al. 2016, "DoReFa-Net: Training Low Bitwidth Convolutional Neural Networks with Low Bitwidth Gradients"
 (arXiv:1606.06160), equations 9 and 10 (section 2.3).
@@ -14,18 +14,18 @@ from fxqat.numerics import SCALE_MIN, per_axis
 
 
 class DoReFaFakeQuantize(FixedFakeQuantize):
-    """Fake-quant of weights: what is rounded is ``max|w| * tanh(w) / max|tanh(w)|``.
+    """Fake-quant of weights that rounds ``max|w| * tanh(w) / max|tanh(w)|``.
 
-    The rounding passes the gradient straight through, the tanh and the maximum have theirs (equation 10). The file
-    holds the integers of the transformed weight. Two things differ from the paper, whose grid is
+    The gradient passes the rounding unchanged; tanh and maximum have their own (equation 10). The file stores the
+    integers of the transformed weight. Two things differ from the paper, whose grid is
     ``2 / (2**k - 1) * integer - 1``:
 
-    1. ONNX represents 0 exactly, which the paper's grid does not hold: here the integers are those of the scheme.
-    2. The paper drops the size of the weights (the factor ``max|w|``), which a BatchNorm behind them makes good. Here
-       the weight is quantized with the BatchNorm folded in, so its size counts.
+    1. The paper's grid does not contain 0, which ONNX represents exactly. Here the integers are those of the scheme.
+    2. The paper drops the factor ``max|w|``, because a BatchNorm after the layer compensates for it. Here the weight is
+       quantized after BatchNorm is folded into it, so its magnitude matters.
 
-    Nothing is learned: the scale is the calibrated one. ``enable_quantization(model, weight_cali_on=True)`` has it
-    follow the weights, as in the paper. The maximum is taken per channel for per-channel schemes.
+    The scale is not learned but calibrated. With ``enable_quantization(model, weight_cali_on=True)`` it follows the
+    weights, as in the paper. Per-channel schemes take the maximum per channel.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
 
@@ -36,7 +36,7 @@ class DoReFaFakeQuantize(FixedFakeQuantize):
     weights_only = True
 
     def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
-        """The transformed weight (equation 9); of ``x * factor``, divided by the factor again, if there is one."""
+        """The transformed weight (equation 9); with a factor, that of ``x * factor``, divided by the factor."""
         if factor is not None:
             wide = per_axis(factor, x.dim(), self.axis)
             return self.target(x * wide) / wide

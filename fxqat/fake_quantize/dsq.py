@@ -18,26 +18,26 @@ from fxqat.fake_quantize.surrogate import SurrogateFakeQuantize
 from fxqat.scheme import QuantizeScheme
 
 ALPHA_MIN = 2.0**-10
-"""Smallest softness: the staircase is next to a hard one, and its steps do not overflow."""
+"""Smallest softness: the staircase is nearly hard, and its steps do not overflow."""
 
 ALPHA_MAX = 0.5
 """Largest softness, the paper's bound."""
 
 
 class DSQFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
-    """Rounds as deployed, with the gradient of the tanh staircase.
+    """Rounds as deployed and has the gradient of a staircase of tanh steps.
 
     With ``v`` the distance of x to the lower end of the range in steps, ``i = floor(v)`` the interval it lies in and
     ``k = log(2 / alpha - 1)``::
 
         phi = tanh(k * (v - i - 1/2)) / (1 - alpha)
-        Q_S = lower end + scale * (i + (phi + 1) / 2)        within the range, its ends outside
+        Q_S = lower end + scale * (i + (phi + 1) / 2)        inside the range, its ends outside
 
-    1. x, scale and zero point have the gradient of Q_S, those of scale and zero point multiplied by LSQ's gradient
-       scale. The paper learns the ends of the range; they are ``(quant_min - zero_point) * scale`` and
+    1. x, scale and zero point have the gradient of Q_S; for scale and zero point it is multiplied by LSQ's gradient
+       scale. The paper learns the ends of the range instead: ``(quant_min - zero_point) * scale`` and
        ``(quant_max - zero_point) * scale``.
-    2. alpha is learned, too; used is its value clamped to ``[ALPHA_MIN, ALPHA_MAX]``. With weight decay on alpha, as in
-       the paper, the staircase hardens.
+    2. alpha is learned as well, and clamped to ``[ALPHA_MIN, ALPHA_MAX]`` where it is used. With weight decay on alpha,
+       as in the paper, the staircase hardens.
 
     Args:
         scheme: how the tensor is quantized.
@@ -66,7 +66,7 @@ class DSQFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
         self.alpha = nn.Parameter(torch.tensor(float(alpha)))
 
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
-        """Q_S."""
+        """The soft staircase Q_S."""
         grid, low, high = self.learned_steps(x, used_scale)
         learned = finite_gradient(self.alpha)
         used = torch.nan_to_num(self.alpha.detach(), nan=ALPHA_MAX).clamp(ALPHA_MIN, ALPHA_MAX)

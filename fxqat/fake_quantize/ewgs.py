@@ -20,13 +20,13 @@ from fxqat.scheme import QuantizeScheme
 
 
 class EWGSFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
-    """LSQ's quantizer with the gradient of the rounding scaled element by element.
+    """LSQ's quantizer; the gradient of its rounding is scaled element by element.
 
-    Behind the clipping the paper has ``x_n``, in units of the range, and rounds it to ``x_q``. With ``g`` the gradient
-    to ``x_q``, that to ``x_n`` is ``g * (1 + delta * sign(g) * (x_n - x_q))``: smaller where the step, against the
-    gradient, goes towards the near rounding boundary, and larger where it goes towards the far one. Gradients to x, and
-    by way of x to scale and zero point, follow from it by the chain rule; those of scale and zero point are multiplied
-    by LSQ's gradient scale. With ``delta=0`` this is ``Learnable``.
+    The paper clips x to ``x_n``, in units of the range, and rounds that to ``x_q``. With ``g`` the gradient of ``x_q``,
+    the gradient of ``x_n`` is ``g * (1 + delta * sign(g) * (x_n - x_q))``: smaller where the step against the gradient
+    goes to the near rounding boundary, larger where it goes to the far one. The gradients of x, scale and zero point
+    follow by the chain rule; those of scale and zero point are multiplied by LSQ's gradient scale. With ``delta=0``
+    this is ``Learnable``.
 
     Args:
         scheme: how the tensor is quantized.
@@ -34,8 +34,8 @@ class EWGSFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
         kind: weight or activation.
         axis: channel axis, None for activations.
         grad_factor: see :class:`~fxqat.fake_quantize.learnable.LearnableFakeQuantize`.
-        delta: the scaling factor, at least 0. The paper sets it from the trace of the Hessian during the training;
-            here it is a constant, and ``quant.delta`` may be set between epochs.
+        delta: the scaling factor, at least 0. The paper updates it from the trace of the Hessian during training. Here
+            it is constant; you may set ``quant.delta`` between epochs.
 
     Raises:
         ConfigError: ``delta`` is negative or not finite, or ``grad_factor`` is not positive.
@@ -56,7 +56,7 @@ class EWGSFakeQuantize(SurrogateFakeQuantize, LearnableFakeQuantize):
         self.delta = delta
 
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
-        """Clip, round with the scaled gradient, and go back to real units."""
+        """Clip, round with the scaled gradient, and convert back to real units."""
         grid, low, high = self.learned_steps(x, used_scale)
         steps = torch.clamp(x / grid, low, high)
         per_range = self.delta / (self.scheme.quant_max - self.scheme.quant_min)

@@ -1,4 +1,4 @@
-"""The fake-quants by the names that backends and users write."""
+"""The table of fake-quants, by the names that backends and users write."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FAKE_QUANTIZES: dict[str, type[FakeQuantizeBase]] = {
 }
 
 ALIASES: Mapping[str, str] = MappingProxyType({"LSQ": "Learnable", "LSQPlus": "Learnable", "Tqt": "TQT"})
-"""Other libraries' names of rows: MQBench's, without ``FakeQuantize`` at the end, where they differ."""
+"""Names in other libraries, without ``FakeQuantize`` at the end, where they differ from ours."""
 
 
 def not_learned(config: TensorQConfig) -> TensorQConfig:
-    """The same with ``Fixed`` for a row that training moves; a class of the user's own stays."""
+    """A copy with ``Fixed`` instead of a fake-quant that learns; a class of the user's own stays."""
     row = FAKE_QUANTIZES.get(config.fake_quantize) if isinstance(config.fake_quantize, str) else None
     if row is None or not row.learned:
         return config

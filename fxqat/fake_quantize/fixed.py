@@ -7,7 +7,7 @@ from fxqat.scheme import QuantizeScheme
 
 
 class FixedFakeQuantize(FakeQuantizeBase):
-    """Fake-quant whose parameters are buffers; the input's gradient is the straight-through estimator.
+    """Fake-quant whose scale and zero point are buffers; the input has the straight-through gradient.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
     """

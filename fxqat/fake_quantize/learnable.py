@@ -1,4 +1,4 @@
-"""Learnable: the scale (LSQ), and for asymmetric schemes also the zero point (LSQ+), are trained."""
+"""Learnable: trains the scale (LSQ) and, for asymmetric schemes, the zero point (LSQ+)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from fxqat.scheme import QuantizeScheme
 class LearnableFakeQuantize(FakeQuantizeBase):
     """Fake-quant with a learned step size.
 
-    The gradients are those of :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE`; the scale's is multiplied by
-    ``grad_factor / sqrt(n * quant_max)`` with n the number of weights, or of features of one sample.
-    The zero point is learned in units of steps and rounded in the forward pass: LSQ+ learns the offset ``beta`` in real
-    units instead, which is ``-zero_point * scale``, and would not represent 0 exactly.
+    The gradients are those of :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE`. Those of scale and zero
+    point are multiplied by ``grad_factor / sqrt(n * quant_max)``, with n the number of weights that share a scale or,
+    for activations, the number of features of one sample.
+    The zero point is learned in steps and rounded in the forward pass. LSQ+ learns the offset ``beta = -zero_point *
+    scale`` in real units instead, which would not represent 0 exactly.
 
     Args:
         scheme: how the tensor is quantized.
         observer: supplies the initial range.
         kind: weight or activation.
         axis: channel axis, None for activations.
-        grad_factor: extra multiplier of the gradient, 1 as in the paper.
+        grad_factor: additional multiplier of the gradient; 1 in the paper.
 
     Raises:
         ConfigError: ``grad_factor`` is not positive.
@@ -37,7 +38,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     ) -> None:
         super().__init__(scheme, observer, kind, axis)
         if not grad_factor > 0:
-            raise ConfigError(f"Learnable: grad_factor must be positive, got {grad_factor}")
+            raise ConfigError(f"{type(self).__name__}: grad_factor must be positive, got {grad_factor}")
         self.grad_factor = grad_factor
         scale, zero_point = self.initial_qparams()
         self.scale = nn.Parameter(scale)
@@ -47,7 +48,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
             self.zero_point = nn.Parameter(zero_point)
 
     def grad_scale(self, x: Tensor) -> float:
-        """LSQ's gradient scale ``1 / sqrt(n * quant_max)``."""
-        parts = self.scale.numel() if self.kind == WEIGHT else (x.shape[0] if x.dim() else 1)
-        n = x.numel() // max(1, parts)
+        """LSQ's gradient scale ``grad_factor / sqrt(n * quant_max)``."""
+        shares = self.scale.numel() if self.kind == WEIGHT else (x.shape[0] if x.dim() else 1)
+        n = x.numel() // max(1, shares)
         return float(self.grad_factor / (max(1, n) * max(1, self.scheme.quant_max)) ** 0.5)

@@ -1,4 +1,4 @@
-"""Oscillation: low-bit weights that jump between two integers are counted, and frozen.
+"""Oscillation: detects low-bit weights that jump between two integers, and freezes them.
 
 Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training" (arXiv:2203.11086): section 4.1, equation 4
 (frequency), and section 4.3, algorithm 1 (iterative freezing). Its dampening is ``fxqat.tools.training.dampening``.
@@ -21,19 +21,19 @@ from fxqat.scheme import QuantizeScheme
 
 
 class OscillationFakeQuantize(LearnableFakeQuantize):
-    """``Learnable`` for weights, which follows the integer of every weight from one training step to the next.
+    """``Learnable`` for weights that tracks the integer of every weight over the training steps.
 
-    A weight oscillates in a step if its integer changes in the direction opposite to its last change. With ``o`` 1 in
-    such a step and else 0, and m the momentum::
+    A weight oscillates in a step if its integer changes in the direction opposite to its last change. With ``o = 1`` in
+    such a step, else 0, and m the momentum::
 
         frequency = m * o + (1 - m) * frequency                      (equation 4)
         average   = m * integer + (1 - m) * average
 
-    Once the frequency of a weight exceeds ``freeze_threshold``, it is frozen to ``round(average)`` for good
-    (algorithm 1): what is rounded, in training and in the file, is that integer times the scale, which goes on
-    learning. Integers are counted from the zero point.
+    Once the frequency of a weight exceeds ``freeze_threshold``, its integer is frozen to ``round(average)`` for good
+    (algorithm 1). In training and in the file, the weight is then that integer times the scale, which is still learned.
+    Integers are relative to the zero point.
 
-    Each training pass is a step; passes in eval mode are not. All of it stays on the device.
+    Every forward pass in training mode is a step; passes in eval mode are not. Nothing synchronizes with the device.
 
     Args:
         scheme: how the weight is quantized.
@@ -42,15 +42,16 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
         axis: channel axis.
         grad_factor: see :class:`~fxqat.fake_quantize.learnable.LearnableFakeQuantize`.
         momentum: m, in (0, 1].
-        freeze_threshold: the frequency above which a weight is frozen, at least 0; infinity only counts. The paper
-            lowers it during the training by a cosine: see :func:`set_freeze_threshold`.
+        freeze_threshold: the frequency above which a weight is frozen, at least 0; infinity freezes none. The paper
+            lowers it during training with a cosine schedule: see :func:`set_freeze_threshold`.
 
     Attributes:
-        frequency: of every weight; None until the weight is known, as the others.
+        frequency: of the oscillation of every weight, in the weight's shape, as the four that follow. All five are
+            None until :meth:`attach`.
         average: the moving average of the integers.
         integer: the last integer, NaN before the first step.
-        direction: of the last change, -1, 0 or 1.
-        frozen: which weights are frozen.
+        direction: the sign of the last change, -1, 0 or 1.
+        frozen: boolean, which weights are frozen.
         freeze_threshold: ``()``.
 
     Raises:
@@ -85,14 +86,14 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
             self.register_buffer(name, None)
 
     def attach(self, weight: Tensor) -> None:
-        """Make the state of every weight."""
+        """Allocate the state of every weight."""
         zeros = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False)
         self.frequency, self.average, self.direction = zeros, zeros.clone(), zeros.clone()
         self.integer = torch.full_like(zeros, math.nan)
         self.frozen = torch.zeros_like(zeros, dtype=torch.bool)
 
     def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
-        """The weight, with the frozen ones replaced by their integers times the scale."""
+        """The weight, with every frozen value replaced by its integer times the scale."""
         if self.integer is None or self.frozen is None:
             return x
         used_scale = self.used_scale() if used_scale is None else used_scale
@@ -104,7 +105,7 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
     def quantize(
         self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
     ) -> Tensor:
-        """Count a training step, then round as :class:`~fxqat.fake_quantize.learnable.LearnableFakeQuantize` does."""
+        """Update the state in training mode, then round as ``Learnable`` does."""
         if self.training:
             self._count(x, factor, used_scale)
         return super().quantize(x, factor, used_scale, input_kept)
@@ -127,7 +128,7 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
         frozen.logical_or_(freezes)
 
     def _integers(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None) -> Tensor:
-        """Integers from the zero point on."""
+        """The integers, relative to the zero point."""
         scale, zero_point = self.qparams()
         scale = scale if used_scale is None else used_scale
         grid = scale if factor is None else scale / factor
@@ -136,10 +137,13 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
 
 
 def frequency(model: nn.Module) -> dict[str, Tensor]:
-    """How often each weight oscillates: tensors of the weights' shapes by the path of their fake-quant.
+    """How often each weight oscillates, by the path of its fake-quant.
 
-    ``{name: f.gt(0.005).float().mean() for name, f in frequency(model).items()}`` is the share of oscillating weights
-    that the paper's tables give. Copies, on the device; nothing waits for it.
+    The paper's tables give the share of oscillating weights:
+    ``{name: f.gt(0.005).float().mean() for name, f in frequency(model).items()}``.
+
+    Returns:
+        Copies in the shapes of the weights, on their device.
 
     Source: Nagel et al. 2022 (arXiv:2203.11086), equation 4.
     """
@@ -148,13 +152,13 @@ def frequency(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen(model: nn.Module) -> dict[str, Tensor]:
-    """Which weights are frozen: boolean tensors, as :func:`frequency`."""
+    """Which weights are frozen: boolean tensors, otherwise as :func:`frequency`."""
     found = ((name, quant.frozen) for name, quant in _counting(model))
     return {name: values.clone() for name, values in found if values is not None}
 
 
 def set_freeze_threshold(model: nn.Module, threshold: float) -> None:
-    """Freeze what oscillates more often than this from now on; what is frozen stays so.
+    """Set the frequency above which weights are frozen from now on; frozen weights stay frozen.
 
     Args:
         model: a prepared model.
@@ -167,7 +171,8 @@ def set_freeze_threshold(model: nn.Module, threshold: float) -> None:
     quants = list(_counting(model))
     if not quants:
         raise ConfigError(
-            "no weight of the model has the Oscillation fake-quant; prepare it with w_fakequantize: 'Oscillation'"
+            "no weight of the model has the Oscillation fake-quant: prepare the model with "
+            "{'extra_qconfig_dict': {'w_fakequantize': 'Oscillation'}}"
         )
     for _, quant in quants:
         quant.freeze_threshold.fill_(threshold)

@@ -1,4 +1,4 @@
-"""PACT: the clipping value is learned.
+"""PACT: learns the clipping values.
 
 Choi et al. 2018, "PACT: Parameterized Clipping Activation for Quantized Neural Networks" (arXiv:1805.06085), equations
 1 to 3.
@@ -16,29 +16,29 @@ from fxqat.numerics import per_axis
 from fxqat.scheme import QuantizeScheme
 
 SCALE_BITS = 21
-"""Significant bits of a scale that survive the roundings on its way into the clipping values and back."""
+"""Significant bits of a scale that survive its conversion into clipping values and back."""
 
 
 class PACTFakeQuantize(SurrogateFakeQuantize):
     """Fake-quant with learned clipping values; scale and zero point follow from them.
 
-    ``y = clip(x, 0, alpha)`` (equation 1), rounded to ``n`` steps of ``alpha / n`` (equation 2), with the gradient 1 to
-    alpha where ``x >= alpha`` and 0 elsewhere (equation 3); to x it is 1 where x is not clipped. The paper's
-    activations come out of a ReLU. For the others:
+    ``y = clip(x, 0, alpha)`` (equation 1), rounded to ``n`` steps of ``alpha / n`` (equation 2). The gradient of alpha
+    is 1 where ``x >= alpha`` and 0 elsewhere (equation 3); that of x is 1 where x is not clipped. The paper quantizes
+    the results of a ReLU. Other values:
 
-    * symmetric schemes: ``clip(x, -alpha, alpha)``; both sides have a share in alpha's gradient;
-    * asymmetric schemes: ``clip(x, -beta, alpha)``, both learned. Behind a ReLU beta is calibrated to 0 and gets no
+    * symmetric schemes: ``clip(x, -alpha, alpha)``; both sides contribute to alpha's gradient;
+    * asymmetric schemes: ``clip(x, -beta, alpha)``, both learned. After a ReLU beta is calibrated to 0 and gets no
       gradient: this is the paper's quantizer.
 
-    The values clip where the integers end, which is next to alpha where the scale has few significant bits. A scale has
-    21 of them at most. Where nothing is clipped, nothing is learned: the paper adds an L2 penalty on alpha to the loss
-    (section 3), which is the optimizer's affair here. Give the parameters whose names end in ``alpha`` and ``beta`` a
-    weight decay of their own.
+    Values are clipped at the largest integer times the scale, which differs slightly from alpha when the scale has few
+    significant bits (21 at most). alpha and beta learn only from clipped values. The paper therefore adds an L2 penalty
+    on alpha to the loss (section 3). Here, use weight decay for the parameters whose names end in ``alpha`` and
+    ``beta``.
 
-    Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`; weights too, per tensor or per channel.
+    Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`; for weights and activations.
 
     Attributes:
-        alpha: ``()`` or ``(channels,)``, real units; its sign does not count.
+        alpha: ``()`` or ``(channels,)``, real units; its sign is ignored.
         beta: of the same shape, None for symmetric schemes.
     """
 
@@ -62,20 +62,20 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
 
     @property
     def zero_point(self) -> Tensor:  # type: ignore[override]
-        """The integer that 0 is mapped to."""
+        """The integer that represents 0."""
         if self.beta is None:
             return torch.full_like(self.alpha.detach(), self.scheme.symmetric_zero_point)
         return self.scheme.quant_min + torch.round(self.beta.detach().abs() / self.used_scale())
 
     @torch.no_grad()
     def store(self, scale: Tensor, zero_point: Tensor) -> None:
-        """Set the clipping values to the ends of the range."""
+        """Set alpha and beta to the ends of the range that scale and zero point cover."""
         self.alpha.copy_((self.scheme.quant_max - zero_point) * scale)
         if self.beta is not None:
             self.beta.copy_((zero_point - self.scheme.quant_min) * scale)
 
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
-        """Equation 1, clipping where the integers end."""
+        """Equation 1, clipping at the ends of the integer range."""
         zero_point = self.qparams()[1]
         upper = magnitude(finite_gradient(self.alpha))
         lower = upper if self.beta is None else magnitude(finite_gradient(self.beta))

@@ -1,4 +1,4 @@
-"""What the gradients of fake-quants are built of, where a method is written in plain differentiable operations."""
+"""Building blocks for the gradients of fake-quants that are written in plain differentiable operations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def straight_through(surrogate: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the forward pass, bit by bit, and the gradient of ``surrogate`` in the backward pass.
+    """Exactly ``value`` in the forward pass, with the gradient of ``surrogate`` in the backward pass.
 
-    ``surrogate + (value - surrogate).detach()`` is not this: its sum is rounded, and off the grid for some values.
+    ``surrogate + (value - surrogate).detach()`` is not exact: the sum is rounded and leaves the grid for some values.
 
     Args:
         surrogate: differentiable, any shape.
-        value: of the same shape and without a gradient.
+        value: of the same shape, without a gradient.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432), section 4.
 
@@ -30,29 +30,29 @@ def straight_through(surrogate: Tensor, value: Tensor) -> Tensor:
 
 
 def finite_gradient(parameter: Tensor, multiplier: float = 1.0) -> Tensor:
-    """A parameter as it is, whose gradient is multiplied by a number, with 0 for what is not finite in it.
+    """The parameter unchanged; its gradient is multiplied by a number, and NaN and infinity in it become 0.
 
-    One bad batch so cannot destroy a learned parameter.
+    So one bad batch cannot destroy a learned parameter.
 
     Args:
         parameter: any shape.
-        multiplier: of its gradient.
+        multiplier: multiplier of the gradient.
     """
     return _FiniteGradient.apply(parameter, multiplier)  # type: ignore[no-any-return]
 
 
 def magnitude(parameter: Tensor) -> Tensor:
-    """``|parameter|``, whose gradient does not vanish at 0: there it is that of a positive number."""
+    """``|parameter|`` with the gradient of a positive number at 0, where that of ``abs`` is 0."""
     return parameter * torch.where(parameter.detach() < 0, -1.0, 1.0)
 
 
 def learned_grid(scale: Tensor, used_scale: Tensor, multiplier: float) -> Tensor:
-    """The scale in use, with a gradient to the one that is learned.
+    """The scale in use, with a gradient to the learned scale.
 
     Args:
-        scale: what is learned; its sign does not count.
-        used_scale: ``scale`` after rounding, clamping or raising, of its shape.
-        multiplier: of the gradient; what is not finite in it becomes 0.
+        scale: the learned parameter; its sign is ignored.
+        used_scale: ``scale`` after it was rounded, clamped or raised, of the same shape.
+        multiplier: multiplier of the gradient; NaN and infinity in it become 0.
     """
     return straight_through(magnitude(finite_gradient(scale, multiplier)), used_scale)
 

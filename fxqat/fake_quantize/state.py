@@ -1,9 +1,9 @@
-"""The state of a prepared model: which observers watch and which fake-quants round.
+"""Switch the observers and fake-quants of a prepared model on and off.
 
 Every function is idempotent, accepts a model wrapped by DDP or ``torch.compile``, and raises
-:class:`~fxqat.errors.CalibrationError` if the model holds no fake-quant. The switches are Python bools, part of the
-state dict. Under ``torch.distributed`` the ranks agree on the ranges when observers are switched off, so every rank
-must call the function.
+:class:`~fxqat.errors.CalibrationError` if the model has no fake-quant. The switches are Python bools in the state dict.
+Under ``torch.distributed`` the ranks agree on the ranges when observers are switched off, so every rank must call the
+function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def named_fake_quants(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]
 
 
 def enable_calibration(model: nn.Module) -> None:
-    """Observers on, fake-quant off: the forward passes that follow collect ranges."""
+    """Observers on, fake-quant off: the next forward passes collect ranges."""
     _switch(model, ALL, observe=True, quantize=False)
 
 
@@ -36,6 +36,10 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = AL
     Args:
         model: a prepared model.
         quantizer_type: ``"weight_fake_quant"``, ``"act_fake_quant"`` or ``"fake_quant"`` for both.
+
+    Raises:
+        ConfigError: ``quantizer_type`` is none of these.
+        CalibrationError: the model has no fake-quant.
     """
     _switch(model, quantizer_type, observe=True, quantize=False)
 
@@ -43,7 +47,7 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = AL
 def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL) -> None:
     """Observers and fake-quant on for one kind, both off for the rest.
 
-    Args: as :func:`enable_calibration_woquantization`.
+    Args and errors: as :func:`enable_calibration_woquantization`.
     """
     _switch(model, quantizer_type, observe=True, quantize=True)
 
@@ -53,11 +57,12 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
 
     Args:
         model: a prepared and calibrated model.
-        weight_cali_on: keep watching weights.
-        act_cali_on: keep watching activations.
+        weight_cali_on: the observers of weights stay on.
+        act_cali_on: the observers of activations stay on.
 
     Raises:
-        CalibrationError: an observer saw no data, or NaN / infinity; the message names the quantizers.
+        CalibrationError: an observer saw no data, or saw NaN or infinity (the message names the fake-quants), or the
+            model has no fake-quant.
     """
     quants = _fake_quants(model)
     for _, quant in quants:
@@ -79,10 +84,10 @@ def enable_all(model: nn.Module) -> None:
 
 
 def require_calibrated(model: nn.Module) -> None:
-    """Check that every fake-quant has a usable range.
+    """Check that every fake-quant has a finite range.
 
     Raises:
-        CalibrationError: some have none; the message names them.
+        CalibrationError: some have none (the message names them), or the model has no fake-quant.
     """
     quants = _fake_quants(model)
     unseen = [name for name, quant in quants if not quant.observer.has_seen_data()]
@@ -95,7 +100,7 @@ def require_calibrated(model: nn.Module) -> None:
     if broken:
         raise CalibrationError(
             f"NaN or infinity reached {len(broken)} of {len(quants)} quantizers during calibration: {_some(broken)}. "
-            "Look at the first of them: check the calibration data for NaN and the float model for overflow, then "
+            "Start with the first: look for NaN in the calibration data and for overflow in the float model, then "
             "prepare the model again."
         )
 
@@ -121,7 +126,7 @@ def _fake_quants(model: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:
     quants = list(named_fake_quants(model))
     if not quants:
         raise CalibrationError(
-            f"{type(model).__name__} holds no fake-quant module; pass the model that prepare_by_platform returned"
+            f"{type(model).__name__} has no fake-quant: pass the model that prepare_by_platform returned"
         )
     return quants
 

@@ -1,4 +1,4 @@
-"""Fake-quantization with a straight-through gradient: one function for fixed and learned parameters."""
+"""Fake-quantization with straight-through gradients, for fixed and for learned parameters."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from fxqat.numerics import fake_quantize, per_axis, valid_scale, valid_zero_poin
 from fxqat.scheme import FLOAT32_BITS
 
 SMALL = 2**16
-"""Elements of a tensor that is kept for the backward pass as it is."""
+"""Up to this many elements, the input is saved for the backward pass as it is."""
 
 
 class FakeQuantizeSTE(torch.autograd.Function):
     """``x_hat = fake_quantize(x)`` with gradients for x, scale and zero point.
 
-    The grid is ``s = used_scale / factor``, with ``valid_scale(scale, scale_bits)`` for ``used_scale`` where the caller
-    does not give another one (that of a weight whose scale was raised). With ``q = x / s + zero_point``,
-    ``g`` the incoming gradient and "inside" meaning quant_min < q < quant_max:
+    The grid is ``s = used_scale / factor``. ``used_scale`` defaults to ``valid_scale(scale, scale_bits)``; a weight
+    whose scale was raised gives another one. With ``q = x / s + zero_point``, ``g`` the incoming gradient, and "inside"
+    meaning quant_min < q < quant_max, the gradients are:
 
     * x: g inside, 0 outside (straight-through estimator);
-    * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; to ``scale`` by the chain rule;
+    * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; that of ``scale`` by the chain rule;
     * zero_point: sum of ``-g * s`` outside.
 
-    The scale and zero-point gradients are multiplied by ``grad_scale``; what is not finite in them becomes 0, so that
-    one bad batch cannot destroy a learned parameter. All of it runs in float32, also when x is half precision; the
-    result has x's dtype. ``factor`` and ``used_scale`` are constants here; the rounding of the scale to its
-    significant bits passes the gradient straight through.
+    The gradients of scale and zero point are multiplied by ``grad_scale``. NaN and infinity in them become 0, so that
+    one bad batch cannot destroy a learned parameter. Everything is computed in float32, also for half-precision x; the
+    result has x's dtype. ``factor`` and ``used_scale`` are constants here. The gradient passes straight through the
+    rounding of the scale to its significant bits.
 
-    ``input_kept`` says that x outlives the forward pass anyhow. Where it does not, ``x_hat - x`` is saved in bfloat16
-    instead of a float32 x, and the gradient's x is exact to 1/500 of a step. A small x is saved all the same: there, an
-    operation more in either pass weighs more than the memory.
+    ``input_kept`` means that another op keeps x after the forward pass. If none does, ``x_hat - x`` is saved in
+    bfloat16 instead of x in float32; the backward pass then knows x to 1/500 of a step. A small x is saved as it is,
+    because one more operation in each pass costs more than its memory.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
     Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
     """
 
     @staticmethod
-    def forward(  # noqa: D102  the class says it all
+    def forward(  # noqa: D102  described by the class
         ctx: Any,
         x: Tensor,
         scale: Tensor,
@@ -59,7 +59,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
         grid = used_scale if factor is None else used_scale / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max)
         x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
-        # x_hat is kept alive by the layer that reads it anyhow; in half precision it is cheaper to compute it again
+        # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
         full_precision = x.dtype == torch.float32
         saved, saved_x_hat = x, x_hat if full_precision else None
         input_kept = input_kept or (x.numel() <= SMALL and not torch.compiler.is_compiling())
@@ -72,7 +72,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        # what once_differentiable does costs time at every call, and is of use only under create_graph
+        # once_differentiable costs time at every call and matters only under create_graph
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
 
 
@@ -89,7 +89,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scratch.add_(per_axis(offset, x.dim(), axis))
     if grad.stride() != scratch.stride():
         grad = torch.empty_like(scratch).copy_(grad)
-    # hardtanh's backward is the mask "strictly between two numbers" applied in a single pass
+    # hardtanh's backward applies the mask "strictly between two numbers" in a single pass
     grad_x = torch.ops.aten.hardtanh_backward(grad, scratch, quant_min, quant_max)
     grad_s = grad_z = None
     if ctx.needs_input_grad[2]:
@@ -100,7 +100,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
         # inside g * x_hat - g * x, outside g * x_hat
         scratch = torch.mul(grad, x_hat, out=scratch).addcmul_(grad_x, x, value=-1.0)
-        # the sum over s, through s = |scale| / factor: the factor cancels
+        # chain rule through s = |scale| / factor: the factor cancels
         grad_s = _sum_like(_sum_like(scratch, grid, axis).div_(torch.copysign(used_scale, scale)), scale, 0)
         grad_s = grad_s.mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
     return grad_x if full_precision else grad_x.to(dtype), grad_s, grad_z, *[None] * 8
@@ -110,9 +110,9 @@ _gradients_once = once_differentiable(_gradients)
 
 
 def _sum_like(values: Tensor, like: Tensor, axis: int | None) -> Tensor:
-    """Sum a tensor down to ``()`` or to the ``(channels,)`` of its ``axis``, whichever ``like`` is.
+    """Sum a tensor to the shape of ``like``: ``()``, or ``(channels,)`` along ``axis``.
 
-    A tensor that has that shape already is returned as it is.
+    A tensor of that shape is returned as it is.
     """
     if like.dim() == 0:
         return values.sum()

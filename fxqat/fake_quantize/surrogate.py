@@ -1,4 +1,4 @@
-"""What fake-quants have in common whose gradient is that of another function than the one they compute."""
+"""The base of fake-quants that use the gradient of another function, the surrogate."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fxqat.numerics import fake_quantize, per_axis, valid_zero_point
 
 
 class SurrogateFakeQuantize(FakeQuantizeBase):
-    """Rounds exactly as deployed and passes the gradient of :meth:`surrogate` on.
+    """Rounds exactly as deployed and has the gradient of :meth:`surrogate`.
 
-    All of it runs in float32; plain torch operations, so that a method is the formula of its paper. It keeps more
-    tensors for the backward pass than :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE` does.
+    Everything is computed in float32 with plain torch operations, so that a method reads like the formula of its paper.
+    It saves more tensors for the backward pass than
+    :class:`~fxqat.fake_quantize.straight_through.FakeQuantizeSTE`.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
     """
 
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
-        """The differentiable function, with gradients to x and to what is learned.
+        """The differentiable function, with gradients to x and to the learned parameters.
 
         Args:
             x: float32, any shape.
@@ -34,7 +35,7 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
     def quantize(
         self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
     ) -> Tensor:
-        """Round ``x``: see :meth:`FakeQuantizeBase.quantize`; ``input_kept`` makes no difference here."""
+        """Round ``x`` as in :meth:`FakeQuantizeBase.quantize`; ``input_kept`` is ignored."""
         dtype, scheme = x.dtype, self.scheme
         used_scale = self.used_scale() if used_scale is None else used_scale
         x = self.target(x, factor, used_scale).float()
@@ -49,11 +50,11 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
         return straight_through(self.surrogate(x * wide, used_scale) / wide, x_hat).to(dtype)
 
     def learned_steps(self, x: Tensor, used_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scale and limits with gradients to ``scale`` and ``zero_point``.
+        """The scale and the ends of the range, with gradients to ``scale`` and ``zero_point``.
 
         Returns:
-            ``(grid, low, high)``, shaped to broadcast with x: real units per step, and ``quant_min - zero_point`` and
-            ``quant_max - zero_point`` in steps.
+            ``(grid, low, high)``, shaped to broadcast with x: the scale in real units per step, and in steps
+            ``quant_min - zero_point`` and ``quant_max - zero_point``.
         """
         scheme, multiplier = self.scheme, self.grad_scale(x)
         grid = learned_grid(self.scale, used_scale, multiplier)

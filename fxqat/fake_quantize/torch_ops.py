@@ -1,7 +1,7 @@
-"""Operators of our own, in the ``fxqat`` operator namespace.
+"""The torch operators of fxqat, in the namespace ``fxqat``.
 
-``quantize_dequantize`` and ``dequantize`` exist so that the exporter sees one opaque node per Q/DQ pair and per stored
-integer tensor; their translation to ONNX is in ``fxqat.custom_symbolic_opset``. ``keep`` is for compiled training.
+With ``quantize_dequantize`` and ``dequantize`` the exporter sees one opaque node for each Q/DQ pair and for each stored
+integer tensor; ``fxqat.custom_symbolic_opset`` translates them to ONNX. ``keep`` is for compiled training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _(x: Tensor, scale: Tensor, zero_point: Tensor, quant_min: int, quant_max: i
 
 @torch.library.custom_op("fxqat::dequantize", mutates_args=())
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
-    """Reals of stored integers: see :func:`fxqat.numerics.dequantize`."""
+    """Real values of stored integers: see :func:`fxqat.numerics.dequantize`."""
     return numerics.dequantize(q, scale, zero_point.float(), axis)
 
 
@@ -43,10 +43,11 @@ torch.library.register_fake("fxqat::keep", torch.empty_like, lib=_LIBRARY)
 
 
 def keep(x: Tensor) -> Tensor:
-    """A copy that a compiler does not compute again in the backward pass.
+    """A copy that a compiler does not recompute in the backward pass.
 
-    What is derived from BatchNorm's running statistics must not be: by then the forward pass has updated them. Defined
-    at a lower level than the others, since a compiled training step calls it once for each layer.
+    Values derived from BatchNorm's running statistics must not be recomputed: the forward pass has updated the
+    statistics by then. This operator is defined at a lower level than the others, because a compiled training step
+    calls it once per layer.
     """
     result: Tensor = torch.ops.fxqat.keep(x)
     return result

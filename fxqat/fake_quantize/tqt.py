@@ -1,4 +1,4 @@
-"""TQT: power-of-two scales by a learned threshold.
+"""TQT: power-of-two scales from a learned threshold.
 
 Jain et al. 2019, "Trained Quantization Thresholds for Accurate and Efficient Fixed-Point Inference of Deep Neural
 Networks" (arXiv:1903.08066), section 3: equations 6 to 8.
@@ -20,17 +20,18 @@ from fxqat.scheme import QuantizeScheme
 
 
 class TQTFakeQuantize(SurrogateFakeQuantize):
-    """Fake-quant whose scale is a power of two, trained in the logarithm of its threshold.
+    """Fake-quant whose scale is a power of two; it learns the logarithm of its threshold.
 
     ``scale = 2 ** ceil(log2_threshold) / 2 ** b``, with b the bits without the sign: ``bit_width - 1`` for symmetric
-    schemes, else ``bit_width``. With ``r = round(x / scale)`` and n, p the limits of the integers:
+    schemes, else ``bit_width``. With ``r = round(x / scale)`` and n, p the smallest and largest integer, the gradients
+    are:
 
-    * scale: ``r - x / scale`` where ``n <= r <= p``, else the limit (equation 6);
-    * log2_threshold: ``scale * ln 2`` times that; the ceil passes the gradient straight through (equations 7, 8);
+    * scale: ``r - x / scale`` where ``n <= r <= p``, else n or p (equation 6);
+    * log2_threshold: ``scale * ln 2`` times that; the gradient passes straight through the ceil (equations 7, 8);
     * x: 1 where ``n <= r <= p``, else 0.
 
-    The paper's quantizers have no zero point: here that of an asymmetric scheme stays what calibration found, 0 for
-    values without a sign. Calibration, too, sets only the power of two; the threshold starts in the middle of its
+    The paper's quantizers have no zero point. Here an asymmetric scheme keeps the zero point of calibration, which is 0
+    for unsigned values. Calibration determines only the power of two; the threshold starts in the middle of its
     interval. The paper trains the thresholds with Adam.
 
     Args: as :class:`~fxqat.fake_quantize.base.FakeQuantizeBase`.
@@ -39,7 +40,7 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
         log2_threshold: ``()`` or ``(channels,)``, logarithm to base 2 of real units.
 
     Raises:
-        ConfigError: the scales of the scheme are not powers of two.
+        ConfigError: the scheme does not have ``scale_bits=1``.
     """
 
     learned = True
@@ -48,8 +49,8 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
         super().__init__(scheme, observer, kind, axis)
         if scheme.scale_bits != 1:
             raise ConfigError(
-                f"TQT trains power-of-two scales, but the scheme {scheme} has scales of {scheme.scale_bits} "
-                "significant bits. Set pot_scale: true (scale_bits: 1) in its scheme, or choose Learnable."
+                f"TQT trains power-of-two scales, but the scheme {scheme} has scale_bits={scheme.scale_bits}. "
+                "Set pot_scale: true (scale_bits: 1) in the scheme, or choose Learnable."
             )
         self.threshold_bits = scheme.bit_width - int(scheme.symmetric)
         scale, zero_point = self.initial_qparams()
@@ -59,7 +60,7 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
 
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
-        """The power of two, before it is clamped to the valid scales."""
+        """The power of two, before it is clamped to valid scales."""
         return torch.exp2(torch.ceil(self.log2_threshold.detach()) - self.threshold_bits)
 
     @torch.no_grad()
@@ -69,7 +70,7 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
         self.zero_point.copy_(zero_point)
 
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
-        """Equations 6 to 8 as a function that has them as derivatives."""
+        """A function whose derivatives are equations 6 to 8."""
         scheme = self.scheme
         logarithm = used_scale * math.log(2.0) * finite_gradient(self.log2_threshold)
         grid = per_axis(straight_through(logarithm, used_scale), x.dim(), self.axis)

@@ -18,8 +18,8 @@ def weight_scale_floor(bias: Tensor, input_scale: Tensor) -> Tensor:
     """The smallest weight scale at which the bias fits into int32.
 
     Formula: ``|bias| / (BIAS_LIMIT * input_scale)``, which leaves half of the range for the products. A smaller weight
-    scale belongs to a (nearly) dead channel. It is raised, as in ONNX Runtime's quantizer, because in such a channel the
-    bias matters and the weights do not.
+    scale belongs to a (nearly) dead channel. It is raised, as in ONNX Runtime's quantizer, because there the bias
+    matters and the weights do not.
 
     Args:
         bias: ``(out_channels,)``, real units.

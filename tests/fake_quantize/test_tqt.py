@@ -94,6 +94,6 @@ def test_training_finds_a_better_power_of_two() -> None:
 
 
 def test_other_scales_are_refused() -> None:
-    with pytest.raises(ConfigError, match="TQT trains power-of-two scales.*24 significant bits. Set pot_scale: true"):
+    with pytest.raises(ConfigError, match="TQT trains power-of-two scales.*scale_bits=24. Set pot_scale: true"):
         make_fake_quant(INT8, WEIGHT, fake_quantize=TQTFakeQuantize)
     assert make_fake_quant(POT8, WEIGHT, fake_quantize=TQTFakeQuantize).log2_threshold.requires_grad
