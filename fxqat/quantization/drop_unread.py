@@ -1,4 +1,4 @@
-"""What is computed for nothing leaves the graph: in ``y, _ = attention(x, x, x)``, the mean of the weights."""
+"""Drop unread results: in ``y, _ = attention(x, x, x)`` the mean of the weights is computed for nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fxqat.utils.fx_graph import writes_state
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Erase calls of functions and methods whose results nothing reads, and what was computed for them alone.
+    """Erase function and method calls whose results are not read, and the calls that only they read.
 
-    Calls of modules stay, and whatever may write to something.
+    Calls of modules stay, and so do calls that may write to a tensor.
     """
     for node in reversed(list(graph.nodes)):
         if node.op not in ("call_function", "call_method") or node.users or "out" in node.kwargs:

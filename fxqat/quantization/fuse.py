@@ -2,12 +2,12 @@
 
 A chain is fused if
 
-1. its ops are a row of the table, each the only reader of the one before;
-2. the layer and the BatchNorm are each called once in the whole graph (a shared module keeps its parts apart);
+1. its ops match a row of the table, and each op is the only reader of the one before;
+2. the layer and the BatchNorm are each called once in the whole graph (shared modules are not fused);
 3. the BatchNorm tracks running statistics and has as many features as the layer has outputs;
-4. the layer is called with its input alone, and none of the modules has forward hooks.
+4. the layer is called with its input only, and none of the modules has forward hooks.
 
-The fused module takes the layer's path.
+The fused module gets the path of the layer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxqat.utils.torch_compat import has_hooks
 
 
 def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphModule:
-    """Fuse every chain of the table, in place, and return the graph module (its code is not generated anew).
+    """Fuse all chains, in place, and return the graph module (without generating its code again).
 
     Args:
         gm: a standardized graph module.
-        fusions: rows of the table; earlier rows win.
+        fusions: rows of the table; the first row that matches is used.
     """
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
     names = {node: _names(node) for node in gm.graph.nodes}
@@ -45,7 +45,7 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
 
 
 def _names(node: fx.Node) -> frozenset[str]:
-    """The names that the table may have for a node: its op's; SyncBatchNorm is each of the BatchNorms."""
+    """The names of a node in the table: the name of its op. SyncBatchNorm has the names of all BatchNorms."""
     if isinstance(called_module(node), nn.SyncBatchNorm):
         return frozenset(norm for _, norm in LAYERS_AND_NORMS)
     return frozenset((identify(node).name,))
@@ -54,13 +54,13 @@ def _names(node: fx.Node) -> frozenset[str]:
 def _match(
     node: fx.Node, row: Fusion, calls: dict[int, int], names: dict[fx.Node, frozenset[str]]
 ) -> list[fx.Node] | None:
-    """The nodes that a row of the table matches from a layer on.
+    """The nodes that a row of the table matches, from a layer on; None if it does not match.
 
     Args:
-        node: the layer's call.
+        node: the call of the layer.
         row: a row of the table.
         calls: how often each module is called, by ``id``.
-        names: of each node, see :func:`_names`.
+        names: the names of each node, see :func:`_names`.
     """
     chain: list[fx.Node] = []
     current: fx.Node | None = node

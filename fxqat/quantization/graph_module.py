@@ -1,26 +1,28 @@
-"""The prepared model: a GraphModule that keeps its report and provenance through copy and pickle."""
+"""The prepared model: a GraphModule that keeps its report and provenance when it is copied or pickled."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from fxqat.quantization.report import QuantReport
-from fxqat.utils.fx_graph import Call, calls_in, graph_of
+from fxqat.quantization.split_parameters import SplitParameter
+from fxqat.utils.fx_graph import Call, calls_in, copy_modes, graph_of
 from fxqat.utils.torch_compat import keep_local_under_ddp
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A tensor of the float model that the prepared model has in parts.
+    """A tensor of the float model that the prepared model holds in several parts.
 
     Args:
-        names: of the parts in the prepared model's state dict, in order.
-        dim: the dimension along which they make it up.
+        names: names of the parts in the prepared model's state dict, in order.
+        dim: the dimension along which they are concatenated.
     """
 
     names: tuple[str, ...]
@@ -29,18 +31,18 @@ class SplitTensor:
 
 @dataclass
 class Provenance:
-    """What a prepared model remembers of the float model it came from.
+    """Where a prepared model comes from: the float model, the backend and the decisions.
 
     Args:
-        backend: the backend's name.
-        report: the decisions.
+        backend: name of the backend.
+        report: what was quantized, what was not, and why.
         tensor_names: name in the float model's state dict -> name in the prepared model's.
         split_tensors: name in the float model's state dict -> its parts (``fxqat.quantization.split_parameters``).
-        unread: tensors of the float model that its graph does not read (auxiliary heads), by name.
-        preserved: names of attributes of the float model that were carried over.
-        config: how every tensor is quantized (``fxqat.config.effective``).
-        bias_corrected: whether its biases make up for errors of quantization; without its fake-quants it is not the
-            float model then.
+        unread: tensors of the float model that the graph does not read (auxiliary heads), by name.
+        preserved: names of the attributes that were copied from the float model.
+        config: how each tensor is quantized (``fxqat.config.effective``).
+        bias_corrected: whether the biases were changed to compensate quantization errors. Then the model without its
+            fake-quants is no longer the float model.
     """
 
     backend: str
@@ -53,6 +55,54 @@ class Provenance:
     bias_corrected: bool = False
 
 
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and persistent buffer under every name it has in the state dict."""
+    names = set(model.state_dict(keep_vars=True))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(name, tensor) for name, tensor in tensors if name in names]
+
+
+def make_provenance(
+    prepared: nn.Module,
+    report: QuantReport,
+    config: dict[str, Any],
+    float_tensors: Sequence[tuple[str, Tensor]],
+    split: Mapping[int, SplitParameter],
+    preserved: tuple[str, ...],
+) -> Provenance:
+    """Find the tensors of the float model in the prepared model, which shares them.
+
+    Args:
+        prepared: the prepared model.
+        report: what was decided.
+        config: how each tensor is quantized.
+        float_tensors: of the float model, as :func:`named_tensors` gives them.
+        split: the parameters that were split, by ``id``.
+        preserved: names of the attributes that are copied from the float model.
+    """
+    names = {id(tensor): name for name, tensor in reversed(named_tensors(prepared))}
+    tensor_names: dict[str, str] = {}
+    split_tensors: dict[str, SplitTensor] = {}
+    unread: dict[str, Tensor] = {}
+    for name, tensor in float_tensors:
+        replacement = split.get(id(tensor))
+        if id(tensor) in names:
+            tensor_names[name] = names[id(tensor)]
+        elif replacement is not None and all(id(part) in names for part in replacement.parts):
+            split_tensors[name] = SplitTensor(tuple(names[id(part)] for part in replacement.parts), replacement.dim)
+        else:
+            unread[name] = tensor
+    return Provenance(
+        backend=report.backend,
+        report=replace(report, unread=tuple(unread)),
+        tensor_names=tensor_names,
+        split_tensors=split_tensors,
+        unread=unread,
+        preserved=preserved,
+        config=config,
+    )
+
+
 class QuantGraphModule(TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
 
@@ -60,7 +110,7 @@ class QuantGraphModule(TrainEvalGraphModule):
 
     @property
     def quant_report(self) -> QuantReport:
-        """For every node, what was decided and why."""
+        """For each node, what was decided and why."""
         return self.provenance.report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
@@ -70,25 +120,27 @@ class QuantGraphModule(TrainEvalGraphModule):
         return result  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The graph is pickled as its list of calls; fx would trace its own code again, which not all code survives."""
+        """Pickle the graph as a list of calls. fx would pickle its code and trace that again, which can fail."""
         state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
         return _restore, (state, calls_in(self.graph), type(self).__name__)
 
 
 def make_quant_graph_module(gm: nn.Module, graph: fx.Graph, name: str) -> QuantGraphModule:
-    """A prepared model of a module and a graph that calls what is in it (tensors are shared); without provenance."""
+    """Make a prepared model, without provenance.
+
+    Args:
+        gm: holds the modules and tensors, which the result shares.
+        graph: calls the modules of ``gm``.
+        name: name of the result's class.
+    """
     result = QuantGraphModule(gm, graph, name)
-    result.training = gm.training
-    modes = {name: module.training for name, module in gm.named_modules()}
-    for path, module in result.named_modules():
-        if module.training != modes.get(path, module.training):
-            module.training = not module.training
+    copy_modes(gm, result)
     _keep_ranges_local(result)
     return result
 
 
 def _keep_ranges_local(gm: nn.Module) -> None:
-    """Each rank observes its own data until the ranks reduce their ranges."""
+    """Keep DDP from overwriting observer buffers: each rank observes its own data until the ranges are reduced."""
     keep_local_under_ddp(gm, [name for name, _ in gm.named_buffers() if ".observer." in name])
 
 

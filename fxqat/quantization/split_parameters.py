@@ -1,7 +1,7 @@
-"""Parameters that are read in parts only become their parts.
+"""Split parameters: a parameter of which the graph reads only slices becomes several parameters.
 
-Attention with keys of its own applies the thirds of one packed weight to three inputs. Each third is then a weight like
-any other, of a linear layer.
+Cross attention splits one packed weight into three, and applies each third to another input. As a parameter, each third
+is the weight of a linear layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fxqat.utils.fx_graph import attribute_of, called_module, unique_name
 
 
 class SplitParameter(NamedTuple):
-    """What became of a parameter.
+    """The replacement of a parameter.
 
     Args:
-        parts: the parameters that took its place.
-        dim: the dimension along which they make it up.
+        parts: the new parameters.
+        dim: the dimension along which they are concatenated.
     """
 
     parts: tuple[nn.Parameter, ...]
@@ -27,28 +27,28 @@ class SplitParameter(NamedTuple):
 
 
 def split_parameters(gm: fx.GraphModule) -> dict[int, SplitParameter]:
-    """Replace such parameters in the graph, in place. A part is named like the parameter, with its number behind.
+    """Split such parameters, in place. The part ``i`` of ``weight`` is named ``weight_i``.
 
     Args:
         gm: a traced graph module.
 
     Returns:
-        The parts by ``id`` of the parameter.
+        The replacements, by ``id`` of the parameter.
     """
-    held = {id(p) for node in gm.graph.nodes for p in getattr(called_module(node), "parameters", tuple)()}
+    in_modules = {id(p) for node in gm.graph.nodes for p in getattr(called_module(node), "parameters", tuple)()}
     found: dict[int, SplitParameter] = {}
     for node in [node for node in gm.graph.nodes if node.op == "get_attr"]:
         parameter = attribute_of(gm, node)
-        if isinstance(parameter, nn.Parameter) and id(parameter) not in held and _is_split_alike(node):
+        if isinstance(parameter, nn.Parameter) and id(parameter) not in in_modules and _is_only_split(node):
             parts = _split(next(iter(node.users)), parameter.detach())
-            read = {range(len(parts))[_place(item)] for split in node.users for item in split.users}
+            read = {range(len(parts))[_index(item)] for split in node.users for item in split.users}
             if 1 < len(parts) == len(read):
                 found[id(parameter)] = _replace(gm, node, parameter, parts)
     return found
 
 
-def _is_split_alike(node: fx.Node) -> bool:
-    """Whether all that reads a node are items of splits, and the splits are the same."""
+def _is_only_split(node: fx.Node) -> bool:
+    """Whether all readers of a node are equal splits, of which only items are read."""
     splits = list(node.users)
     same = {repr((split.target, split.args[1:], sorted(split.kwargs.items()))) for split in splits}
     items = [item for split in splits for item in split.users]
@@ -60,15 +60,16 @@ def _is_split_alike(node: fx.Node) -> bool:
     )
 
 
-def _place(item: fx.Node) -> int:
-    place = item.args[1]
-    assert isinstance(place, int)
-    return place
+def _index(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _split(split: fx.Node, data: Tensor) -> tuple[Tensor, ...]:
-    put_in: Any = lambda node: data  # noqa: E731  torch's types are narrower
-    args, kwargs = fx.node.map_arg((split.args, split.kwargs), put_in)
+    """Run a split node on the data of its parameter."""
+    replace: Any = lambda node: data  # noqa: E731  torch's types are narrower
+    args, kwargs = fx.node.map_arg((split.args, split.kwargs), replace)
     function: Any = getattr(Tensor, str(split.target)) if split.op == "call_method" else split.target
     return tuple(function(*args, **kwargs))
 
@@ -76,20 +77,20 @@ def _split(split: fx.Node, data: Tensor) -> tuple[Tensor, ...]:
 def _replace(gm: fx.GraphModule, node: fx.Node, parameter: nn.Parameter, parts: tuple[Tensor, ...]) -> SplitParameter:
     path, _, name = str(node.target).rpartition(".")
     owner = gm.get_submodule(path)
-    splits, made = list(node.users), []
-    reads = []
-    for place, part in enumerate(parts):
-        made.append(nn.Parameter(part.clone(), parameter.requires_grad))
-        last = unique_name(owner, f"{name}_{place}")
-        owner.register_parameter(last, made[-1])
+    splits = list(node.users)
+    parameters, reads = [], []
+    for i, part in enumerate(parts):
+        parameters.append(nn.Parameter(part.clone(), parameter.requires_grad))
+        last = unique_name(owner, f"{name}_{i}")
+        owner.register_parameter(last, parameters[-1])
         with gm.graph.inserting_before(node):
             reads.append(gm.graph.get_attr(f"{path}.{last}" if path else last))
     for split in splits:
         for item in list(split.users):
-            read = reads[_place(item)]
+            read = reads[_index(item)]
             read.meta = dict(item.meta)
             item.replace_all_uses_with(read)
             gm.graph.erase_node(item)
         gm.graph.erase_node(split)
     dim = next(dim for dim, size in enumerate(parameter.shape) if parts[0].shape[dim] != size)
-    return SplitParameter(tuple(made), dim)
+    return SplitParameter(tuple(parameters), dim)

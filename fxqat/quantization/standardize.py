@@ -2,17 +2,16 @@
 
 Cases:
 
-1. a functional convolution or linear whose weight is a parameter becomes the module of the same name, so that a
-   functional weight is a weight. Calls that share parameters and arguments share the module. A bias that is computed is
-   added behind it;
-2. functional dropout becomes the module, so that it follows ``train()`` and ``eval()``;
-3. a module call that passes its input by keyword passes it by position;
-4. what works in place works out of place, and later readers of the overwritten value read the result: a value that is
-   rounded in between must not be overwritten. A buffer that is updated stays so;
-5. arguments that tracing fixed to a value leave the signature;
-6. what gives values and their indices is described as a tuple of values, the indices as no values;
-7. ``nn.Identity``, which libraries put wherever something can be switched on, leaves the graph;
-8. an item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
+1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
+   a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
+2. Functional dropout becomes the module, so that it follows ``train()`` and ``eval()``.
+3. A module call that passes its input by keyword passes it by position.
+4. In-place ops become out-of-place ops, and later readers of the overwritten value read the result: fake-quant of the
+   value would lose the write. Updates of buffers stay in place.
+5. Arguments that tracing fixed to a value are removed from the signature.
+6. Ops that give values and indices are described as tuples of values; the indices are not quantizable values.
+7. ``nn.Identity``, which libraries use as a placeholder, is removed.
+8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from fxqat.utils.torch_compat import has_hooks
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
-    """Rewrite the graph in place and return it (its code is not generated anew).
+    """Rewrite the graph in place and return the graph module (without generating its code again).
 
     Args:
         gm: a traced graph module.
@@ -41,11 +40,11 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     """
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     _read_items_once(gm.graph)  # case 8
-    made: dict[tuple[Any, ...], str] = {}
+    made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     for node in list(gm.graph.nodes):
         op = identify(node)
         if type(called_module(node)) is nn.Identity and len(node.all_input_nodes) == 1:
-            _drop(gm, node)  # case 7
+            _remove_identity(gm, node)  # case 7
             continue
         if node.op == "call_function" and op.family == WEIGHTED:
             _weighted_to_module(gm, node, op.modules[0], made)  # case 1
@@ -65,13 +64,13 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
 
 
 def _drop_fixed_arguments(graph: fx.Graph, names: Collection[str]) -> None:
-    """Take arguments fixed to a value out of the graph's signature, with fx's checks of that value."""
+    """Remove the placeholders of fixed arguments, and the nodes with which fx checks their values."""
     for node in list(graph.nodes):
         if node.op == "placeholder" and str(node.target).rpartition("_")[0] in names:
-            doomed = [node]
-            for reader in doomed:
-                doomed += [user for user in reader.users if user not in doomed]
-            for reader in reversed(doomed):
+            unneeded = [node]
+            for reader in unneeded:
+                unneeded += [user for user in reader.users if user not in unneeded]
+            for reader in reversed(unneeded):
                 graph.erase_node(reader)
 
 
@@ -87,7 +86,7 @@ def _read_items_once(graph: fx.Graph) -> None:
 
 
 def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """The arguments of a call by name, whichever way they were written."""
+    """The arguments of a call by name, both positional and keyword arguments."""
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
@@ -102,7 +101,7 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     bound = _bound(node, ("input", "weight", "bias", *names))
     weight, bias = _parameter(gm, bound["weight"]), _parameter(gm, bound.get("bias"))
     if weight is None:
-        return  # a computed weight is an activation; the backend's rules say what happens to it
+        return  # a computed weight is an activation; the backend's rules decide about it
     added = bound.get("bias") if bias is None else None
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
@@ -121,11 +120,11 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
         new = gm.graph.call_module(made[key], (bound["input"],))
     _replace(node, new)
     if added is not None:
-        _add_behind(gm, new, added, weight.dim() - 2)
+        _add_bias(gm, new, added, weight.dim() - 2)
 
 
-def _add_behind(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> None:
-    """Add a computed bias to the result of a layer with ``space`` dimensions behind its channels."""
+def _add_bias(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> None:
+    """Add a computed bias to the result of a layer whose result has ``space`` dimensions after the channels."""
     with gm.graph.inserting_after(node):
         shaped = gm.graph.call_method("reshape", (bias, (-1, *[1] * space))) if space else bias
         added = gm.graph.call_function(torch.add, (node, shaped))
@@ -138,7 +137,7 @@ def _add_behind(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) ->
 def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> None:
     bound = _bound(node, ("input", "p", "training", "inplace"))
     if bound.get("training", True) is True:
-        return  # dropout that is always on is the user's choice
+        return  # the user chose dropout that is always on
     path = unique_name(gm, kind.__name__.lower())
     gm.add_submodule(path, kind(bound.get("p", 0.5)).train(gm.training))
     with gm.graph.inserting_before(node):
@@ -158,7 +157,7 @@ def _input_by_position(node: fx.Node) -> None:
 def _out_of_place(node: fx.Node) -> None:
     module = called_module(node)
     if module is not None:
-        module.inplace = False  # type: ignore[assignment]  # the module belongs to our copy of the model
+        module.inplace = False  # type: ignore[assignment]  # this module is in our copy of the model
     elif node.op == "call_function" and node.target in OUT_OF_PLACE:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
@@ -168,12 +167,12 @@ def _out_of_place(node: fx.Node) -> None:
         node.args = tuple(False if value is True else value for value in node.args)
     overwritten = node.args[0]
     if isinstance(overwritten, fx.Node):
-        if VALUE in overwritten.meta:  # an assignment gave nothing
+        if VALUE in overwritten.meta:  # setitem itself returns None
             node.meta[VALUE] = overwritten.meta[VALUE]
         overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
 
 
-def _drop(gm: fx.GraphModule, node: fx.Node) -> None:
+def _remove_identity(gm: fx.GraphModule, node: fx.Node) -> None:
     if not has_hooks(gm.get_submodule(str(node.target))):
         node.replace_all_uses_with(node.all_input_nodes[0])
         gm.graph.erase_node(node)
@@ -202,6 +201,6 @@ def _drop_unread_attributes(gm: fx.GraphModule) -> None:
         gm.graph.erase_node(node)
         owner, _, name = str(node.target).rpartition(".")
         module = gm.get_submodule(owner)
-        ours = module is gm or type(module) is nn.Module  # a container that tracing made
+        ours = module is gm or type(module) is nn.Module  # a container made by fx
         if str(node.target) not in read and ours and hasattr(module, name):
             delattr(module, name)

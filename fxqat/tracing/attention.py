@@ -1,9 +1,9 @@
 """Multi-head attention as ops of the op table, so that its projections and products can be quantized.
 
-``torch.nn.functional.multi_head_attention_forward`` is one call to whoever traces: inside are four linear layers and
-two matrix products. While a model is traced with values, it is computed by the function below, which does the same
-(Vaswani et al. 2017, section 3.2) with all of its options. ``is_causal`` is only a hint that describes the mask, and
-is not needed.
+A tracer sees ``torch.nn.functional.multi_head_attention_forward`` as one call. It contains four linear layers and two
+matrix products. When a model is traced with example inputs, the function below replaces that call. It computes the same
+(Vaswani et al. 2017, section 3.2) and has all of its options. It ignores ``is_causal``, which is only a hint about the
+mask.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """``F.multi_head_attention_forward``, with its arguments.
+    """The same as ``F.multi_head_attention_forward``, with the same arguments.
 
-    Queries have shape (L, N, E), keys and values (S, N, E); without a batch (L, E) and (S, E).
+    Queries have shape (L, N, E), keys and values (S, N, E). Without a batch: (L, E) and (S, E).
 
     Returns:
-        ``(output, weights)``: (L, N, E), and None or the weights after dropout, (N, H, L, S), or (N, L, S) averaged
-        over the heads; without N for inputs without a batch.
+        ``(output, weights)``: the output (L, N, E), and None or the weights after dropout, (N, H, L, S) or, averaged
+        over the heads, (N, L, S). Inputs without a batch give results without N.
     """
     bound = SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -41,7 +41,7 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     if call.add_zero_attn:
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     mask = _mask(call, query.dtype, has_batch)
-    if call.need_weights or call.dropout_p > 0:  # attention as one op takes no dropout that follows train() and eval()
+    if call.need_weights or call.dropout_p > 0:  # the fused op has no dropout that follows train() and eval()
         attended, weights = _explicit(call, query, key, value, mask)
     else:
         attended, weights = F.scaled_dot_product_attention(query, key, value, mask), None
@@ -68,7 +68,7 @@ def _projected(call: SimpleNamespace, has_batch: bool) -> tuple[Any, Any, Any]:
 
 
 def _mask(call: SimpleNamespace, dtype: torch.dtype, has_batch: bool) -> Any:
-    """What is added to the scores, of a shape that broadcasts to (N, H, L, S); None if there is nothing."""
+    """The mask to add to the scores, which broadcasts to (N, H, L, S); None if there is none."""
     positions, padding = call.attn_mask, call.key_padding_mask
     if positions is not None:
         positions = _to_add(positions, dtype)
@@ -76,7 +76,7 @@ def _mask(call: SimpleNamespace, dtype: torch.dtype, has_batch: bool) -> Any:
     if padding is not None:
         padding = _to_add(padding if has_batch else padding.unsqueeze(0), dtype).unsqueeze(1).unsqueeze(1)
     masks = [mask for mask in (positions, padding) if mask is not None]
-    added = (call.bias_k is not None) + bool(call.add_zero_attn)  # keys that no mask covers
+    added = (call.bias_k is not None) + bool(call.add_zero_attn)  # extra keys, which the masks do not cover
     masks = [F.pad(mask, (0, added)) for mask in masks] if added else masks
     return masks[0] + masks[1] if len(masks) == 2 else next(iter(masks), None)
 
@@ -88,7 +88,7 @@ def _to_add(mask: Any, dtype: torch.dtype) -> Any:
 
 
 def _explicit(call: SimpleNamespace, query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
-    """Attention, and its weights after dropout."""
+    """The attended values, and the attention weights after dropout."""
     scores = (query * (call.embed_dim_to_check // call.num_heads) ** -0.5) @ key.transpose(-2, -1)
     weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
     if call.dropout_p > 0:

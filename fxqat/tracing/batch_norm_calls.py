@@ -1,8 +1,8 @@
-"""BatchNorms whose own forward was traced become plain BatchNorm modules again.
+"""Calls of ``F.batch_norm`` in a subclass of BatchNorm become plain BatchNorm modules.
 
-A subclass of BatchNorm with an activation in it (``BatchNormAct2d`` of timm) is traced into a call of
-``F.batch_norm``, as it computes in eval mode. As a module it is folded into the layer before it, and follows
-``train()`` and ``eval()``.
+A subclass of BatchNorm that includes an activation (``BatchNormAct2d`` of timm) is traced into, which gives a call of
+``F.batch_norm`` in eval mode. A BatchNorm module can be folded into the layer before it, and follows ``train()`` and
+``eval()``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
 def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
-    """Replace the calls, in place; the modules hold the very tensors.
+    """Replace the calls in the graph module, in place. The new modules hold the same tensors.
 
     Args:
         root: the traced model, whose modules still have their types.
-        gm: its graph module.
+        gm: the graph module of that model.
     """
     replaced = False
     for node in list(gm.graph.nodes):
@@ -34,10 +34,10 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
         call = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs)
         call.apply_defaults()
         bound: dict[str, Any] = call.arguments
-        found = _owner(root, bound)
-        if found is None or bound["training"] is True:
+        owner_and_path = _owner(root, bound)
+        if owner_and_path is None or bound["training"] is True:
             continue
-        path, owner = found
+        owner, path = owner_and_path
         name = unique_name(gm.get_submodule(path), "batch_norm")
         target = f"{path}.{name}" if path else name
         gm.add_submodule(target, _plain(owner, bound))
@@ -51,12 +51,12 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
         gm.recompile()
 
 
-def _owner(root: nn.Module, bound: dict[str, Any]) -> tuple[str, BatchNorm] | None:
-    """The BatchNorm, and its path, all of whose tensors a call reads."""
-    read = bound["running_mean"]
-    if not isinstance(read, fx.Node) or read.op != "get_attr":
+def _owner(root: nn.Module, bound: dict[str, Any]) -> tuple[BatchNorm, str] | None:
+    """The BatchNorm whose tensors the call reads (all of them), and its path."""
+    mean = bound["running_mean"]
+    if not isinstance(mean, fx.Node) or mean.op != "get_attr":
         return None
-    path = str(read.target).rpartition(".")[0]
+    path = str(mean.target).rpartition(".")[0]
     owner = root.get_submodule(path)
     if not isinstance(owner, PLAIN):
         return None
@@ -65,10 +65,11 @@ def _owner(root: nn.Module, bound: dict[str, Any]) -> tuple[str, BatchNorm] | No
         given = bound[name].target if isinstance(bound[name], fx.Node) else None
         if given != (expected if getattr(owner, name) is not None else None):
             return None
-    return path, owner
+    return owner, path
 
 
 def _plain(owner: BatchNorm, bound: dict[str, Any]) -> BatchNorm:
+    """A plain BatchNorm with the tensors and the mode of ``owner`` and the epsilon of the call."""
     kind = next(kind for kind in PLAIN if isinstance(owner, kind))
     plain: BatchNorm = kind(owner.num_features, bound["eps"], owner.momentum, device="meta")
     for name in (*TENSORS, "num_batches_tracked"):

@@ -1,4 +1,4 @@
-"""Computing one call on example values while tracing."""
+"""Computes one call on the example values while tracing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fxqat.utils.torch_compat import ContentWatch, has_hooks
 def evaluate(
     root: nn.Module, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedValue | None:
-    """The result of a call, and what it depends on; None if it cannot be computed.
+    """The result of a call and what it depends on; None if the call fails.
 
     Args:
         root: the traced model.
         kind: ``"call_module"``, ``"call_method"`` or ``"call_function"``.
-        target: as for a graph node of that kind.
-        args: values and proxies with values.
-        kwargs: the same.
+        target: the target of a graph node of that kind.
+        args: values, and proxies with values.
+        kwargs: the same, by name.
     """
     try:
         values, named = value_of(tuple(args)), value_of(dict(kwargs))
@@ -29,22 +29,22 @@ def evaluate(
         elif kind == "call_method":
             target, values = getattr(values[0], target), values[1:]
         data, read_content = _run(target, values, named)
-    except Exception:  # the model's own error comes when the graph is run; here the value is only unknown
+    except Exception:  # an error of the model is raised when the graph runs; here the value just stays unknown
         return None
     read = [p.fxqat_value for p in proxies_in((args, kwargs)) if p.fxqat_value is not None]
-    from_input = any(known.from_input for known in read)
+    from_input = any(value.from_input for value in read)
     return TracedValue(
         data,
         from_input=from_input,
-        sized=from_input or any(known.sized for known in read),
-        from_content=any(known.from_content for known in read) or (read_content and from_input),
+        sized=from_input or any(value.sized for value in read),
+        from_content=any(value.from_content for value in read) or (read_content and from_input),
     )
 
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """What a function gives, and whether it, or its size, depends on what is in a tensor.
+    """The result of a function, and whether the result or its size depends on tensor values.
 
-    No layer of torch does, and watching one may take longer than running it.
+    Layers of torch are not watched: none of them does, and watching may take longer than running.
     """
     if (
         isinstance(function, nn.Module)

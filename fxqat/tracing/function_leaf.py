@@ -1,4 +1,4 @@
-"""A function of the user's that is called as a whole, because it cannot be traced."""
+"""User functions that cannot be traced, and are called as a whole instead."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import tensor_version
 
 NOT_USER_PACKAGES = ("torch", "numpy", "fxqat", *sys.stdlib_module_names)
-"""Packages whose functions are never leaves: what fails in them is the call, not they."""
+"""Packages whose functions never become leaves: an error in them is the fault of the code that called them."""
 
 
 class FunctionLeaf(nn.Module):
-    """Calls a function; what cannot stand in a graph (configuration objects) is kept here.
+    """Calls a function. Keeps the arguments that a graph cannot hold, such as configuration objects.
 
     Args:
-        function: a function of some module, so that it can be pickled.
-        constants: arguments that are the same in each call, by position or name.
+        function: a function that can be imported, so that it can be pickled.
+        constants: those arguments, by position or name.
     """
 
     def __init__(self, function: Callable[..., Any], constants: dict[int | str, Any]) -> None:
@@ -38,12 +38,12 @@ class FunctionLeaf(nn.Module):
 
 
 def is_user_function(function: Any) -> bool:
-    """Whether a function is written in Python, and neither Python's own nor of a package that computes."""
+    """Whether a function is written in Python and does not belong to the standard library, torch, numpy or fxqat."""
     return isinstance(function, FunctionType) and function.__module__.partition(".")[0] not in NOT_USER_PACKAGES
 
 
 def overwrites_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function works in place on what it is given."""
+    """Whether a function works in place on tensors in its arguments."""
     given = copy.deepcopy((args, kwargs))
     before = [tensor_version(tensor) for tensor in flatten_tensors(given)]
     function(*given[0], **given[1])
@@ -51,10 +51,10 @@ def overwrites_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -
 
 
 def failing_functions(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list[Any]]]:
-    """Functions in which an exception came up, innermost first, and where they are called through.
+    """User functions that raised or passed on an exception, innermost first, and where their callers find them.
 
-    A function of a module is called through the namespaces of its module and of its caller (dicts); a method, of an
-    object that is no ``nn.Module``, through its class.
+    A module-level function is found in the namespaces (dicts) of its module and of its caller. A method of an object
+    other than an ``nn.Module`` is found in its class.
     """
     frames: list[FrameType] = []
     while trace is not None:
@@ -63,15 +63,15 @@ def failing_functions(trace: TracebackType | None) -> Iterator[tuple[FunctionTyp
     for position in range(len(frames) - 1, 0, -1):
         frame, caller = frames[position], frames[position - 1]
         code = frame.f_code
-        spaces: list[Any] = [frame.f_globals, caller.f_globals]
+        namespaces: list[Any] = [frame.f_globals, caller.f_globals]
         function: Any = frame.f_globals.get(code.co_name)
         if code.co_varnames[:1] == ("self",) and not isinstance(frame.f_locals["self"], nn.Module):
             owner = type(frame.f_locals["self"])
-            function, spaces = vars(owner).get(code.co_name), [owner]
+            function, namespaces = vars(owner).get(code.co_name), [owner]
         if not isinstance(function, FunctionType) or function.__code__ is not code:
             continue
         if is_user_function(function) and _is_importable(function):
-            yield function, spaces
+            yield function, namespaces
 
 
 def _is_importable(function: FunctionType) -> bool:

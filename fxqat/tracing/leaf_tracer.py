@@ -1,4 +1,4 @@
-"""The fx tracer with float leaves where it cannot go on."""
+"""The fx tracer, with float leaves where it cannot trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
-"""Modules that compute differently in training: kept whole, so that ``train()`` and ``eval()`` go on working."""
+"""Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
 
 
 class CallCounts(dict[str, int]):
-    """How often each module was called: counted up by one, and back without a copy."""
+    """How often each module was called. Can be rewound without having been copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,25 +28,25 @@ class CallCounts(dict[str, int]):
         super().__setitem__(path, count)
         self.calls.append(path)
 
-    def back_to(self, total: int) -> None:
-        """Take back all calls but the first ones."""
+    def rewind(self, total: int) -> None:
+        """Uncount all calls after the first ``total``."""
         while len(self.calls) > total:
             path = self.calls.pop()
             super().__setitem__(path, self[path] - 1)
 
 
 class LeafTracer(fx.Tracer):
-    """The fx tracer; what it cannot trace becomes a call of the smallest module around it.
+    """The fx tracer. Where it fails, the smallest module around the failure is called as a whole.
 
     Args:
         leaf_modules: module types or dotted paths that are not traced into.
-        untraceable: ``"leaf"`` as above, or ``"error"``.
+        untraceable: ``"leaf"`` as above, or ``"error"`` to raise instead.
 
     Attributes:
-        leaves: what became a leaf, and why.
-        path_of_failure: the innermost module that failed, when the trace as a whole did.
-        attribute_names: of each parameter and buffer, by ``id``.
-        attribute_proxies: those of them that the graph reads, by name.
+        leaves: the modules and functions that became leaves, and why.
+        path_of_failure: the innermost module that failed, when the whole trace failed.
+        attribute_names: names of the parameters and buffers, by ``id``.
+        attribute_proxies: proxies of the parameters and buffers that the graph reads, by name.
     """
 
     num_calls: CallCounts
@@ -71,18 +71,18 @@ class LeafTracer(fx.Tracer):
         return super().trace(root, concrete_args)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Make a node that knows the line it comes from (fx's own stack traces take longer than all else)."""
+        """Make a node that records its source line (fx's own stack traces would take most of the time)."""
         node = super().create_node(*args, **kwargs)
-        file, _, line = self.users_line().rpartition(":")
+        file, _, line = self.user_line().rpartition(":")
         node.stack_trace = f'File "{file}", line {line}' if file else None
         return node
 
-    def users_line(self) -> str:
+    def user_line(self) -> str:
         """The line of the user's code that is being traced."""
         return innermost_line(inspect.currentframe(), LeafTracer.trace.__code__)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module becomes one node. A module of torch that is made of others (attention) does not."""
+        """Whether a module becomes one node. Modules of torch that have submodules (attention) do not."""
         if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
             return True
         return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
@@ -96,15 +96,15 @@ class LeafTracer(fx.Tracer):
             self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self.attribute_proxies[name]
 
-    def is_made_here(self, m: nn.Module) -> bool:
-        """Whether forward made the module itself, as in ``nn.ReLU()(x)``: it is not part of the model."""
+    def is_made_in_forward(self, m: nn.Module) -> bool:
+        """Whether ``forward()`` created the module, as in ``nn.ReLU()(x)``, so that it is not part of the model."""
         return m not in (self.submodule_paths or {}) and next(m.parameters(), None) is None
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace one module call; if that fails, take back what it traced and call less of it, or it, as a whole."""
-        if self.is_made_here(m):
+        """Trace one module call. If that fails, undo it and make a leaf of a function inside, or of the module."""
+        if self.is_made_in_forward(m):
             return forward(*args, **kwargs)
-        path, mark = self.path_of_module(m), self.mark_place()
+        path, mark = self.path_of_module(m), self.mark_position()
         while True:
             try:
                 return super().call_module(m, forward, args, kwargs)
@@ -114,12 +114,12 @@ class LeafTracer(fx.Tracer):
                     raise
                 cause = error
             self.rewind(mark)
-            if not self.leaf_function(cause):
+            if not self.make_function_leaf(cause):
                 break
         self.leaf_paths.add(path)
         try:
             result = super().call_module(m, forward, args, kwargs)
-        except Exception:  # its arguments cannot be those of a node: the module around it may do
+        except Exception:  # its arguments do not fit into a node; perhaps those of the module around it do
             self.leaf_paths.discard(path)
             self.rewind(mark)
             raise cause from None
@@ -127,42 +127,42 @@ class LeafTracer(fx.Tracer):
         self.path_of_failure = ""
         return result
 
-    def leaf_function(self, cause: Exception) -> bool:
-        """Make a leaf of a function in which an exception came up, and say whether there was one."""
+    def make_function_leaf(self, cause: Exception) -> bool:
+        """Make a leaf of the function that raised an exception. False if there is none to make a leaf of."""
         return False
 
     def last_node(self) -> fx.Node | None:
         """The newest node."""
         return next(iter(reversed(self.graph.nodes)), None)
 
-    def take_back(self, last: fx.Node | None) -> None:
-        """Erase every node behind one."""
-        doomed = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
-        for node in doomed:
+    def erase_after(self, last: fx.Node | None) -> None:
+        """Erase every node after ``last``."""
+        newer = list(itertools.takewhile(lambda node: node is not last, reversed(self.graph.nodes)))
+        for node in newer:
             self.graph.erase_node(node)
             if node.op == "get_attr":
                 self.attribute_proxies.pop(str(node.target), None)
             elif node.op == "call_module":
                 self.leaves.pop(str(node.target), None)
 
-    def mark_place(self) -> tuple[Any, ...]:
-        """Where tracing stands, to come back to."""
+    def mark_position(self) -> tuple[Any, ...]:
+        """The current position of the trace, for :meth:`rewind`."""
         return self.last_node(), dict(self.module_stack), len(self.num_calls.calls)
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Come back to where tracing stood."""
-        self.take_back(mark[0])
-        self.restore_calls(mark)
+        """Go back to an earlier position."""
+        self.erase_after(mark[0])
+        self.rewind_calls(mark)
 
-    def restore_calls(self, mark: tuple[Any, ...]) -> None:
-        """Forget which modules were called since tracing stood there."""
+    def rewind_calls(self, mark: tuple[Any, ...]) -> None:
+        """Forget the module calls since an earlier position."""
         self.module_stack.clear()
         self.module_stack.update(mark[1])
-        self.num_calls.back_to(mark[2])
+        self.num_calls.rewind(mark[2])
 
 
 def explain(cause: BaseException) -> str:
-    """What went wrong, in a line."""
+    """What went wrong, in one line."""
     if type(cause) is fx.proxy.TraceError:
         return "its forward depends on the value of a tensor or on a size that is not known while tracing"
     text = str(cause).splitlines()[0] if str(cause) else ""

@@ -1,16 +1,15 @@
-"""What is replaced in Python and torch while a model is traced with values, and put back at the end.
+"""Patches of Python and torch that are active while a model is traced with example inputs.
 
-torch.fx itself replaces ``nn.Module.__call__`` and ``__getattr__`` while it traces. For values to be seen, more is
-needed:
+torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it traces. Tracing with values needs more:
 
-1. ``isinstance`` answers for the value behind a proxy;
-2. tensor constructors (``torch.arange(n)``, ``torch.zeros(b, 3)``) become nodes, since they take no tensor that would
-   lead them to the tracer;
+1. ``isinstance`` looks at the value of a proxy;
+2. tensor constructors (``torch.arange(n)``, ``torch.zeros(b, 3)``) become nodes: without a tensor argument, torch would
+   not call the tracer;
 3. a buffer that forward assigns becomes a write to the buffer in the graph;
-4. ``self.training`` tells who decides by it;
-5. a function that ``torch.fx.wrap`` was told of is a node, as in torch.fx, unless it works in place on its arguments:
-   then it is traced into, as nobody could tell what it overwrites;
-6. torch's transformers do not look at the values of a mask, which only tells them that a faster kernel would do.
+4. reading ``self.training`` gives a flag that reports a branch on it;
+5. a function registered with ``torch.fx.wrap`` becomes one node, as in torch.fx. One that works in place on its
+   arguments is traced into instead, so that the graph shows what it overwrites;
+6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel).
 """
 
 from __future__ import annotations
@@ -53,17 +52,17 @@ CONSTRUCTORS = (
 
 
 LRU_CACHE = type(functools.lru_cache(len))
-"""The type of a function with a cache."""
+"""The type of a cached function."""
 
 
 def holds_proxies(cached: Any) -> bool:
-    """Whether a function with a cache was called with proxies, and so remembers what belongs to one trace."""
+    """Whether the cache of a function has proxies as keys, which belong to one trace."""
     caches = [held for held in gc.get_referents(cached) if type(held) is dict]
     return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
 
 
 class NodeMaker(Protocol):
-    """What the patches need of a tracer."""
+    """The part of the tracer that the patches use."""
 
     hashed: bool
 
@@ -71,24 +70,24 @@ class NodeMaker(Protocol):
         """Make a node."""
 
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """Make the node that calls a function as a whole."""
+        """Make a node that calls a function as a whole."""
 
     def branch_on_training(self, module: nn.Module) -> bool:
-        """What the forward of a module that decides by ``self.training`` sees of it."""
+        """The value of ``self.training`` for a forward that branches on it."""
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
-        """Make the node that writes a buffer."""
+        """Make a node that writes a buffer."""
 
 
 class Patches:
-    """A context manager, for one trace.
+    """Applies the patches for one trace, as a context manager.
 
     Args:
-        tracer: whose trace it is.
+        tracer: the tracer that makes the nodes.
 
     Attributes:
-        suspended: whether everything works as without patches, because a value is being computed.
-        assigned: what undoes each assignment of a proxy to an attribute of a module.
+        suspended: whether the patches have no effect now, because a value is being computed.
+        assigned: for each proxy that forward assigned to an attribute of a module, a function that undoes this.
     """
 
     def __init__(self, tracer: NodeMaker) -> None:
@@ -121,7 +120,7 @@ class Patches:
                 cached.cache_clear()
 
     def undo_assignments(self, first: int) -> None:
-        """Undo the assignments from the given one on, and what was put into containers that modules hold."""
+        """Undo the assignments from number ``first`` on, and restore the containers that modules hold."""
         while len(self.assigned) > first:
             self.assigned.pop()()
         for container, content in self._containers:
@@ -129,14 +128,14 @@ class Patches:
             (container.extend if isinstance(container, list) else container.update)(content)
 
     def watch(self, root: nn.Module) -> None:
-        """Remember the content of the dicts, lists and sets that the modules of a model hold (caches)."""
+        """Save the content of the dicts, lists and sets that the modules of a model hold (caches)."""
         inner = vars(nn.Module())
         held = [value for module in root.modules() for name, value in vars(module).items() if name not in inner]
         self._containers = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Work as without patches inside."""
+        """Switch the patches off inside the block."""
         before, self.suspended = self.suspended, True
         try:
             yield
@@ -144,7 +143,7 @@ class Patches:
             self.suspended = before
 
     def attribute(self, root: nn.Module, name: str) -> Tensor | None:
-        """A parameter, or a copy of a buffer: what is computed while tracing must not change the model."""
+        """A parameter, or a copy of a buffer: computing values while tracing must not change the model."""
         owner, _, last = name.rpartition(".")
         tensor = getattr(root.get_submodule(owner), last)
         if isinstance(tensor, nn.Parameter) or not isinstance(tensor, Tensor):
@@ -154,11 +153,16 @@ class Patches:
         return self._copies[name]
 
     def function(self, function: FunctionType, owners: list[Any]) -> None:
-        """Make calls of a function with proxies one node, wherever these namespaces or classes have it."""
+        """Make one node of each call of a function with proxies.
+
+        Args:
+            function: the function.
+            owners: the namespaces (dicts) and classes in which to replace it.
+        """
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.suspended or next(iter(proxies_in((args, kwargs))), None) is None:
+            if self.suspended or next(proxies_in((args, kwargs)), None) is None:
                 return function(*args, **kwargs)
             return self.tracer.call_function_leaf(function, args, kwargs)
 
@@ -184,10 +188,10 @@ class Patches:
         self._restore.append(functools.partial(setattr, owner, name, original))
 
     def _isinstance(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        def isinstance(value: Any, kinds: Any) -> bool:  # noqa: A001  it takes the place of the builtin
+        def isinstance(value: Any, kinds: Any) -> bool:  # noqa: A001  it replaces the builtin
             if type(value) is ValueProxy and not self.suspended:
-                known = value.__dict__["fxqat_value"]
-                if known is not None and original(known.data, kinds):
+                traced = value.__dict__["fxqat_value"]
+                if traced is not None and original(traced.data, kinds):
                     return True
             return original(value, kinds)
 
@@ -222,7 +226,7 @@ class Patches:
         with self.suspend():
             try:
                 return is_user_function(function) and overwrites_arguments(function, value_of(args), value_of(kwargs))
-            except Exception:  # noqa: BLE001  it is called again for the value of the node, and fails there
+            except Exception:  # noqa: BLE001  it is called again to compute the node's value, and fails there
                 return False
 
     def _causal_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -234,11 +238,11 @@ class Patches:
     def _setattr(self, original: Callable[..., None]) -> Callable[..., None]:
         def assign(module: nn.Module, name: str, value: Any) -> None:
             buffers = module.__dict__.get("_buffers", {})
-            if self.suspended or next(iter(proxies_in(value)), None) is None:
+            if self.suspended or next(proxies_in(value), None) is None:
                 original(module, name, value)
             elif name in buffers:
                 self.tracer.write_buffer(module, name, value)
-            else:  # kept for the rest of the trace only
+            else:  # undone at the end of the trace
                 had, old = name in module.__dict__, module.__dict__.get(name)
                 undo = functools.partial(module.__dict__.__setitem__, name, old)
                 self.assigned.append(undo if had else functools.partial(module.__dict__.pop, name, None))

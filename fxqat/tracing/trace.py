@@ -1,13 +1,14 @@
 """Trace: the user's model becomes a graph.
 
-The model is copied first; shared modules and tied weights stay shared in the copy. The ladder:
+The model is copied first; shared modules and tied weights stay shared in the copy. Three steps are tried:
 
-1. with example inputs, every node is computed as it is traced, so that Python code that looks at sizes, lengths and
-   types just works (``fxqat.tracing.value_proxy``);
-2. without them, or where that fails as a whole, ``torch.fx``'s symbolic trace;
-3. what neither can trace becomes a call of the smallest module around it, which stays float.
+1. With example inputs, each node is computed when it is traced, so that Python code can look at sizes, lengths and
+   types (``fxqat.tracing.value_proxy``).
+2. Without them, or if step 1 fails as a whole, ``torch.fx`` traces symbolically.
+3. Code that neither can trace becomes a call of the smallest function or module around it, which stays float.
 
-What fails at the model itself raises :class:`~fxqat.errors.TraceError` with the source line and the remedy.
+A failure in the forward of the model itself raises :class:`~fxqat.errors.TraceError` with the source line and the
+remedies.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from fxqat.errors import ConfigError, TraceError
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
-from fxqat.tracing.value_tracer import arguments_of
+from fxqat.tracing.value_tracer import bind_arguments
+from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_failure
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
 class Traced(NamedTuple):
-    """What tracing gives.
+    """The result of tracing.
 
     Args:
         root: the copy of the model, whose tensors the graph module shares.
-        gm: the graph module, in the model's own mode.
-        fixed: names of the arguments of forward that are fixed to a value.
+        gm: the graph module, in the mode of the model.
+        fixed: names of the arguments of forward that torch.fx fixed to a value.
         forced: sizes that the graph holds as numbers.
-        leaves: modules that could not be traced.
-        eval_only: modules that do something else in training, which the graph does not have.
+        leaves: modules and functions that could not be traced.
+        eval_only: modules that compute differently in training, of which the graph holds eval mode only.
     """
 
     root: nn.Module
@@ -52,15 +54,15 @@ class Traced(NamedTuple):
 
 
 class TracedGraphModule(TrainEvalGraphModule):
-    """Generates its code when it is first called: the passes that follow only need its graph."""
+    """Generates its code at the first call: the passes after tracing only need the graph."""
 
     def recompile(self) -> Any:
-        """Forget the code."""
-        if "forward" in vars(type(self)):  # fx makes a class of every graph module
+        """Delete the code."""
+        if "forward" in vars(type(self)):  # fx makes a class for each graph module
             del type(self).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate the code, which takes the place of this method, and run it."""
+        """Generate the code, which replaces this method, and run it."""
         super().recompile()
         return type(self).forward(self, *args, **kwargs)
 
@@ -78,20 +80,18 @@ def trace(
 
     Args:
         model: the user's model; not changed.
-        custom_tracer: a tracer to use as it is, instead of those of the ladder.
+        custom_tracer: a tracer to use instead of steps 1 to 3.
         leaf_modules: module types or paths to keep whole (not together with ``custom_tracer``).
         concrete_args: arguments of ``forward`` fixed to a value, as in ``torch.fx.symbolic_trace``.
-        example_inputs: the model's inputs, for step 1 of the ladder. Arguments that they leave out are fixed to their
-            defaults.
-        untraceable: ``"leaf"``, step 3 of the ladder, or ``"error"``.
+        example_inputs: the model's inputs, for step 1. Arguments that they leave out are fixed to their defaults.
+        untraceable: ``"leaf"`` (step 3) or ``"error"``.
 
     Raises:
-        ConfigError: a leaf path or argument does not exist in the model, or leaves were given beside a custom tracer.
-        TraceError: the model cannot be traced.
+        ConfigError: a leaf or an argument does not exist in the model, or leaves are given with a custom tracer.
+        TraceError: the model cannot be copied or traced.
     """
     _check_leaves(model, custom_tracer, leaf_modules)
     _check_arguments(model, concrete_args or {})
-    was_training = {name: module.training for name, module in model.named_modules()}
     try:
         root = copy_model(model)
     except Exception as cause:
@@ -104,13 +104,10 @@ def trace(
         fixed = defaults | fixed
         tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
     graph, tracer = _first_success(model, root, tracers, fixed)
-    for name, module in root.named_modules():
-        if module.training != was_training.get(name, model.training):
-            module.training = not module.training
+    copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
-    gm.training = model.training
+    copy_modes(root, gm)
     batch_norms_to_modules(root, gm)
-    _restore_containers(root, gm)
     leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
     if isinstance(tracer, TrainEvalTracer):
         eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
@@ -119,10 +116,10 @@ def trace(
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A deep copy of a model, in which what is shared stays shared.
+    """A deep copy of a model, in which shared modules and tensors stay shared.
 
-    Copied by hand are tensors that the model kept of its last run, which autograd does not let be copied, and the many
-    empty dicts of a module, with which ``copy.deepcopy`` takes its time.
+    Two things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
+    and the many empty dicts of a module, since ``copy.deepcopy`` is slow at them.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -137,7 +134,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 def _first_success(
     model: nn.Module, root: nn.Module, tracers: list[fx.Tracer], fixed: dict[str, Any]
 ) -> tuple[fx.Graph, fx.Tracer]:
-    """The graph of the first tracer that goes through; the error of the first if none does."""
+    """The graph of the first tracer that succeeds; the error of the first tracer if none does."""
     failures: list[tuple[fx.Tracer, Exception]] = []
     for tracer in tracers:
         try:
@@ -151,21 +148,13 @@ def _first_success(
 def _bind(
     root: nn.Module, inputs: tuple[Any, ...], concrete_args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Example inputs by name, and the arguments they leave at their defaults."""
+    """Example inputs by name, and the arguments that are left at their defaults."""
     try:
-        return arguments_of(root, inputs, concrete_args)
+        return bind_arguments(root, inputs, concrete_args)
     except TypeError as cause:
         raise ConfigError(
-            f"example_inputs do not fit the arguments of forward (less those in concrete_args): {cause}"
+            f"example_inputs do not fit the arguments of forward (without those in concrete_args): {cause}"
         ) from cause
-
-
-def _restore_containers(root: nn.Module, gm: nn.Module) -> None:
-    """Containers that fx made anew get the mode of the module they stand for."""
-    modes = dict(root.named_modules())
-    for name, module in gm.named_modules():
-        if name in modes:
-            module.training = modes[name].training
 
 
 def _check_leaves(
@@ -174,7 +163,7 @@ def _check_leaves(
     if custom_tracer is not None and not isinstance(custom_tracer, fx.Tracer):
         raise ConfigError(f"custom_tracer must be a torch.fx.Tracer object, got {custom_tracer!r}")
     if custom_tracer is not None and leaf_modules:
-        raise ConfigError("leaf_module and custom_tracer exclude each other: let the custom tracer name the leaves")
+        raise ConfigError("leaf_module and custom_tracer exclude each other: choose the leaves in the custom tracer")
     paths = [name for name, _ in model.named_modules()]
     for leaf in leaf_modules:
         if isinstance(leaf, str) and leaf not in paths:
@@ -195,11 +184,11 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
 
 
 def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:
-    """Say where tracing failed and what to do."""
+    """The error message: where tracing failed, why, and what to do."""
     path = getattr(tracer, "path_of_failure", "") or "the model itself"
     return (
         f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {line_of_failure(cause)}\n"
-        "Remedy: give example_inputs, so that sizes are known while tracing; keep that module whole and float with "
-        "prepare_custom_config_dict={'leaf_module': [its type or path]}; fix the argument with 'concrete_args'; or "
+        "Remedy: pass example_inputs, so that sizes are known while tracing; or keep that module whole and float with "
+        "prepare_custom_config_dict={'leaf_module': [its type or path]}; or fix the argument with 'concrete_args'; or "
         "pass a custom_tracer."
     )

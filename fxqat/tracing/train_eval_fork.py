@@ -1,7 +1,7 @@
-"""One forward traced twice, in eval mode and in training; what both compute is one node.
+"""One forward traced twice, in eval mode and then in training, into one graph.
 
-The nodes of the run in training are looked up among those of the run in eval mode; what is not there is put at its
-place between them. So each mode's nodes stand in the graph in the order in which that mode made them.
+Each node of the run in training is searched among the nodes of the run in eval mode. If it is there, both modes share
+it; else it is inserted between them. The nodes of each mode stay in the order in which that mode made them.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from fxqat.utils.node_meta import MODE
 
 
 class TrainEvalFork:
-    """The run in training.
+    """Adds the run in training to a graph that has the run in eval mode.
 
     Args:
-        graph: the graph, in which the run in eval mode has ended.
+        graph: the graph; the run in eval mode is at its end.
         start: the last node before that run.
     """
 
     def __init__(self, graph: fx.Graph, start: fx.Node) -> None:
         self.graph = graph
-        behind = list(takewhile(lambda node: node is not start, reversed(graph.nodes)))[::-1]
-        reads = [node for node in behind if node.op == "get_attr"]
+        run = list(takewhile(lambda node: node is not start, reversed(graph.nodes)))[::-1]
+        reads = [node for node in run if node.op == "get_attr"]
         for node in reversed(reads):
-            start.append(node)  # first, where both modes find them
-        self.in_eval = reads + [node for node in behind if node.op != "get_attr"]
+            start.append(node)  # at the start, so that both modes can use them
+        self.in_eval = reads + [node for node in run if node.op != "get_attr"]
         self.made: list[fx.Node] = []
-        self._places: dict[str, list[int]] = defaultdict(list)
-        for place, node in enumerate(self.in_eval):
-            self._places[_key(node.op, node.target, node.args, node.kwargs)].append(place)
+        self._positions: dict[str, list[int]] = defaultdict(list)
+        for position, node in enumerate(self.in_eval):
+            self._positions[_key(node.op, node.target, node.args, node.kwargs)].append(position)
         self._next = 0
         self._last = reads[-1] if reads else start
         self._shared: set[fx.Node] = set()
 
     def node(self, op: str, target: Any, args: Any, kwargs: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """The node of the run in eval mode that is the same, if it comes behind all others found so; else a new one."""
-        places = self._places.get(_key(op, target, args, kwargs), [])
-        found = 0 if op == "get_attr" else bisect_left(places, self._next)
-        if found == len(places):
+        """The equal node of the run in eval mode, if it comes after those found before; else a new node."""
+        positions = self._positions.get(_key(op, target, args, kwargs), [])
+        found = 0 if op == "get_attr" else bisect_left(positions, self._next)
+        if found == len(positions):
             with self.graph.inserting_after(self._last):
                 made = make()
             self.made.append(made)
             self._last = made
             return made
-        node: fx.Node = self.in_eval[places[found]]
+        node: fx.Node = self.in_eval[positions[found]]
         self._shared.add(node)
         if op != "get_attr":
-            self._next, self._last = places[found] + 1, node
+            self._next, self._last = positions[found] + 1, node
         return node
 
     def undo(self) -> None:
-        """Erase what the run in training made."""
+        """Erase the nodes that the run in training made."""
         for node in reversed(self.made):
             self.graph.erase_node(node)
 
     def shares_parameters(self, root: nn.Module) -> bool:
-        """Whether nodes of the one mode and of the other compute with the same parameters.
+        """Whether a node of eval mode only and a node of training only use the same parameter.
 
-        Then the modes do not part for a side branch, but each goes its own way through the same layers.
+        Then training is not just an additional branch: the modes use the same layers in different ways.
         """
         eval_only = [node for node in self.in_eval if node not in self._shared]
         return bool(_parameters(eval_only, root) & _parameters(self.made, root))
 
     def mark(self) -> None:
-        """Tell the nodes of one mode only."""
+        """Mark the nodes that run in one mode only."""
         for node in self.in_eval:
             if node not in self._shared:
                 node.meta[MODE] = False
@@ -83,7 +83,7 @@ def _key(op: str, target: Any, args: Any, kwargs: Any) -> str:
 
 
 def _parameters(nodes: list[fx.Node], root: nn.Module) -> set[str]:
-    """The parameters that nodes compute with: of the modules they call, or as arguments."""
+    """Names of the parameters that nodes use, through the modules they call or as arguments."""
     found: set[str] = set()
     for node in nodes:
         if node.op == "call_module":

@@ -1,4 +1,4 @@
-"""The tracer that traces what is computed differently in training, too."""
+"""The tracer that also traces what is computed only in training."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from fxqat.utils.train_eval_graph import eval_or_train
 
 
 class TrainEvalTracer(ValueTracer):
-    """Asks who decides by ``self.training``, and traces again.
+    """Finds the modules that branch on ``self.training``, and traces again.
 
-    1. Modules without parameters (drop path, noise) are kept whole, and go on switching.
-    2. The forward of any other is traced in eval mode and in training. The graph has both
-       (``fxqat.utils.train_eval_graph``) if what training adds is beside what is deployed: an auxiliary head.
-       Where it goes another way through the same layers, or needs more inputs, the graph has what it does in eval mode.
+    1. A module without parameters (drop path, noise) is kept whole, and follows ``train()`` and ``eval()``.
+    2. The forward of any other module is traced in eval mode and in training. The graph holds both
+       (``fxqat.utils.train_eval_graph``) if training only adds something, such as an auxiliary head. If training uses
+       the same layers in another way, or needs more inputs, the graph holds eval mode only.
 
     Attributes:
-        eval_only: the modules of which the graph has eval mode only.
+        eval_only: the modules of which the graph holds eval mode only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eval_only: list[str] = []
-        self._found: dict[str, nn.Module] = {}
-        self._in_both: set[str] = set()
-        self._is_parted = False
+        self._branching: dict[str, nn.Module] = {}
+        self._paths_in_both: set[str] = set()
+        self._tracing_both = False
         self._running: list[str] = []
         self._fork: TrainEvalFork | None = None
 
     def branch_on_training(self, module: nn.Module) -> bool:
-        """Remember a module whose forward decides by ``self.training``, and say which way it goes in this run."""
-        if not self._is_parted and not isinstance(module, BatchNorm):  # see fxqat.tracing.batch_norm_calls
-            self._found[self.path_of_module(module)] = module
+        """Record a module that branches on ``self.training``; True in the run in training."""
+        if not self._tracing_both and not isinstance(module, BatchNorm):  # see fxqat.tracing.batch_norm_calls
+            self._branching[self.path_of_module(module)] = module
         return self._fork is not None
 
-    def is_incomplete(self) -> bool:
-        """Whether modules were found that compute differently in training, and that were not known to."""
-        new = self._found.keys() - self._in_both - self.leaf_paths
-        whole = {path for path in new if path and next(self._found[path].parameters(), None) is None}
+    def needs_another_trace(self) -> bool:
+        """Whether this trace found new modules that branch on ``self.training``."""
+        new = self._branching.keys() - self._paths_in_both - self.leaf_paths
+        whole = {path for path in new if path and next(self._branching[path].parameters(), None) is None}
         self.leaf_paths |= whole
-        self._in_both |= new - whole
-        self._found = {}
+        self._paths_in_both |= new - whole
+        self._branching = {}
         if new:
             self.eval_only = []
         return bool(new)
 
-    def run(self, path: str, forward: Callable[[], Any]) -> Any:
-        """Trace a forward; in both modes if it computes differently in training."""
+    def trace_forward(self, path: str, forward: Callable[[], Any]) -> Any:
+        """Trace a forward, in both modes if it branches on ``self.training``."""
         self._running.append(path)
         try:
             return self._run(path, forward)
@@ -63,26 +63,26 @@ class TrainEvalTracer(ValueTracer):
 
     def _run(self, path: str, forward: Callable[[], Any]) -> Any:
         start = self.last_node()
-        if path not in self._in_both or self._is_parted or start is None:
-            return super().run(path, forward)
+        if path not in self._paths_in_both or self._tracing_both or start is None:
+            return super().trace_forward(path, forward)
         assigned, read = len(self.patches.assigned), dict(self.attribute_proxies)
-        self._is_parted = True
+        self._tracing_both = True
         try:
             in_eval = forward()
-            place = self.mark_place()
+            place = self.mark_position()
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = dict(read)
             fork = TrainEvalFork(self.graph, start)
             in_training = self._in_training(fork, forward)
-            self.restore_calls(place)
+            self.rewind_calls(place)
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = read
         finally:
-            self._is_parted = False
-        return self._joined(path, fork, in_eval, in_training)
+            self._tracing_both = False
+        return self._merged_result(path, fork, in_eval, in_training)
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **others: Any) -> fx.Node:
-        """In the run in training, a node may be one of the run in eval mode."""
+        """Make a node. In the run in training, use the equal node of the run in eval mode if there is one."""
 
         def make() -> fx.Node:
             return super(TrainEvalTracer, self).create_node(kind, target, args, kwargs, *rest, **others)
@@ -90,41 +90,41 @@ class TrainEvalTracer(ValueTracer):
         return make() if self._fork is None else self._fork.node(kind, target, args, kwargs, make)
 
     def _in_training(self, fork: TrainEvalFork, forward: Callable[[], Any]) -> Any:
-        """What the run in training gives; NOTHING if it cannot be traced or is not beside what is deployed."""
+        """The result in training; NO_RESULT if that cannot be traced, or uses the same layers in another way."""
         self._fork, untraceable = fork, self.untraceable
         self.untraceable = "error"
         try:
             result = forward()
-        except Exception:  # noqa: BLE001  it may need targets, or do what cannot be traced
-            result = NOTHING
+        except Exception:  # noqa: BLE001  it may need targets, or may not be traceable
+            result = NO_RESULT
         finally:
             self._fork, self.untraceable, self.path_of_failure = None, untraceable, ""
-        if result is NOTHING or fork.shares_parameters(self.root):
+        if result is NO_RESULT or fork.shares_parameters(self.root):
             fork.undo()
-            return NOTHING
+            return NO_RESULT
         return result
 
-    def _joined(self, path: str, fork: TrainEvalFork, in_eval: Any, in_training: Any) -> Any:
-        """The result of both runs."""
-        if in_training is NOTHING:
+    def _merged_result(self, path: str, fork: TrainEvalFork, in_eval: Any, in_training: Any) -> Any:
+        """One result for both modes."""
+        if in_training is NO_RESULT:
             self.eval_only.append(path)
             return in_eval
         last = self.last_node()
         try:
-            result = self._join(in_eval, in_training)
+            result = self._merge(in_eval, in_training)
         except TypeError:
-            self.take_back(last)  # what was joined before the difference was met
-            if path:  # the module around it gets another structure in training: it computes differently, too
+            self.erase_after(last)  # the values that were merged before the difference was found
+            if path:  # the calling module gets another structure in training, so it is traced in both modes instead
                 fork.undo()
-                owner = self._running[-2]  # who called it; a list of modules around it has no forward
-                self._found[owner] = self.root.get_submodule(owner)
+                owner = self._running[-2]  # not the parent in the path: a ModuleList has no forward
+                self._branching[owner] = self.root.get_submodule(owner)
                 return in_eval
             result = self.create_proxy("call_function", eval_or_train, (in_eval, in_training), {})
         fork.mark()
         return result
 
-    def _join(self, in_eval: Any, in_training: Any) -> Any:
-        """Two values as one.
+    def _merge(self, in_eval: Any, in_training: Any) -> Any:
+        """One structure for both modes, with :func:`eval_or_train` where the values differ.
 
         Raises:
             TypeError: their structures differ.
@@ -136,14 +136,14 @@ class TrainEvalTracer(ValueTracer):
         if type(in_eval) is not type(in_training):
             raise TypeError
         if isinstance(in_eval, dict) and list(in_eval) == list(in_training):
-            return {name: self._join(value, in_training[name]) for name, value in in_eval.items()}
+            return {name: self._merge(value, in_training[name]) for name, value in in_eval.items()}
         if isinstance(in_eval, (tuple, list)) and len(in_eval) == len(in_training):
-            items = [self._join(a, b) for a, b in zip(in_eval, in_training, strict=True)]
+            items = [self._merge(a, b) for a, b in zip(in_eval, in_training, strict=True)]
             return type(in_eval)(*items) if hasattr(in_eval, "_fields") else type(in_eval)(items)
         if describe(in_eval) == "plain" and in_eval == in_training:
             return in_eval
         raise TypeError
 
 
-NOTHING = object()
-"""No result."""
+NO_RESULT = object()
+"""Stands for the result of a run in training that is not used; None may be a result."""

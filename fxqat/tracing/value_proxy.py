@@ -1,12 +1,13 @@
-"""Proxies that carry their value, so that Python code of the model can look at sizes, lengths, types and structure.
+"""Proxies that carry their value, so that the model's Python code can look at sizes, lengths, types and structure.
 
-While the model is traced with example inputs, every node is computed on them as it is made. A proxy then answers what a
-tensor would answer:
+While the model is traced with example inputs, every node is computed on them as it is made. A proxy then behaves like
+its value:
 
-1. rank, type and structure (``x.dim()``, ``x.dtype``, ``len`` of a list, keys of a dict, ``isinstance``) are answered;
-2. sizes are proxies that stand for numbers: arithmetic on them stays symbolic. Where Python needs a number (``range``,
-   ``if``, ``int``) it gets one, and that is recorded;
-3. what depends on the content of a tensor has no answer: :class:`DataDependent`.
+1. rank, type and structure (``x.dim()``, ``x.dtype``, ``len`` of a list, keys of a dict, ``isinstance``) are those of
+   the value;
+2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``,
+   ``int``) it gets that of the example inputs, and this is recorded;
+3. where Python code needs the values of a tensor, :class:`DataDependent` is raised.
 """
 
 from __future__ import annotations
@@ -27,18 +28,16 @@ from fxqat.tracing.attention import multi_head_attention
 CONSTANT_METHODS = frozenset(
     ("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "stride", "get_device")
 )
-"""Tensor methods whose answer does not depend on sizes that may vary."""
+"""Tensor methods whose result does not depend on sizes that may vary."""
 
 TENSOR_VALUED = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "grad", "device"))
-"""Tensor attributes that become nodes; any other is answered."""
-
+"""Tensor attributes that become nodes; all others are read from the value."""
 
 COMPOSED: dict[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention}
-"""Functions of torch that are traced into, and by what."""
-
+"""Functions of torch that are traced into, and the function that is traced instead."""
 
 ANSWERED = (torch.is_floating_point, torch.is_complex)
-"""Functions of torch that are answered as the method of the same name."""
+"""Functions of torch that are treated as the method of the same name."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,19 @@ class TracedValue:
 
 
 class DataDependent(fx.proxy.TraceError):
-    """Python asked for something that depends on the content of a tensor, or that is not known while tracing."""
+    """Python code needs something that depends on tensor values, or that is not known while tracing."""
 
 
 class ValueProxy(fx.Proxy):
-    """A proxy with what is known of its value (None if nothing is)."""
+    """A proxy with its value, or None if the value is not known."""
 
-    def __init__(self, node: fx.Node, tracer: fx.Tracer, known: TracedValue | None) -> None:
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, value: TracedValue | None) -> None:
         super().__init__(node, tracer)
-        self.fxqat_value = known
+        self.fxqat_value = value
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A function of torch that is called with a proxy becomes a node, or several."""
+        """A call of a torch function with a proxy becomes a node, or several."""
         if function in COMPOSED:
             return COMPOSED[function](*args, **(kwargs or {}))
         if function in ANSWERED:
@@ -81,12 +80,12 @@ class ValueProxy(fx.Proxy):
     # attributes and structure
 
     def __getattr__(self, name: str) -> Any:
-        known = self.__dict__.get("fxqat_value")
+        traced = self.__dict__.get("fxqat_value")
         if name.startswith("__array"):  # numpy's protocols
             raise AttributeError(name)
-        if known is None or name.startswith("__"):
+        if traced is None or name.startswith("__"):
             return super().__getattr__(name)
-        value = known.data
+        value = traced.data
         if isinstance(value, Tensor):
             if name == "shape":
                 return self.size()
@@ -105,44 +104,44 @@ class ValueProxy(fx.Proxy):
         return self.tracer.create_proxy("call_function", builtins.getattr, (self, name), {})
 
     def size(self, dim: int | None = None) -> Any:
-        """A size, or the tuple of all of them."""
-        known = self.fxqat_value
-        if dim is None and known is not None and isinstance(known.data, Tensor):
-            return tuple(self.size(i) for i in range(known.data.dim()))
+        """One size, or the tuple of all sizes."""
+        traced = self.fxqat_value
+        if dim is None and traced is not None and isinstance(traced.data, Tensor):
+            return tuple(self.size(i) for i in range(traced.data.dim()))
         args = (self,) if dim is None else (self, dim)
         return self.tracer.create_proxy("call_method", "size", args, {})
 
     def __iter__(self) -> Iterator[Any]:
-        value = self.fxqat_answer("iterate over it")
+        value = self.fxqat_require("iterates over")
         if isinstance(value, dict):
             return iter(list(value))
         count = len(self) if isinstance(value, Tensor) else len(list(value))
         return iter([self._item(i) for i in range(count)])
 
     def __getitem__(self, key: Any) -> Any:
-        known = self.fxqat_value
-        if known is not None and type(known.data) in (list, tuple):
-            places = range(len(known.data))
-            if isinstance(key, slice):  # a part of a list of tensors is a list of tensors
-                return type(known.data)(self._item(i) for i in places[key])
+        traced = self.fxqat_value
+        if traced is not None and type(traced.data) in (list, tuple):
+            places = range(len(traced.data))
+            if isinstance(key, slice):  # a slice of a list of tensors is a list of tensors
+                return type(traced.data)(self._item(i) for i in places[key])
             if type(key) is int and -len(places) <= key < 0:
-                key = places[key]  # one spelling of each item
+                key = places[key]  # one spelling for each item
         return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
 
     def _item(self, key: Any) -> Any:
-        known = self.fxqat_value
-        if known is not None and not isinstance(known.data, Tensor) and known.data[key] is None:
-            return None  # so that "is None" sees it
+        traced = self.fxqat_value
+        if traced is not None and not isinstance(traced.data, Tensor) and traced.data[key] is None:
+            return None  # so that "is None" works
         return self.tracer.create_proxy("call_function", operator.getitem, (self, key), {})
 
     def __len__(self) -> int:
-        value = self.fxqat_answer("take its length")
+        value = self.fxqat_require("takes the length of")
         return int(self.size(0)) if isinstance(value, Tensor) else len(value)
 
     def __contains__(self, item: Any) -> bool:
-        value = self.fxqat_answer("look into it")
+        value = self.fxqat_require("searches in")
         if isinstance(value, Tensor):
-            raise DataDependent("'in' looks at the content of a tensor")
+            raise self._depends_on_values("searches in")
         return item in value
 
     def __setitem__(self, key: Any, item: Any) -> None:
@@ -150,64 +149,73 @@ class ValueProxy(fx.Proxy):
 
     # numbers
 
-    def fxqat_answer(self, what: str) -> Any:
-        """The value, if it is known."""
-        known = self.fxqat_value
-        if known is None:
-            raise DataDependent(f"Python has to {what}, but the value of {self.node} is not known while tracing")
-        return known.data
+    def fxqat_require(self, verb: str) -> Any:
+        """The value.
 
-    def _number(self, what: str) -> Any:
-        value = self.fxqat_answer(what)
-        known = self.fxqat_value
-        assert known is not None
-        content = known.from_content or (isinstance(value, Tensor) and known.from_input)
-        if content:
-            raise DataDependent(f"Python has to {what}, which depends on the content of the tensor {self.node}")
-        if known.sized and isinstance(value, (bool, int, float)):
-            self.tracer.force(self.node, value)  # type: ignore[attr-defined]
+        Args:
+            verb: what Python code does with it, for the error: ``"iterates over"``.
+
+        Raises:
+            DataDependent: it is not known.
+        """
+        traced = self.fxqat_value
+        if traced is None:
+            raise DataDependent(f"Python code {verb} {self.node}, whose value is not known while tracing")
+        return traced.data
+
+    def _depends_on_values(self, verb: str) -> DataDependent:
+        return DataDependent(f"Python code {verb} {self.node}, which depends on tensor values")
+
+    def _number(self, verb: str) -> Any:
+        value = self.fxqat_require(verb)
+        traced = self.fxqat_value
+        assert traced is not None
+        if traced.from_content or (isinstance(value, Tensor) and traced.from_input):
+            raise self._depends_on_values(verb)
+        if traced.sized and isinstance(value, (bool, int, float)):
+            self.tracer.record_forced(self.node, value)  # type: ignore[attr-defined]
         return value
 
     def __bool__(self) -> bool:
-        return bool(self._number("decide"))
+        return bool(self._number("branches on"))
 
     def __int__(self) -> int:
-        return int(self._number("have a number"))
+        return int(self._number("needs a number from"))
 
     def __index__(self) -> int:
-        return operator.index(self._number("have a number"))
+        return operator.index(self._number("needs a number from"))
 
     def __float__(self) -> float:
-        return float(self._number("have a number"))
+        return float(self._number("needs a number from"))
 
     def __hash__(self) -> int:
-        known = self.__dict__.get("fxqat_value")
-        if known is not None and isinstance(known.data, (bool, int, float)):
+        traced = self.__dict__.get("fxqat_value")
+        if traced is not None and isinstance(traced.data, (bool, int, float)):
             self.tracer.hashed = True  # type: ignore[attr-defined]
-            return hash(self._number("hash it"))
+            return hash(self._number("hashes"))
         return id(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self._number("have a number"), dtype)
+        return np.asarray(self._number("needs a number from"), dtype)
 
     def __round__(self, digits: int | None = None) -> Any:
         args = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", builtins.round, args, {})
 
     def __format__(self, spec: str) -> str:
-        known = self.fxqat_value
-        if known is None or isinstance(known.data, Tensor) or known.from_content:
+        traced = self.fxqat_value
+        if traced is None or isinstance(traced.data, Tensor) or traced.from_content:
             return str(self)
-        return format(self._number("write it"), spec)
+        return format(self._number("prints"), spec)
 
 
 def _in_place(name: str) -> Callable[[ValueProxy, Any], Any]:
-    """``x += y``: overwrites a tensor; makes another number of a number."""
+    """``x += y``: overwrites a tensor, but gives a new number for a number."""
     out_of_place = getattr(operator, name)
 
     def assign(self: ValueProxy, other: Any) -> Any:
-        known = self.fxqat_value
-        overwrites = known is not None and isinstance(known.data, Tensor)
+        traced = self.fxqat_value
+        overwrites = traced is not None and isinstance(traced.data, Tensor)
         target = getattr(operator, f"i{name}") if overwrites else out_of_place
         return self.tracer.create_proxy("call_function", target, (self, other), {})
 
@@ -219,10 +227,10 @@ for _name in ("add", "sub", "mul", "truediv"):
 
 
 class TrainingFlag:
-    """``self.training`` while tracing: False where it is passed on; whoever decides by it is noticed and told.
+    """``self.training`` while tracing: False where it is passed on as an argument; a branch on it is reported.
 
     Args:
-        decide: called when Python code decides by it; gives what that code sees.
+        decide: called when Python code branches on the flag; returns the value that this code sees.
     """
 
     def __init__(self, decide: Callable[[], bool]) -> None:
@@ -236,17 +244,17 @@ class TrainingFlag:
 
 
 def value_of(argument: Any) -> Any:
-    """The value of an argument structure, proxies replaced by their values.
+    """An argument structure with values in place of the proxies.
 
     Raises:
-        DataDependent: a proxy in it has no known value.
+        DataDependent: the value of a proxy is not known.
     """
     if isinstance(argument, ValueProxy):
-        return argument.fxqat_answer("use it")
+        return argument.fxqat_require("uses")
     if isinstance(argument, TrainingFlag):
         return False
     if isinstance(argument, fx.Proxy):
-        raise DataDependent(f"the value of {argument} is not known")
+        raise DataDependent(f"the value of {argument} is not known while tracing")
     if isinstance(argument, tuple):
         items = [value_of(item) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)

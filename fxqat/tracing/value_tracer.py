@@ -1,4 +1,4 @@
-"""The tracer that computes every node on example inputs as it is made."""
+"""The tracer that computes each node on the example inputs when it makes the node."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fxqat.utils.source import line_of_failure
 
 
 class ValueTracer(LeafTracer):
-    """Computes every node on example inputs as it is made (see ``fxqat.tracing.value_proxy``).
+    """Computes each node on the example inputs when it makes the node (see ``fxqat.tracing.value_proxy``).
 
     Args:
         inputs: example values by argument of forward.
@@ -39,8 +39,8 @@ class ValueTracer(LeafTracer):
         untraceable: as for :class:`LeafTracer`.
 
     Attributes:
-        forced: the sizes that Python needed as numbers.
-        hashed: whether a size was a key: functions with a cache may have kept what belongs to this trace.
+        forced: the sizes that Python code needed as numbers, by source line.
+        hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ValueTracer(LeafTracer):
         self.patches = Patches(self)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace a module; again, with more leaves, as long as something stands in the way."""
+        """Trace a module. Repeat this with more leaves until it succeeds."""
         self.patches.watch(root)
         with torch.no_grad(), torch.random.fork_rng(devices=()), self.patches:
             while True:
@@ -64,31 +64,31 @@ class ValueTracer(LeafTracer):
                     graph = super().trace(root, concrete_args)
                 except Exception as cause:
                     self.patches.undo_assignments(0)
-                    if self.untraceable == "error" or not self.leaf_function(cause):
+                    if self.untraceable == "error" or not self.make_function_leaf(cause):
                         raise
                     continue
-                if not self.is_incomplete():
+                if not self.needs_another_trace():
                     break
                 self.patches.undo_assignments(0)
         _drop_unread_numbers(graph)
         return graph
 
     def branch_on_training(self, module: nn.Module) -> bool:
-        """What a forward that decides by ``self.training`` sees of it."""
+        """The value of ``self.training`` for a forward that branches on it."""
         return False
 
-    def is_incomplete(self) -> bool:
-        """Whether a trace that went through has to be made again, by what it found."""
+    def needs_another_trace(self) -> bool:
+        """Whether the trace succeeded, but found something for which it has to be repeated."""
         return False
 
-    def run(self, path: str, forward: Callable[[], Any]) -> Any:
-        """Trace the forward of a module that is not kept whole."""
+    def trace_forward(self, path: str, forward: Callable[[], Any]) -> Any:
+        """Trace the forward of a module."""
         return forward()
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
     ) -> tuple[Any, list[Any]]:
-        """A placeholder for each example input; the other arguments of forward are fixed to a value."""
+        """Make a placeholder for each example input, and fix the other arguments of forward to their values."""
         fixed = dict(concrete_args or {})
         signature = inspect.signature(self.root.forward)
         placeholders: list[fx.Proxy] = []
@@ -110,21 +110,22 @@ class ValueTracer(LeafTracer):
                 values = [proxies[i] for i in structure.get(name, ())]
                 if name in fixed and fixed[name] is not parameter.default:
                     values = [fixed[name]]
-                if parameter.kind == parameter.VAR_POSITIONAL or (values and self._follows(parameter, positional)):
+                is_next = values and self._is_next_positional(parameter, positional)
+                if parameter.kind == parameter.VAR_POSITIONAL or is_next:
                     positional += values
                 elif values:
                     named[name] = values[0]
-            return self.run("", functools.partial(root_fn, self.root, *positional, **named))
+            return self.trace_forward("", functools.partial(root_fn, self.root, *positional, **named))
 
         return call, placeholders
 
-    def _follows(self, parameter: inspect.Parameter, positional: list[Any]) -> bool:
-        """Whether a parameter can be passed by position behind those that are."""
+    def _is_next_positional(self, parameter: inspect.Parameter, positional: list[Any]) -> bool:
+        """Whether a parameter can be passed by position after the given positional arguments."""
         names = list(inspect.signature(self.root.forward).parameters)
         return parameter.kind != parameter.KEYWORD_ONLY and names.index(parameter.name) == len(positional)
 
-    def leaf_function(self, cause: Exception) -> bool:
-        """Make a leaf of the innermost function in which an exception came up that is none yet."""
+    def make_function_leaf(self, cause: Exception) -> bool:
+        """Make a leaf of the innermost function that raised an exception and is no leaf yet."""
         for function, owners in failing_functions(cause.__traceback__):
             name = f"{function.__module__}.{function.__qualname__}"
             if name not in self.leaves:
@@ -135,7 +136,7 @@ class ValueTracer(LeafTracer):
         return False
 
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """A call of a leaf function becomes the call of a module that calls it."""
+        """Make a node that calls a leaf function, through a :class:`FunctionLeaf`."""
         constants: dict[int | str, Any] = {i: a for i, a in enumerate(args) if not self._fits_into_a_node(a)}
         constants |= {name: a for name, a in kwargs.items() if not self._fits_into_a_node(a)}
         path = unique_name(self.root, f"{function.__name__}_leaf")
@@ -148,37 +149,39 @@ class ValueTracer(LeafTracer):
             before = self.last_node()
             try:
                 self.create_arg(argument)
-            except Exception:  # noqa: BLE001  whatever it is, it stays outside of the graph
+            except Exception:  # noqa: BLE001  fx raises several types; the argument stays outside of the graph
                 return False
             finally:
-                self.take_back(before)
+                self.erase_after(before)
         return True
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module that is called while a value is computed is just called."""
+        """Trace a module call. While a value is computed, just call the module."""
         if self.patches.suspended:
             return forward(*args, **kwargs)
-        if self.is_made_here(m):
+        if self.is_made_in_forward(m):
             return super().call_module(m, forward, args, kwargs)
         path = self.path_of_module(m)
-        return super().call_module(m, lambda *a, **k: self.run(path, functools.partial(forward, *a, **k)), args, kwargs)
+        return super().call_module(
+            m, lambda *a, **k: self.trace_forward(path, functools.partial(forward, *a, **k)), args, kwargs
+        )
 
-    def mark_place(self) -> tuple[Any, ...]:
-        """Where tracing stands."""
-        return *super().mark_place(), len(self.patches.assigned)
+    def mark_position(self) -> tuple[Any, ...]:
+        """The current position of the trace, with the attributes assigned so far."""
+        return *super().mark_position(), len(self.patches.assigned)
 
     def rewind(self, mark: tuple[Any, ...]) -> None:
-        """Come back to where tracing stood."""
+        """Go back to an earlier position, and undo later assignments."""
         super().rewind(mark)
         self.patches.undo_assignments(mark[-1])
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """While a value is computed, attributes are themselves."""
+        """A parameter or buffer becomes a node, except while a value is computed."""
         return attr_val if self.patches.suspended else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_arg(self, a: Any) -> Any:
-        """Proxies first: with values, they pass for tensors and numbers. A dataclass keeps its type."""
-        if isinstance(a, fx.Proxy):
+        """Convert an argument of a node. A dataclass keeps its type."""
+        if isinstance(a, fx.Proxy):  # first, since isinstance also takes proxies for their values
             return a.node
         if is_dataclass(a) and not isinstance(a, type):
             given = {f.name: getattr(a, f.name) for f in fields(a) if f.init and getattr(a, f.name) is not None}
@@ -198,30 +201,31 @@ class ValueTracer(LeafTracer):
         """Make a node and compute it."""
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
-            known = self._evaluate(kind, target, args, kwargs)
-        if known is not None:
-            node.meta[VALUE] = describe(known.data)
-            node.meta[IS_MASK] = holds_infinity(known.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
-        return ValueProxy(node, self, known)
+            value = self._evaluate(kind, target, args, kwargs)
+        if value is not None:
+            node.meta[VALUE] = describe(value.data)
+            node.meta[IS_MASK] = holds_infinity(value.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
+        return ValueProxy(node, self, value)
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
-        """A buffer is assigned: later reads of it get the new value, and the graph writes it.
+        """Write a buffer that forward assigned; later reads of the buffer get the new value.
 
-        A buffer that changes its shape is a cache: later reads in this trace get the new value, and nothing is written.
+        If the new value has another shape, the buffer is a cache. Then later reads in this trace get the new value,
+        and the graph does not write it.
         """
         buffer = dict(module.named_buffers(recurse=False))[name]
         path = self.attribute_names[id(buffer)]
-        known = value.fxqat_value
-        if known is not None and known.data.shape != buffer.shape:
+        new = value.fxqat_value
+        if new is not None and new.data.shape != buffer.shape:
             self.attribute_proxies[path] = value
             return
         if path not in self.attribute_proxies:
             self.attribute_proxies[path] = self.create_proxy("get_attr", path, (), {})
         self.create_proxy("call_method", "copy_", (self.attribute_proxies[path], value), {})
 
-    def force(self, node: fx.Node, value: Any) -> None:
-        """Record that Python needed the number behind a node."""
-        source = self.users_line()
+    def record_forced(self, node: fx.Node, value: Any) -> None:
+        """Record that Python code needed the value of a node as a number."""
+        source = self.user_line()
         self.forced.setdefault(source, ForcedNumber(str(node), value, source))
 
     def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedValue | None:
@@ -240,7 +244,7 @@ class ValueTracer(LeafTracer):
 
 
 def _drop_unread_numbers(graph: fx.Graph) -> None:
-    """Erase nodes that gave numbers which nothing in the graph reads."""
+    """Erase nodes whose values are numbers that no other node reads."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op not in ("call_function", "call_method") or node.is_impure():
             continue
@@ -248,18 +252,18 @@ def _drop_unread_numbers(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def arguments_of(
+def bind_arguments(
     model: nn.Module, inputs: tuple[Any, ...], concrete_args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Example inputs by argument name, and the arguments that they leave at their default (or give as None).
+    """Example inputs by argument name, and the arguments that are left at their default or given as None.
 
     Args:
-        model: whose forward takes them.
+        model: the model that takes the inputs.
         inputs: the inputs, without those in ``concrete_args``.
-        concrete_args: arguments that have a value already.
+        concrete_args: arguments that already have a value.
 
     Raises:
-        TypeError: they do not fit the signature of forward.
+        TypeError: the inputs do not fit the signature of forward.
     """
     signature = inspect.signature(model.forward)
     free = [p for name, p in signature.parameters.items() if name not in concrete_args]

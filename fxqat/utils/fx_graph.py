@@ -59,6 +59,14 @@ def set_module(gm: nn.Module, path: str, module: nn.Module) -> None:
     setattr(gm.get_submodule(parent), name, module)
 
 
+def copy_modes(source: nn.Module, target: nn.Module) -> None:
+    """Give each module of ``target`` the mode of its counterpart in ``source``, and new ones the mode of ``source``."""
+    modes = {path: module.training for path, module in source.named_modules()}
+    for path, module in target.named_modules():
+        if module.training != modes.get(path, source.training):
+            module.training = not module.training
+
+
 def called_module(node: fx.Node) -> nn.Module | None:
     """The module a ``call_module`` node calls, None for any other node."""
     if node.op != "call_module":

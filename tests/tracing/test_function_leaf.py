@@ -13,11 +13,11 @@ from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
 from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
 from fxqat.tracing.trace import trace
-from tests.quantization import patched_functions
-from tests.quantization.patched_functions import Config, Decoder, gate, keep_positive, outer
+from tests.tracing import patched_functions
+from tests.tracing.patched_functions import Config, Decoder, gate, keep_positive, outer
 from tests.value_models import Base
 
-HERE = "tests.quantization.patched_functions"
+HERE = "tests.tracing.patched_functions"
 
 
 def image(batch=2, seed=0):
@@ -112,7 +112,7 @@ def test_a_function_leaf_is_reported_with_reason_and_source():
     number = start + next(i for i, line in enumerate(lines) if "the line to name" in line)
     assert leaf.path == f"{HERE}.gate"
     assert leaf.source.startswith(f"{inspect.getsourcefile(gate)}:{number}: if x.sum()")
-    assert "content of the tensor" in leaf.reason
+    assert "depends on tensor values" in leaf.reason
     assert f"left float, not traced: {HERE}.gate" in str(gm.quant_report)
 
 
@@ -136,7 +136,7 @@ def test_a_model_with_function_leaves_is_trained():
 
 
 def test_untraceable_error_makes_no_function_leaf():
-    with pytest.raises(TraceError, match="content of the tensor") as caught:
+    with pytest.raises(TraceError, match="depends on tensor values") as caught:
         prepare_by_platform(Imported(), example_inputs=(image(),), untraceable="error")
     assert "if x.sum() > config.threshold" in str(caught.value)
     assert gate is patched_functions.gate

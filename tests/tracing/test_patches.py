@@ -15,7 +15,7 @@ from fxqat.tracing.patches import CONSTRUCTORS, Patches
 from fxqat.tracing.trace import trace
 from fxqat.tracing.value_proxy import TrainingFlag
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
-from tests.quantization import patched_functions
+from tests.tracing import patched_functions
 from tests.value_models import CASES, Base, build, inputs_of
 
 BEFORE = {

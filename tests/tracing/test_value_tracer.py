@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fxqat import convert_export, prepare_by_platform
 from fxqat.errors import ConfigError, TraceError
 from fxqat.tracing.trace import trace
-from fxqat.tracing.value_tracer import arguments_of
+from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.tensors import flatten_tensors
 from tests.export_models import calibrate, run_file
 from tests.value_models import CASES, Base, NameBySize, build, inputs_of, plain
@@ -284,22 +284,22 @@ def test_an_error_of_the_model_itself_is_told_with_its_line():
 
 
 def test_arguments_are_taken_by_name_and_the_rest_keeps_its_default():
-    given, fixed = arguments_of(build("optional_given"), (1, None), {})
+    given, fixed = bind_arguments(build("optional_given"), (1, None), {})
     assert given == {"x": 1}
     assert fixed == {"mask": None, "scale": 2.0}
-    given, fixed = arguments_of(build("variable_arguments"), (1, 2, 3), {})
+    given, fixed = bind_arguments(build("variable_arguments"), (1, 2, 3), {})
     assert given == {"x": 1, "others": (2, 3)}
     assert fixed == {}
-    given, fixed = arguments_of(build("optional_given"), (1, 5.0), {"mask": 4})
+    given, fixed = bind_arguments(build("optional_given"), (1, 5.0), {"mask": 4})
     assert given == {"x": 1, "scale": 5.0}
     assert fixed == {}
 
 
 def test_too_many_arguments_are_a_type_error():
     with pytest.raises(TypeError, match="too many"):
-        arguments_of(build("non_empty"), (1, 2), {})
+        bind_arguments(build("non_empty"), (1, 2), {})
     with pytest.raises(TypeError, match="x"):
-        arguments_of(build("non_empty"), (), {})
+        bind_arguments(build("non_empty"), (), {})
 
 
 @pytest.mark.parametrize("write", ["neg_", "mul_", "assign", "copy_"])
@@ -371,6 +371,6 @@ def test_a_write_through_a_view_is_right_or_refused(write):
 
 def test_a_trace_without_values_does_not_see_sizes():
     model = build("loop_over_channels")
-    with pytest.raises(TraceError, match="give example_inputs"):
+    with pytest.raises(TraceError, match="pass example_inputs"):
         trace(model)
     assert trace(model, example_inputs=(image(),)).forced
