@@ -1,9 +1,10 @@
-"""Checkpoints: one file that the float model loads and that QAT resumes from; and the parameters' way back in.
+"""Checkpoints, which load into the float model and resume QAT; and loading the JSON of scales and zero points.
 
 The file is a dict that ``torch.load(weights_only=True)`` reads:
 
-* ``state_dict``: the weights under the float model's own names, without fake-quant;
-* ``qat_state_dict``: the complete state of the prepared model, switches included;
+* ``state_dict``: the weights under the names of the float model, without fake-quant;
+* ``qat_state_dict``: the complete state of the prepared model, with the switches;
+* ``schemes``: the scheme of every fake-quant, as text;
 * ``format``, ``backend``, ``bias_corrected`` (see ``Provenance``), ``extra``.
 """
 
@@ -42,28 +43,29 @@ def save_checkpoint(
     example_inputs: tuple[Any, ...] | Tensor | None = None,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Save a prepared model.
+    """Save a prepared model, and on request its JSON and its ONNX file.
 
-    ``["state_dict"]`` of the file loads strictly into the float model; :func:`load_checkpoint` resumes QAT from the
-    same file to a bit-identical next step. Every file is written atomically: a crash leaves the old one.
+    ``["state_dict"]`` of the file loads into the float model with ``strict=True``. From the same file,
+    :func:`load_checkpoint` resumes QAT so that the next step is bit-identical. Every file is written atomically: a
+    crash leaves the old one.
 
     Args:
         model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``.
         file_path: the ``.pth`` file.
-        file_path_json: the JSON of scales and zero points, if wanted; the model must be calibrated.
-        file_path_onnx: the QDQ ONNX file, if wanted; needs ``example_inputs``.
+        file_path_json: the JSON of scales and zero points, None for none; the model must be calibrated.
+        file_path_onnx: the QDQ ONNX file, None for none; needs ``example_inputs``.
         example_inputs: the inputs for the ONNX export.
-        extra: anything else of the training (epoch, optimizer state); tensors and plain values only.
+        extra: further state of the training (epoch, optimizer state); tensors and plain values only.
 
     Raises:
         CheckpointError: the model is not a prepared one, a path cannot be written, ``example_inputs`` is missing, or
             ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
-        CalibrationError: parameters are asked of a model without ranges.
-        ExportError: parameters or ONNX are asked of a model that cannot be exported; the ``.pth`` is written by then.
+        CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
+        ExportError: JSON or ONNX is requested of a model that cannot be exported; the ``.pth`` is written already.
     """
     gm = _prepared(model)
     if file_path_onnx is not None and example_inputs is None:
-        raise CheckpointError("file_path_onnx needs example_inputs: a tuple of the model's inputs")
+        raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
     content = {
         "format": FORMAT,
         "backend": gm.provenance.backend,
@@ -88,18 +90,18 @@ def save_checkpoint(
 
 
 def _check_extra(extra: Any) -> None:
-    """Check that what is saved beside the weights can be read back safely."""
+    """Check that ``torch.load(weights_only=True)`` can read it back."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     buffer.seek(0)
     try:
         torch.load(buffer, weights_only=True)
     except Exception as cause:  # the unpickler names the type it refuses
-        raise CheckpointError(f"extra must hold tensors and plain Python values only: {cause}") from cause
+        raise CheckpointError(f"extra may hold tensors and plain Python values only: {cause}") from cause
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the float model inside a prepared one, under the float model's names."""
+    """The weights of a prepared model as the state dict of its float model."""
     gm = _prepared(model)
     state = gm.state_dict()
     trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
@@ -112,15 +114,15 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     """Restore a prepared model from a file of :func:`save_checkpoint`.
 
     Args:
-        model: a model prepared in the same way (same backend and configuration), calibrated or not.
-        file_path: the file.
+        model: a model prepared with the same backend and configuration, calibrated or not.
+        file_path: the ``.pth`` file.
 
     Returns:
-        What was saved as ``extra``.
+        The ``extra`` that was saved.
 
     Raises:
         CheckpointError: the file cannot be read, is no checkpoint of fxqat, or does not fit the model. The model is
-            unchanged then.
+            then unchanged.
     """
     gm = _prepared(model)
     try:
@@ -128,31 +130,38 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     except Exception as cause:  # torch.load raises many kinds
         raise CheckpointError(f"cannot read a checkpoint from {file_path}: {cause}") from cause
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{file_path} is not a checkpoint that fxqat.save_checkpoint wrote ({FORMAT})")
-    parts = {"backend": str, "schemes": dict, "state_dict": dict, "qat_state_dict": dict, "extra": dict}
-    broken = [key for key, kind in parts.items() if not isinstance(content.get(key), kind)]
+        raise CheckpointError(f"{file_path} is not a checkpoint of fxqat.save_checkpoint ({FORMAT})")
+    entries = {"backend": str, "schemes": dict, "state_dict": dict, "qat_state_dict": dict, "extra": dict}
+    broken = [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]
     if broken:
-        raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of another type")
+        raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of a wrong type. Save it again.")
     if content["backend"] != gm.provenance.backend:
-        raise CheckpointError(f"{file_path} is for backend {content['backend']}, the model for {gm.provenance.backend}")
+        raise CheckpointError(
+            f"{file_path} is for backend {content['backend']}, but the model was prepared for {gm.provenance.backend}. "
+            f"Prepare it for {content['backend']}."
+        )
     _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
     if content["schemes"] != _schemes(gm):
         names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
-        raise CheckpointError(f"{file_path} was saved with other schemes: {names[:4]}")
+        raise CheckpointError(
+            f"{file_path} was saved with other schemes, of {names[:4]}. "
+            "Prepare the model with the configuration it was saved with."
+        )
     gm.load_state_dict(content["qat_state_dict"], strict=True)
     gm.provenance.bias_corrected = content.get("bias_corrected", False)
     return content["extra"]  # type: ignore[no-any-return]
 
 
 def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) -> None:
-    """Put scales and zero points of a parameter file into a prepared model, which is calibrated then.
+    """Load scales and zero points from the JSON of an export; the prepared model is then calibrated.
 
     Args:
-        model: a model prepared in the same way as the one that was exported.
-        file_path_json: the file.
+        model: a model prepared with the same backend and configuration as the exported one.
+        file_path_json: the JSON file.
 
     Raises:
-        CheckpointError: the file cannot be read, or does not have exactly the quantizers of the model.
+        CheckpointError: the file cannot be read, does not have exactly one entry for each fake-quant of the model, or
+            has an entry that does not fit the scheme.
     """
     gm = _prepared(model)
     tensors = read_params(file_path_json)["tensors"]
@@ -161,7 +170,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         if entry["kind"] != "bias":
             key = (entry["kind"], entry["module"])
             known = entries.get(key)
-            # a shared layer may be stored once for each repaired bias; the unrepaired scales are the smaller ones
+            # a shared layer is stored once for each raised scale; the original scales are the smallest
             scales = zip(entry["scale"], known["scale"], strict=False) if known else ()
             entries[key] = entry if known is None else known | {"scale": [min(pair) for pair in scales]}
     quants = dict(named_fake_quants(gm))
@@ -169,8 +178,9 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
     missing, surplus = sorted(set(wanted) - set(entries)), sorted(set(entries) - set(wanted))
     if missing or surplus:
         raise CheckpointError(
-            f"{file_path_json} does not fit the model: {len(missing)} quantizers without an entry {missing[:4]}, "
-            f"{len(surplus)} entries without a quantizer {surplus[:4]}"
+            f"{file_path_json} does not fit the model: {len(missing)} fake-quants without an entry {missing[:4]}, "
+            f"{len(surplus)} entries without a fake-quant {surplus[:4]}. "
+            "Prepare the model with the backend and configuration of the exported model."
         )
     for key, quant in wanted.items():
         _check_entry(key, quant, entries[key], str(file_path_json))
@@ -181,7 +191,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
 
 
 def _schemes(gm: nn.Module) -> dict[str, str]:
-    """The scheme of every quantizer, complete, as text."""
+    """The complete scheme of every fake-quant, as text."""
     return {name: repr(quant.scheme) for name, quant in named_fake_quants(gm)}
 
 

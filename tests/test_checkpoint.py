@@ -379,7 +379,7 @@ def test_an_export_needs_inputs(tmp_path: Path) -> None:
 def test_parameters_of_an_uncalibrated_model_are_not_written(tmp_path: Path) -> None:
     """Its scales are the initial ones: a JSON of them would be silently wrong."""
     gm = prepare_by_platform(build("residual"), "TSQAT")
-    with pytest.raises(CalibrationError, match="9 of 9 quantizers saw no data"):
+    with pytest.raises(CalibrationError, match="9 of 9 fake-quants saw no data"):
         save_checkpoint(gm, tmp_path / "c.pth", tmp_path / "c.json")
     assert not (tmp_path / "c.json").exists()
 
@@ -494,7 +494,7 @@ def drop_scale(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("conv"), "1 quantizers without an entry .*conv_act_fake_quant"),
+        (lambda tensors: tensors.pop("conv"), "1 fake-quants without an entry .*conv_act_fake_quant"),
         (lambda tensors: tensors.update(more={**tensors["conv"], "module": "more"}), "1 entries without .*more"),
         (lambda tensors: tensors["conv"].update(bit_width=4), "conv_act_fake_quant .*expected .*8.* found .*4"),
         (lambda tensors: tensors["conv"].update(signed=True), "conv_act_fake_quant"),

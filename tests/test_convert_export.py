@@ -739,7 +739,7 @@ def test_a_layer_of_zeros_is_exported(backend: str, tmp_path: Path) -> None:
 def test_an_uncalibrated_model_is_refused(tmp_path: Path) -> None:
     gm, inputs = prepare_by_platform(build("residual"), "TSQAT"), inputs_of("residual")
     for refused in (lambda: enable_quantization(gm), lambda: convert_export(gm, inputs, tmp_path / "model.onnx")):
-        with pytest.raises(CalibrationError, match=r"9 of 9 quantizers saw no data: .*conv\.weight_fake_quant"):
+        with pytest.raises(CalibrationError, match=r"9 of 9 fake-quants saw no data: .*conv\.weight_fake_quant"):
             refused()
     assert not any(quant.fake_quant_enabled for quant in gm.modules() if hasattr(quant, "fake_quant_enabled"))
     assert list(tmp_path.iterdir()) == []
@@ -755,7 +755,7 @@ def test_nan_in_calibration_is_an_error_that_names_the_nodes(value: float, tmp_p
         gm(*inputs)
         gm(bad)
     for refused in (lambda: enable_quantization(gm), lambda: convert_export(gm, inputs, tmp_path / "model.onnx")):
-        with pytest.raises(CalibrationError, match=r"NaN or infinity.*quantizers during calibration: x_act_fake_quant"):
+        with pytest.raises(CalibrationError, match=r"NaN or infinity.*fake-quants during calibration: x_act_fake_quant"):
             refused()
     assert list(tmp_path.iterdir()) == []
 

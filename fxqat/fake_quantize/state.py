@@ -93,13 +93,13 @@ def require_calibrated(model: nn.Module) -> None:
     unseen = [name for name, quant in quants if not quant.observer.has_seen_data()]
     if unseen:
         raise CalibrationError(
-            f"{len(unseen)} of {len(quants)} quantizers saw no data: {_some(unseen)}. "
+            f"{len(unseen)} of {len(quants)} fake-quants saw no data: {_some(unseen)}. "
             "Call enable_calibration(model) and run the model on representative batches first."
         )
     broken = [name for name, quant in quants if not quant.observer.is_finite()]
     if broken:
         raise CalibrationError(
-            f"NaN or infinity reached {len(broken)} of {len(quants)} quantizers during calibration: {_some(broken)}. "
+            f"NaN or infinity reached {len(broken)} of {len(quants)} fake-quants during calibration: {_some(broken)}. "
             "Start with the first: look for NaN in the calibration data and for overflow in the float model, then "
             "prepare the model again."
         )

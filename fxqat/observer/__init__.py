@@ -1,4 +1,4 @@
-"""Observers watch tensors and keep the range that quantization should cover."""
+"""Observers watch tensors during calibration and give the range that quantization should cover."""
 
 from fxqat.observer.average import AverageObserver
 from fxqat.observer.base import ObserverBase

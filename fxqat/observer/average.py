@@ -1,4 +1,4 @@
-"""Average: the mean of all batches' extremes."""
+"""Average: the mean over all batches of minimum and maximum."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fxqat.scheme import QuantizeScheme
 
 
 class AverageObserver(ObserverBase):
-    """Keeps the mean of the batch minima and of the batch maxima; every batch counts the same, whatever their order.
+    """Keeps the mean of the batch minima and of the batch maxima; all batches have the same weight.
 
-    Formula: ``m = (1 / n) * sum over n batches of m_batch``, computed as a running mean. Ranks are weighted by their
-    numbers of batches, so that the result is the mean over all batches of all ranks.
-    Source: the average of Jacob et al. 2018 (arXiv:1712.05877), section 3.1, with equal weights for all batches.
+    Formula: ``m = (1 / n) * sum over n batches of m_batch``, computed as a running mean. Each rank is weighted by
+    its number of batches, so the result is the mean over all batches of all ranks.
+    Source: Jacob et al. 2018 (arXiv:1712.05877), section 3.1, which averages with a moving average instead.
 
     Args:
         scheme: the scheme the range is for.
@@ -22,7 +22,7 @@ class AverageObserver(ObserverBase):
         num_channels: number of channels when ``axis`` is given.
 
     Attributes:
-        count: number of batches the mean stands for, ``()``.
+        count: number of batches in the mean, ``()``.
     """
 
     count: Tensor
@@ -32,13 +32,13 @@ class AverageObserver(ObserverBase):
         self.register_buffer("count", torch.zeros(()))
 
     def merge(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean with one more batch."""
+        """The mean after one more batch."""
         past = self.count / (self.count + 1)
         self.count.add_(1)
         return self.averaged(low, high, past)
 
     def unite_ranks(self) -> None:
-        """Take the mean over the batches of all ranks; a range that no batch has set stays as it is."""
+        """Take the mean over the batches of all ranks; without any batch the range stays as it is."""
         nothing = self.count == 0
         sums = [torch.where(nothing, 0.0, mean * self.count) for mean in (self.min_val, self.max_val)]
         for shared in (self.count, *sums):

@@ -1,4 +1,4 @@
-"""What every observer is: a running real range, per tensor or per channel, that ranks can agree on."""
+"""The base of all observers: a running real range, per tensor or per channel, that ranks can agree on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from fxqat.scheme import QuantizeScheme
 class ObserverBase(nn.Module):
     """Watches tensors and keeps the range ``[min_val, max_val]`` that quantization should cover.
 
-    A range that has seen nothing is ``[+inf, -inf]``, so that "has it seen data" needs no counter and the first update
-    needs no branch on data.
+    Before any data the range is ``[+inf, -inf]``: this needs no counter, and the first update needs no branch on data.
 
     Args:
         scheme: the scheme the range is for.
         axis: channel axis for a per-channel range, None for one range per tensor.
         num_channels: number of channels when ``axis`` is given.
-        ema_ratio: weight of the past in an exponential moving average over tensors, in [0, 1); None takes the union.
+        ema_ratio: weight of the past in an exponential moving average over batches, in [0, 1); None takes their union.
 
     Raises:
         ConfigError: ``ema_ratio`` is outside [0, 1).
@@ -39,7 +38,9 @@ class ObserverBase(nn.Module):
     ) -> None:
         super().__init__()
         if ema_ratio is not None and not 0.0 <= ema_ratio < 1.0:
-            raise ConfigError(f"{self.name}: ema_ratio must be in [0, 1), or None for the union, got {ema_ratio}")
+            raise ConfigError(
+                f"{self.name}: ema_ratio must be in [0, 1), or None for the union of all batches, got {ema_ratio}"
+            )
         self.ema_ratio = ema_ratio
         self.scheme = scheme
         self.axis = axis
@@ -48,7 +49,7 @@ class ObserverBase(nn.Module):
         self.register_buffer("max_val", torch.full(shape, float("-inf")))
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The range of one tensor; what a kind of observer is about.
+        """The range of one tensor; most observers override this method only.
 
         Args:
             x: any float tensor, not empty.
@@ -87,7 +88,7 @@ class ObserverBase(nn.Module):
 
     @torch.no_grad()
     def reduce_over_ranks(self) -> bool:
-        """Agree with the other ranks on one range if a process group is running; whether there was one."""
+        """Agree with the other ranks on one range; returns whether a process group is running."""
         dist = torch.distributed
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.unite_ranks()
@@ -99,7 +100,7 @@ class ObserverBase(nn.Module):
         union_over_ranks(self.min_val, self.max_val)
 
     def has_seen_data(self) -> bool:
-        """Whether any tensor was watched (NaN counts as seen)."""
+        """Whether any tensor was watched, with NaN or without."""
         return not bool((self.min_val > self.max_val).any())
 
     def is_finite(self) -> bool:
@@ -108,11 +109,11 @@ class ObserverBase(nn.Module):
 
     @property
     def name(self) -> str:
-        """What the table of observers calls this kind."""
+        """The name in the table of observers."""
         return type(self).__name__.removesuffix("Observer")
 
     def extra_repr(self) -> str:
-        """The scheme, for printing."""
+        """Scheme and axis, for printing."""
         return f"{self.scheme}, axis={self.axis}"
 
 
@@ -126,19 +127,19 @@ def min_max_of(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 
 
 def rows_of(x: Tensor, axis: int | None) -> Tensor:
-    """The values that share a range, one row for each range: ``(1, n)`` or ``(channels, n)``."""
+    """The values of each range as one row: ``(1, n)`` or ``(channels, n)``."""
     return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
 
 
 def samples_of(x: Tensor, axis: int | None, max_samples: int) -> Tensor:
-    """The rows of :func:`rows_of`; a single row is thinned out evenly, to fewer than twice ``max_samples`` values."""
+    """The rows of :func:`rows_of`; per tensor, evenly spaced values of it, fewer than ``2 * max_samples``."""
     rows = rows_of(x, axis)
     return rows if axis is not None else rows[:, :: max(1, rows.shape[1] // max_samples)]
 
 
 def union_over_ranks(low: Tensor, high: Tensor) -> None:
     """Replace a range by the union over all ranks, in place; NaN becomes infinity."""
-    # a minimum may drop another rank's NaN, but not its infinity; both make the range unusable
+    # a reduction may drop the NaN of another rank, but not its infinity; either makes the range unusable
     low.copy_(low.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf))
     high.copy_(high.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
     torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN)
@@ -148,7 +149,7 @@ def union_over_ranks(low: Tensor, high: Tensor) -> None:
 def share_over_ranks(sums: Tensor) -> None:
     """Replace sums over this rank's data by an equal share of the sum over all ranks, in place.
 
-    As the shares add up to the whole, ranks may go on watching and reduce again: nothing is counted twice.
+    The shares add up to the whole, so ranks may continue to watch and reduce again without counting anything twice.
     """
     torch.distributed.all_reduce(sums)
     sums.div_(torch.distributed.get_world_size())

@@ -1,4 +1,4 @@
-"""ClipStd: the mean and some standard deviations around it."""
+"""ClipStd: the mean plus and minus some standard deviations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fxqat.scheme import QuantizeScheme
 
 
 class ClipStdObserver(ObserverBase):
-    """Cuts off what is far from the mean of each batch, in standard deviations, and averages over batches.
+    """Clips each batch at some standard deviations from its mean, and averages the range over batches.
 
     Formula: ``[max(min(x), mean - k * std), min(max(x), mean + k * std)]`` with ``k = std_scale`` and the standard
     deviation of the values themselves (divided by n).
-    Source: the observer of this name, and its k, of MQBench (Li et al. 2021, arXiv:2111.03759). Its code takes the
-    wider of the two bounds at each end, so that it never clips; here it is the narrower one.
+    Source: name and k are those of MQBench (Li et al. 2021, arXiv:2111.03759). Its code takes the wider of the two
+    bounds at each end and so never clips; here the narrower one is taken.
 
     Args:
         scheme: the scheme the range is for.

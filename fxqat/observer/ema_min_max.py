@@ -1,4 +1,4 @@
-"""EMAMinMax: a moving average of each batch's extremes."""
+"""EMAMinMax: a moving average of the minimum and maximum of the batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EMAMSE: a moving average of each batch's range of least error."""
+"""EMAMSE: a moving average of the ranges of least error."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from fxqat.scheme import QuantizeScheme
 
 
 class EMAMSEObserver(MSEObserver):
-    """The range of :class:`~fxqat.observer.mse.MSEObserver`, averaged over batches instead of united.
+    """The range of :class:`~fxqat.observer.mse.MSEObserver`, averaged over batches.
 
     Formula: ``r <- ema_ratio * r + (1 - ema_ratio) * argmin sum |x - fake_quantize(x; r_batch)|**p`` for both ends of
-    the range; the first batch sets it. One batch with an outlier then moves the range by its share only.
-    Source: the range as MSE's, the average as in Jacob et al. 2018 (arXiv:1712.05877), section 3.1.
+    the range; the first batch sets it. A batch with an outlier changes the range by its weight only.
+    Source: for the range, as MSE; for the average, Jacob et al. 2018 (arXiv:1712.05877), section 3.1.
 
     Args:
         scheme: the scheme the range is for.
         axis: channel axis, None per tensor.
         num_channels: number of channels when ``axis`` is given.
         ema_ratio: weight of the past, in [0, 1); None takes the union, as MSE does.
-        search: the arguments of MSE: ``num_candidates``, ``p``, ``max_samples``.
+        search: further arguments of MSE: ``num_candidates``, ``p``, ``max_samples``.
 
     Raises:
-        ConfigError: as MSE.
+        ConfigError: as for MSE.
     """
 
     def __init__(

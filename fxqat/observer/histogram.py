@@ -1,4 +1,4 @@
-"""What the histogram observers share: counts of all values seen, whose cells grow with the data."""
+"""The base of the histogram observers: counts of all values seen, in cells that grow with the data."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fxqat.observer.summary import SummaryObserver
 from fxqat.scheme import QuantizeScheme
 
 MAX_SAMPLES = 2**23
-"""Counts of one tensor, at most twice this, are exact in float32."""
+"""Largest ``max_samples``: the counts of one tensor, at most twice this, are exact in float32."""
 
 
 class HistogramObserver(SummaryObserver):
     """Counts values in ``bins`` cells on either side of 0, up to a limit that is a power of two.
 
-    The limit is the smallest power of two that no magnitude exceeds. When it grows, every cell of the new histogram is
-    a whole number of old ones, so counts are moved and never split: the histogram is the same as if its last limit had
-    been known from the start, whatever the order of the batches and however they were spread over ranks.
-    Cell k on the right holds ``k * width < x <= (k + 1) * width``, and 0; the left half mirrors it.
+    The limit is the smallest power of two that no magnitude exceeds. When it grows, every new cell is a whole number of
+    old ones, so counts are moved and never split. The histogram is therefore the same for every order of the batches
+    and every distribution over ranks.
+    Cell k on the right holds ``k * width < x <= (k + 1) * width``, cell 0 also holds 0; the left half mirrors it.
 
     Args:
         scheme: the scheme the range is for.
         axis: channel axis, None per tensor.
-        num_channels: number of channels when ``axis`` is given; each has a histogram of its own.
-        bins: number of cells on either side, a power of two; more than half of them are within the data.
+        num_channels: number of channels when ``axis`` is given; each has its own histogram.
+        bins: number of cells on either side of 0, a power of two; the data fills more than half of them.
         max_samples: a histogram per tensor counts about this many evenly spaced values of each tensor.
 
     Attributes:
@@ -74,7 +74,7 @@ class HistogramObserver(SummaryObserver):
         return self.lowest.reshape(-1, 1).clamp(max=0.0), self.highest.reshape(-1, 1).clamp(min=0.0)
 
     def widen(self, lowest: Tensor, highest: Tensor) -> None:
-        """Move the counts to the cells that they are in under the new limit."""
+        """Move the counts to their cells under the new limit."""
         before = self.limit()
         super().widen(lowest, highest)
         middles = torch.arange(-self.bins, self.bins, device=lowest.device) + 0.5
@@ -82,9 +82,9 @@ class HistogramObserver(SummaryObserver):
         self.histogram.copy_(torch.zeros_like(self.histogram).scatter_add_(1, cells, self.histogram))
 
     def count(self, x: Tensor, low: Tensor, high: Tensor) -> None:
-        """Count one tensor's values."""
+        """Count the values of one tensor."""
         values = samples_of(x, self.axis, self.max_samples)
-        # a value that is not finite is seen by the extremes; here it only has to be in some cell
+        # the extremes record a value that is not finite; here it may be in any cell
         cell = (values.abs() / self.cell_width()).nan_to_num_(nan=0.0).ceil_().sub_(1).clamp_(0, self.bins - 1)
         index = torch.where(values < 0, self.bins - 1 - cell, self.bins + cell).long()
         found = torch.zeros_like(self.histogram).scatter_add_(1, index, torch.ones_like(values))

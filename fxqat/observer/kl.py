@@ -1,4 +1,4 @@
-"""KL: the range that loses least information, by entropy calibration."""
+"""KL: the range that loses the least information (entropy calibration)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from fxqat.observer.histogram import HistogramObserver
 from fxqat.scheme import QuantizeScheme
 
 CACHED_VALUES = 2**19
+"""Values of a temporary tensor that fit into the cache."""
 
 EQUAL = 1e-9
-"""Divergences below this many nats are rounding."""
+"""Divergences below this, in nats, are rounding errors and count as equal."""
 
 
 class KLObserver(HistogramObserver):
-    """Chooses the range whose quantized distribution diverges least from that of all data seen.
+    """Chooses the range whose quantized distribution diverges least from the distribution of all data seen.
 
-    For each window of ``i`` cells, P is the part of the histogram inside, with what is outside added to the window's
-    last cell, and Q is the part inside in as many groups as there are integers, each group spread evenly over those of
-    its cells where P is not 0. The window of least ``KL(P || Q) = sum p * log(p / q)`` is taken, and its range ends
-    half a cell outside of it, but never outside of the data. Of equally good windows the widest is taken.
-    Windows of a symmetric scheme are on the magnitudes, from 0. Those of an asymmetric scheme keep the proportion of
-    the data's two ends, and what is outside is added to the cells at both ends.
+    For each window of ``i`` cells, P is the histogram inside the window; the counts outside are added to its last cell.
+    Q splits the histogram inside into one group for each integer and spreads each group evenly over those of its cells
+    where P is not 0. The window with the least ``KL(P || Q) = sum p * log(p / q)`` wins; of equal ones, the widest. Its
+    range ends half a cell outside the window, but never outside the data.
+    For a symmetric scheme the histogram is that of the magnitudes, and windows start at 0. For an asymmetric scheme
+    windows keep the ratio of the data's two ends, and the counts outside are added to the cells at both ends.
     Source: Migacz, "8-bit inference with TensorRT", GTC 2017, S7310, slides "Entropy calibration - pseudocode".
-    Where the number of cells is no multiple of the number of integers, groups differ by one cell.
+    If the number of cells is no multiple of the number of integers, groups differ by one cell.
 
     Args:
         scheme: the scheme the range is for.
         axis: channel axis, None per tensor.
-        num_channels: number of channels when ``axis`` is given; each has a histogram of its own.
-        bins: number of cells on either side of 0, a power of two; more than half of them are within the data.
+        num_channels: number of channels when ``axis`` is given; each has its own histogram.
+        bins: number of cells on either side of 0, a power of two; the data fills more than half of them.
         max_samples: a histogram per tensor counts about this many evenly spaced values of each tensor.
 
     Raises:
@@ -52,7 +53,7 @@ class KLObserver(HistogramObserver):
         if bins < 2 * self.levels:
             raise ConfigError(
                 f"KL: {scheme} has {self.levels} levels and needs at least {2 * self.levels} bins, got bins={bins}. "
-                "Set more bins, or take MSE, which is as good for many bits."
+                "Set more bins, or use MSE, which is as good for many bits."
             )
 
     def choose(self) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ class KLObserver(HistogramObserver):
         low, high = self.data_range()
         histogram, below, above = self._windows(low, high)
         zero = histogram.shape[1] - self.bins  # the first cell on the right
-        start, end = (zero - below).clamp(min=0), zero + above  # all of the magnitudes begin at 0
+        start, end = (zero - below).clamp(min=0), zero + above  # windows of magnitudes start at 0
         rows = max(1, CACHED_VALUES // (self.levels * self.bins))
         parts = zip(histogram.split(rows), start.split(rows), end.split(rows), strict=True)
         divergence = torch.cat([self._divergence(*part) for part in parts])
@@ -71,22 +72,22 @@ class KLObserver(HistogramObserver):
         return low.reshape(shape), high.reshape(shape)
 
     def _windows(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The histogram to look at, and how many cells each window has below and above 0, ``(rows, bins)``."""
+        """The histogram, and the number of cells of each window below and above 0, ``(rows, bins)``."""
         cells = torch.arange(1, self.bins + 1, device=low.device)
         if self.scheme.symmetric:
             magnitudes = self.histogram[:, self.bins :] + self.histogram[:, : self.bins].flip(1)
             reach = cells.expand(len(low), -1)
             return magnitudes, reach, reach
-        # a share that is not a number gives a range that is not used
+        # a share that is NaN gives a range that is not used
         shares = [(end / self.limit()).nan_to_num().clamp(0.0, 1.0) for end in (-low, high)]
         below, above = (torch.ceil(cells * share).long() for share in shares)
         return self.histogram, below, above
 
     def _divergence(self, histogram: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """``KL(P || Q)`` in nats of every window ``[start, end)``, ``(rows, bins)``; infinite where there is none.
+        """``KL(P || Q)`` in nats of every window ``[start, end)``, ``(rows, bins)``; infinite for windows too small.
 
-        Sums over cells are differences of cumulative sums, in float64 because the tails are small beside the whole. All
-        cells of P that are not 0 add ``p log p``; a group of Q has one log q, so it adds ``sum(p) * log q``.
+        Sums over cells are differences of cumulative sums, in float64 because the tails are small compared with the
+        whole. Every cell of P that is not 0 adds ``p log p``; a group of Q has one log q and adds ``sum(p) * log q``.
         """
         levels, mass = self.levels, histogram.double()
         total, filled = _cumulated(mass), _cumulated(mass > 0)

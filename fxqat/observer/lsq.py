@@ -1,21 +1,21 @@
-"""LSQ: the first step size of LSQ, from the mean magnitude."""
+"""LSQ: the initial step size of LSQ, from the mean magnitude."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from fxqat.numerics import choose_qparams, covered_range
-from fxqat.observer.base import ObserverBase, min_max_of, rows_of
-from fxqat.scheme import QuantizeScheme
+from fxqat.observer.base import min_max_of, rows_of
+from fxqat.observer.ema_min_max import EMAMinMaxObserver
 
 
-class LSQObserver(ObserverBase):
-    """Gives the range whose scale is LSQ's initial step size, for a ``Learnable`` fake-quant to start from.
+class LSQObserver(EMAMinMaxObserver):
+    """Gives the range whose scale is LSQ's initial step size, as the start of a ``Learnable`` fake-quant.
 
     Formula: ``scale = 2 * mean(|x|) / sqrt(Q)`` with Q the largest integer, counted from the zero point: 127 for int8,
-    255 for uint8. Asymmetric schemes, which the paper does not have, count Q over the whole range, and take their zero
-    point from the extremes. The range may be wider than the data.
-    Source: Esser et al. 2020 (arXiv:1902.08153), section 2.1. The paper takes the first batch.
+    255 for uint8. For asymmetric schemes, which the paper does not have, Q is the length of the whole range, and the
+    zero point follows from minimum and maximum. The range may be wider than the data. Ranges are averaged over batches.
+    Source: Esser et al. 2020 (arXiv:1902.08153), section 2.1, which uses the first batch only.
 
     Args:
         scheme: the scheme the range is for.
@@ -26,15 +26,6 @@ class LSQObserver(ObserverBase):
     Raises:
         ConfigError: ``ema_ratio`` is outside [0, 1).
     """
-
-    def __init__(
-        self,
-        scheme: QuantizeScheme,
-        axis: int | None = None,
-        num_channels: int | None = None,
-        ema_ratio: float | None = 0.9,
-    ) -> None:
-        super().__init__(scheme, axis, num_channels, ema_ratio)
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The range that LSQ's step size covers."""

@@ -1,4 +1,4 @@
-"""LSQPlus: the first scale and zero point of LSQ+."""
+"""LSQPlus: the initial scale and zero point of LSQ+."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fxqat.scheme import QuantizeScheme
 
 
 class LSQPlusObserver(MSEObserver):
-    """Gives the range whose scale is LSQ+'s initial one, for a ``Learnable`` fake-quant to start from.
+    """Gives the range of LSQ+'s initial scale and zero point, as the start of a ``Learnable`` fake-quant.
 
     Formula, symmetric schemes (the paper's weights): ``scale = max(|mean - 3 std|, |mean + 3 std|) / 2**(bits - 1)``.
-    Asymmetric schemes (the paper's activations): the scale and zero point of least ``sum (x - fake_quantize(x))**2``,
-    found by the search of :class:`~fxqat.observer.mse.MSEObserver`.
+    Asymmetric schemes (the paper's activations): the scale and zero point with the least ``sum (x -
+    fake_quantize(x))**2``, found by the search of :class:`~fxqat.observer.mse.MSEObserver`.
     Source: Bhalgat et al. 2020 (arXiv:2004.09576), section 3.2, initialization of weight and activation quantizers.
 
     Args:
@@ -39,7 +39,7 @@ class LSQPlusObserver(MSEObserver):
         super().__init__(scheme, axis, num_channels, p=2.0, ema_ratio=ema_ratio)
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The range that LSQ+'s first scale and zero point cover."""
+        """The range that LSQ+'s initial scale and zero point cover."""
         scheme = self.scheme
         if not scheme.symmetric:
             return super().range_of(x)

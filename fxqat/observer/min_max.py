@@ -1,4 +1,4 @@
-"""MinMax: the union of everything seen."""
+"""MinMax: the smallest and the largest value seen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ class MinMaxObserver(ObserverBase):
     """Keeps the smallest and the largest value of all tensors seen.
 
     Formula: ``min_val = min over batches of min(x)``, ``max_val = max over batches of max(x)``.
+    With ``ema_ratio`` it is ``EMAMinMax``.
     Source: Jacob et al. 2018 (arXiv:1712.05877), section 3.1, for weights.
+
+    Args: as :class:`~fxqat.observer.base.ObserverBase`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""MSE: the range whose quantization error is smallest."""
+"""MSE: the range with the smallest quantization error."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from fxqat.observer.base import ObserverBase, min_max_of, samples_of
 from fxqat.scheme import QuantizeScheme
 
 CACHED_VALUES = 2**17
+"""Values of a temporary tensor that fit into the cache."""
 
 
 class MSEObserver(ObserverBase):
-    """Shrinks the min/max range until the sum of ``|error|**p`` is smallest, for each batch.
+    """Shrinks the min/max range of each batch until the sum of ``|error|**p`` is smallest.
 
     Formula: ``argmin_r  sum |x - fake_quantize(x; r * min, r * max)|**p`` over a grid of ``num_candidates`` ratios r in
     (0, 1], then a finer grid around the best; per channel for per-channel schemes.
-    Source: Banner et al. 2019 (arXiv:1810.05723), section 2.1, the clipping value of least mean squared error; the
-    grid search and the exponent follow Nagel et al. 2021 (arXiv:2106.08295), section 3.1.
+    Source: Banner et al. 2019 (arXiv:1810.05723), section 2.1, the clipping value of least mean squared error; Nagel et
+    al. 2021 (arXiv:2106.08295), section 3.1, the grid search and the exponent.
 
     Args:
         scheme: the scheme the range is for.
         axis: channel axis, None per tensor.
         num_channels: number of channels when ``axis`` is given.
         num_candidates: size of the coarse grid.
-        p: exponent of the error; above 2 it clips less, which is better for what a network makes of the error.
-        max_samples: a per-tensor search looks at about this many evenly spaced values (the extremes are exact).
+        p: exponent of the error; above 2 it clips less, which costs a network less accuracy.
+        max_samples: a per-tensor search uses about this many evenly spaced values (the extremes are exact).
         ema_ratio: weight of the past in a moving average over batches, in [0, 1); None takes their union.
 
     Raises:
-        ConfigError: an argument is not positive, or ``ema_ratio`` outside [0, 1).
+        ConfigError: an argument is out of its range.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class MSEObserver(ObserverBase):
         self.max_samples = max_samples
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The error-minimal range of one tensor."""
+        """The range of least error of one tensor."""
         low, high = min_max_of(x, self.axis)
         samples = samples_of(x, self.axis, self.max_samples)
         low, high = low.reshape(-1), high.reshape(-1)
-        # a few rows at a time, so that all candidates find their values in the cache
+        # a few rows at a time, so that their values stay in the cache for all candidates
         rows = max(1, CACHED_VALUES // samples.shape[1])
         parts = zip(samples.split(rows), low.split(rows), high.split(rows), strict=True)
         best = torch.cat([self._search(*part) for part in parts])
@@ -75,7 +76,7 @@ class MSEObserver(ObserverBase):
         return self._best_ratio(samples, low, high, fine)
 
     def _best_ratio(self, samples: Tensor, low: Tensor, high: Tensor, ratios: list[Tensor]) -> Tensor:
-        """Of some ratios per row, the one of least error."""
+        """The ratio of least error in each row; each of ``ratios`` is ``(rows,)``."""
         scheme = self.scheme
         errors = []
         for ratio in ratios:

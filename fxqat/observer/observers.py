@@ -1,4 +1,4 @@
-"""The observers by the names that backends and users write."""
+"""The table of observers, by the names that backends and users write."""
 
 from __future__ import annotations
 
@@ -41,4 +41,7 @@ ALIASES: dict[str, str] = {
     "MinMaxFloor": "PoTFloor",
     "ModeMinMaxFloor": "PoTMode",
 }
-"""Names of MQBench's and others' observers, without ``Observer``, and what does the same here. Arguments are ours."""
+"""Names in MQBench and other libraries, without ``Observer`` at the end, and the same observer here.
+
+The arguments are those of our observer.
+"""

@@ -1,4 +1,4 @@
-"""Percentile: the range without its rarest values."""
+"""Percentile: the range without the rarest values at its ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fxqat.scheme import QuantizeScheme
 
 
 class PercentileObserver(ObserverBase):
-    """Cuts the rarest values off at both ends of each batch, and averages over batches.
+    """Clips the rarest values at both ends of each batch, and averages the range over batches.
 
-    Formula: ``[percentile(x, 100 - p), percentile(x, p)]``, linear between neighbouring values (numpy's default); a
-    symmetric scheme covers the wider of the two ends.
+    Formula: ``[percentile(x, 100 - p), percentile(x, p)]``, interpolated linearly (numpy's default). A symmetric
+    scheme covers the wider of the two ends.
     Source: McKinstry et al. 2018 (arXiv:1809.04191); Wu et al. 2020 (arXiv:2004.09602), section 3.4, "Percentile".
 
     Args:
@@ -23,7 +23,7 @@ class PercentileObserver(ObserverBase):
         num_channels: number of channels when ``axis`` is given.
         percentile: p, in (50, 100]; 100 is the range of the extremes.
         ema_ratio: weight of the past in a moving average over batches, in [0, 1); None takes their union.
-        max_samples: a range per tensor looks at about this many evenly spaced values.
+        max_samples: a per-tensor range uses about this many evenly spaced values.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -57,12 +57,12 @@ class PercentileObserver(ObserverBase):
         """The percentiles of one tensor."""
         samples = samples_of(x, self.axis, self.max_samples)
         low, high = (self._tail(samples, largest).reshape(self.min_val.shape) for largest in (False, True))
-        # NaN and infinity may be among what is cut off, and must be seen
+        # NaN and infinity must show in the range, also when they are among the clipped values
         lowest, highest = min_max_of(x, self.axis)
         return torch.where(lowest.isfinite(), low, lowest), torch.where(highest.isfinite(), high, highest)
 
     def _tail(self, rows: Tensor, largest: bool) -> Tensor:
-        """Where the tail of the largest, or of the smallest, values begins. ``rows``: (rows, n)."""
+        """The percentile at which the largest, or the smallest, values of each row begin; ``rows`` is ``(rows, n)``."""
         last = rows.shape[1] - 1
         position = last * (self.percentile / 100)
         tail = rows.topk(last - int(position) + 1, dim=1, largest=largest).values

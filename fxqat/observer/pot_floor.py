@@ -10,12 +10,12 @@ from fxqat.observer.power_of_two import PowerOfTwoObserver
 
 
 class PoTFloorObserver(PowerOfTwoObserver):
-    """Rounds the power-of-two scale down instead of up: finer steps, at the price of the largest values.
+    """Rounds the power-of-two scale down instead of up: finer steps, but the largest values are clipped.
 
-    Formula: ``scale = 2**floor(log2(s))`` with s the scale that covers all data exactly. Up to half of the range is
-    cut off; where the data fills a power of two, nothing is.
-    Source: the power-of-two scale of Jain et al. 2020, TQT (arXiv:1903.08066), with the floor in place of the ceiling,
-    as in MQBench's ``MinMaxFloorObserver``.
+    Formula: ``scale = 2**floor(log2(s))`` with s the scale that covers all data exactly. It clips up to half of the
+    range, and nothing if s is a power of two.
+    Source: the power-of-two scale of Jain et al. 2020, TQT (arXiv:1903.08066), with floor instead of ceiling, as in
+    MQBench's ``MinMaxFloorObserver``.
 
     Args:
         scheme: the scheme the range is for, with ``scale_bits=1``.

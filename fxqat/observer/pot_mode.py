@@ -1,4 +1,4 @@
-"""PoTMode: the power-of-two scale that most batches want."""
+"""PoTMode: the power-of-two scale that fits the most batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCALES = [2.0**exponent for exponent in range(int(math.log2(SCALE_MIN)), int(mat
 
 
 class PoTModeObserver(PowerOfTwoObserver):
-    """Each batch votes for the smallest power-of-two scale that covers it; the most frequent one is taken.
+    """Each batch votes for the smallest power-of-two scale that covers it; the scale with the most votes is taken.
 
-    Formula: ``scale = 2**mode(ceil(log2(s_batch)))`` with ``s_batch`` the scale that covers a batch exactly; of equally
-    frequent ones the largest. A batch with an outlier has one vote, however large the outlier.
+    Formula: ``scale = 2**mode(ceil(log2(s_batch)))`` with ``s_batch`` the scale that covers a batch exactly; of scales
+    with equal votes, the largest. A batch with an outlier has one vote, however large the outlier.
     Source: the scale of a batch as in Jain et al. 2020, TQT (arXiv:1903.08066); the mode over batches is the ``modal``
     statistic of Vitis AI's quantizer for power-of-two scales (AMD, user guide UG1414, ``calib_statistic_method``).
 
@@ -53,6 +53,6 @@ class PoTModeObserver(PowerOfTwoObserver):
         self.votes.scatter_add_(1, torch.bucketize(scale, self.scales), torch.ones_like(scale))
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        """The range of the scale with most votes."""
+        """The range of the scale with the most votes."""
         winner = len(SCALES) - 1 - self.votes.flip(1).argmax(1)
         return self.range_of_scale(self.scales[winner].reshape(self.min_val.shape))

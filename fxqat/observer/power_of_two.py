@@ -1,4 +1,4 @@
-"""What the power-of-two observers share: a range that lands on a given scale."""
+"""The base of the power-of-two observers: the range that a given scale covers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
 
 
 class PowerOfTwoObserver(SummaryObserver):
-    """Chooses a power of two as the scale; its range is the one that the scale covers.
+    """Chooses a power of two as the scale, and gives the range that this scale covers.
 
-    The zero point is the one of the range of all data. ``choose_qparams`` finds both again from the range, though it
-    rounds scales upwards, because the range is an exact multiple of the scale.
+    The zero point follows from the range of all data. The range is an exact multiple of the scale, so
+    ``choose_qparams`` finds scale and zero point again from it, although it rounds scales up.
 
     Args: as :class:`~fxqat.observer.summary.SummaryObserver`.
 
@@ -29,11 +29,11 @@ class PowerOfTwoObserver(SummaryObserver):
         if scheme.scale_bits != 1:
             raise ConfigError(
                 f"{self.name}: needs a scheme whose scales are powers of two, got {scheme} with "
-                f"scale_bits={scheme.scale_bits}. Set scale_bits to 1 (pot_scale: true), or take another observer."
+                f"scale_bits={scheme.scale_bits}. Set pot_scale: true (scale_bits: 1), or choose another observer."
             )
         self.any_scale = replace(scheme, scale_bits=FLOAT32_BITS)
 
     def range_of_scale(self, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The range that a scale covers, around the zero point of all data."""
+        """The range that a scale covers with the zero point of all data."""
         zero_point = choose_qparams(self.lowest, self.highest, self.any_scale)[1]
         return covered_range(scale, zero_point, self.scheme)

@@ -1,4 +1,4 @@
-"""What observers share whose range is chosen from a summary of all data, not merged batch by batch."""
+"""The base of observers that choose the range from a summary of all data instead of merging batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fxqat.scheme import QuantizeScheme
 class SummaryObserver(ObserverBase):
     """Keeps a summary of all data and chooses the range from it after every tensor.
 
-    The summary is the extremes of the data, and what a kind counts. It does not depend on the order of the batches, nor
-    on which rank saw which, and is part of the state dict.
+    The summary consists of the extremes of the data and of the counts of the subclass. It depends neither on the order
+    of the batches nor on their distribution over ranks, and it is part of the state dict.
 
-    Args: as :class:`~fxqat.observer.base.ObserverBase`, without an average.
+    Args: as :class:`~fxqat.observer.base.ObserverBase`, without ``ema_ratio``.
 
     Attributes:
-        lowest: smallest value seen, ``()`` or ``(channels,)``; infinity before.
-        highest: largest value seen, likewise.
+        lowest: smallest value seen, ``()`` or ``(channels,)``; infinity before any data.
+        highest: largest value seen, of the same shape; minus infinity before any data.
     """
 
     lowest: Tensor
@@ -34,20 +34,20 @@ class SummaryObserver(ObserverBase):
 
     @abstractmethod
     def choose(self) -> tuple[Tensor, Tensor]:
-        """The range for the data that the summary stands for: ``(low, high)``, of the shape of ``lowest``.
+        """The range for the data of the summary: ``(low, high)``, of the shape of ``lowest``.
 
-        What it gives before any data, or after a value that is not finite, is not used.
+        The result is not used before any data, nor after NaN or infinity.
         """
 
     def counts(self) -> tuple[Tensor, ...]:
         """The buffers that are sums over the data."""
         return ()
 
-    def count(self, x: Tensor, low: Tensor, high: Tensor) -> None:  # noqa: B027  nothing to count is a choice
+    def count(self, x: Tensor, low: Tensor, high: Tensor) -> None:  # noqa: B027  not every subclass counts
         """Add one tensor, whose extremes are ``low`` and ``high``, to :meth:`counts`."""
 
     def widen(self, lowest: Tensor, highest: Tensor) -> None:
-        """Take new extremes, which include the old ones."""
+        """Set new extremes, which include the old ones."""
         self.lowest.copy_(lowest)
         self.highest.copy_(highest)
 
@@ -68,7 +68,7 @@ class SummaryObserver(ObserverBase):
         self._update_range()
 
     def _update_range(self) -> None:
-        """The chosen range; extremes that are not finite as they are; and nothing changes before the first data."""
+        """Set the range: the chosen one, or the extremes if they are not finite; before any data it stays."""
         fresh = self.lowest > self.highest
         finite = self.lowest.isfinite() & self.highest.isfinite()
         low, high = self.choose()
