@@ -1,1 +1,1 @@
-"""Small helpers without policy, and the re-exports that users know."""
+"""Small helpers without policy, and the re-exports ``state`` and ``utils`` that users import."""

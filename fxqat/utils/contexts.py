@@ -1,4 +1,4 @@
-"""Context managers: a model or Python itself in another state for the time of a block, and back afterwards."""
+"""Context managers that put a model, or Python itself, into another state for a block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """``model.eval()`` for the block; afterwards every module has the mode it had."""
+    """``model.eval()`` for the block; afterwards every module is back in its own mode."""
     in_training = [module for module in model.modules() if module.training]
     if in_training:
         model.eval()
@@ -26,10 +26,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Torch's transformers compute what they are made of, in eval mode, too.
-
-    Their fast path skips tokens that are masked as padding, and gives zeros for them.
-    """
+    """Switch off the fast path of torch's transformers, which computes zeros for tokens that are masked as padding."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -40,7 +37,7 @@ def without_fast_path() -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers of a model are what they were: a model may count its calls."""
+    """Restore the buffers of a model after the block, because a model may count its calls."""
     kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     try:
         yield
@@ -54,10 +51,9 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the cyclic garbage collector from running in the block.
+    """Pause the cyclic garbage collector for the block.
 
-    For code that builds a large structure of objects that all live on: the collector would go through them again and
-    again and find nothing.
+    For code that builds a large structure: the collector would scan the same live objects again and again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one."""
+"""Write files atomically: a crash leaves the old file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from fxqat.errors import FxqatError
 def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> None:
     """Check that a file can be written, without writing it.
 
+    Args:
+        target: the file.
+        error: the class of the error to raise.
+
     Raises:
-        error: the folder is missing or cannot be written, or the target is a folder.
+        FxqatError: the class ``error``, if the folder is missing or cannot be written, or the target is a folder.
     """
     _temporary_beside(Path(target), error).unlink()
 
 
 @contextmanager
 def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
-    """A temporary path beside ``target`` that replaces it when the block ends, and vanishes if the block fails.
+    """A temporary path that replaces ``target`` when the block ends, and is deleted if the block fails.
 
     Args:
         target: the file to write; its folder must exist and be writable.
-        error: the class of the error raised when it is not.
+        error: the class of the error to raise.
 
     Yields:
         A path in the same folder, for the block to write.
 
     Raises:
-        error: the folder is missing or cannot be written, or the target is a folder.
+        FxqatError: the class ``error``, if the folder is missing or cannot be written, or the target is a folder.
     """
     target = Path(target)
     temporary = _temporary_beside(target, error)
@@ -43,7 +47,7 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
         temporary.chmod(0o666 & ~mask)
         temporary.replace(target)
     except OSError as cause:
-        raise error(f"cannot write {target}: {cause}") from cause
+        raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Small helpers on fx graphs; no policy."""
+"""Small helpers for fx graphs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fxqat.utils.unused_names import numbered
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands for a node, by name, in the arguments of a :class:`Call`."""
+    """A reference to a node by its name, in the arguments of a :class:`Call`."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Stands for a function that pickle does not find by its qualified name (``F.max_pool2d`` is one)."""
+    """A reference to a function that pickle does not find by its qualified name, such as ``F.max_pool2d``."""
 
     module: str
     name: str
@@ -32,9 +32,9 @@ class Imported:
 
 @dataclass(frozen=True)
 class Call:
-    """A node as plain values, with :class:`Reference` objects for nodes among its arguments.
+    """A node as plain values; nodes among its arguments are :class:`Reference` objects.
 
-    ``mode`` is the one it runs in, if only in one (``fxqat.utils.train_eval_graph``).
+    ``mode`` is the value of ``MODE`` in its meta, None if it runs in both modes (``fxqat.utils.train_eval_graph``).
     """
 
     name: str
@@ -68,7 +68,7 @@ def copy_modes(source: nn.Module, target: nn.Module) -> None:
 
 
 def called_module(node: fx.Node) -> nn.Module | None:
-    """The module a ``call_module`` node calls, None for any other node."""
+    """The module that a ``call_module`` node calls, None for any other node."""
     if node.op != "call_module":
         return None
     owner = node.graph.owning_module
@@ -78,13 +78,13 @@ def called_module(node: fx.Node) -> nn.Module | None:
 
 
 def attribute_of(gm: nn.Module, node: fx.Node) -> object:
-    """What a ``get_attr`` node reads."""
+    """The attribute that a ``get_attr`` node reads."""
     owner, _, name = str(node.target).rpartition(".")
     return getattr(gm.get_submodule(owner), name)
 
 
 def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    """Every call of every module object, by ``id`` of the object (a shared module may have several paths)."""
+    """All calls of each module, by the ``id`` of the module, because a shared module may have several paths."""
     calls: dict[int, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         module = called_module(node)
@@ -94,12 +94,12 @@ def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The single reader of a node, None if there are none or several."""
+    """The only node that reads this node, None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def writes_state(node: fx.Node) -> bool:
-    """Whether a call overwrites a buffer of the model, directly or through the result of such a call."""
+    """Whether a call writes in place to a parameter or buffer, directly or to the result of such a call."""
     name = str(node.target)
     by_method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if not node.args or not (by_method or node.target in IN_PLACE_OPERATORS):
@@ -109,7 +109,7 @@ def writes_state(node: fx.Node) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the innermost module whose forward holds this node; its own path for a module call."""
+    """The path of the innermost module whose forward contains this node; for a module call, of the called module."""
     if node.op == "call_module":
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
@@ -120,7 +120,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def unique_name(gm: nn.Module, path: str) -> str:
-    """``path``, or the first of ``path_1``, ``path_2``, ... at which the module has nothing."""
+    """``path``, or the first of ``path_1``, ``path_2``, ... that is not an attribute of the module yet."""
     owner = path.rpartition(".")[0]
     home: object = gm
     for name in owner.split(".") if owner else ():
@@ -129,7 +129,7 @@ def unique_name(gm: nn.Module, path: str) -> str:
 
 
 def node_inputs(argument: Any) -> Iterator[fx.Node]:
-    """All nodes in an argument structure, in order, duplicates included."""
+    """All nodes in nested arguments, in order, with duplicates."""
     found: list[fx.Node] = []
 
     def keep(node: fx.Node) -> fx.Node:
@@ -141,7 +141,7 @@ def node_inputs(argument: Any) -> Iterator[fx.Node]:
 
 
 def calls_in(graph: fx.Graph) -> list[Call]:
-    """A graph as plain values that can be pickled."""
+    """The nodes of a graph as plain values, which can be pickled."""
 
     def plain(argument: Any) -> Any:
         refer: Any = lambda a: Reference(a.name) if isinstance(a, fx.Node) else a  # noqa: E731  torch's types are narrower
@@ -156,7 +156,7 @@ def calls_in(graph: fx.Graph) -> list[Call]:
 
 
 def graph_of(calls: list[Call]) -> fx.Graph:
-    """The graph of :func:`calls_in`."""
+    """A graph from the result of :func:`calls_in`."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
 

@@ -23,16 +23,16 @@ MODE = "fxqat_mode"
 """Key in ``node.meta``: True if the node runs in training only, False if in eval mode only; absent if in both."""
 
 ANNOTATION = "fxqat"
-"""Key in ``node.meta``: what the quantizer decided, a :class:`~fxqat.quantization.annotation.Annotation`."""
+"""Key in ``node.meta``: the quantizer's decision, an :class:`~fxqat.quantization.annotation.Annotation`."""
 
 INFINITE = 1e4
-"""A constant of this magnitude stands for infinity: masks are written with -1e4, -1e9 or the least float."""
+"""A constant of this magnitude counts as infinity: models write masks with -1e4, -1e9 or the smallest float."""
 
 INFINITE_INPUT = 1e8
-"""The same for inputs, which may be data of a wide range."""
+"""The same for inputs, which may be data with a wide range."""
 
 QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
-"""Types that ONNX QuantizeLinear takes."""
+"""The types that ONNX QuantizeLinear takes."""
 
 
 class Kind(Enum):
@@ -46,10 +46,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class ForcedNumber:
-    """A size that Python needed as a number, and which the graph therefore holds as a constant.
+    """A size that Python needed as a number, so that it is a constant in the graph.
 
     Args:
-        expression: the node that gave it.
+        expression: the node that computed it.
         value: the number.
         source: ``"file.py:12"``.
     """
@@ -65,7 +65,7 @@ class FloatLeaf:
 
     Args:
         path: its path in the model.
-        reason: what went wrong inside.
+        reason: the error that tracing it raised.
         source: ``"file.py:12"``.
     """
 
@@ -77,8 +77,9 @@ class FloatLeaf:
 def describe(value: Any) -> str:
     """The kind of a value.
 
-    ``"float"``: a tensor of reals that can be quantized; ``"tensor"``: of another type, float64 included; ``"tuple"``:
-    of float tensors; ``"plain"``: numbers and the like, no tensor inside; ``"object"``: anything else.
+    ``"float"``: a tensor of a type in ``QUANTIZABLE``; ``"tensor"``: a tensor of another type, float64 included;
+    ``"tuple"``: a tuple or list of ``"float"``; ``"plain"``: numbers, strings and the like, without tensors;
+    ``"object"``: anything else.
     """
     if isinstance(value, Tensor):
         return "float" if value.dtype in QUANTIZABLE else "tensor"
@@ -93,7 +94,7 @@ def describe(value: Any) -> str:
 
 
 def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
-    """Whether a tensor holds infinities, or negative numbers of such a magnitude in their place."""
+    """Whether a tensor holds infinity, or negative numbers of at least this magnitude."""
     if not isinstance(value, Tensor) or value.dtype not in (*QUANTIZABLE, torch.float64):
         return False
     if value.is_meta or value.layout != torch.strided or not value.numel():
@@ -103,6 +104,6 @@ def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
 
 
 def kind_of(node: fx.Node) -> str | None:
-    """What :func:`describe` said of a node's value while tracing; None if it was not known."""
+    """The kind of a node's value, as :func:`describe` found it while tracing; None if it is not known."""
     found = node.meta.get(VALUE)
     return found if isinstance(found, str) else None

@@ -1,4 +1,4 @@
-"""Where in the user's code something comes from."""
+"""Find the line of the user's code that something comes from."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import fx
 
 NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1] / 'tracing'}/", "<")
-"""Prefixes of file names that are not the user's code: torch's, the tracers', generated code."""
+"""Prefixes of the names of files that are not the user's: torch's, the tracers', generated code."""
 
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 """A line of a stack trace."""
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours."""
+    """Whether a file belongs neither to torch nor to the tracers."""
     return not filename.startswith(NOT_THE_USERS)
 
 
 def innermost_line(frame: FrameType | None, until: CodeType) -> str:
-    """The user's line that runs in or called a frame, ``"file.py:12"``; not looked for beyond a function that runs."""
+    """The user's line in a frame or its nearest caller, ``"file.py:12"``; the search stops at the code ``until``."""
     while frame is not None and frame.f_code is not until:
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -32,13 +32,13 @@ def innermost_line(frame: FrameType | None, until: CodeType) -> str:
 
 
 def line_of_node(node: fx.Node) -> str:
-    """Where a node comes from, ``"file.py:12"``, or an empty string."""
+    """The user's line that made a node, ``"file.py:12"``, or an empty string."""
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_user_file(file)]
     return ":".join(frames[-1]) if frames else ""
 
 
 def line_of_failure(cause: BaseException) -> str:
-    """Where an exception came up, with the line's text."""
+    """The user's line that raised an exception, ``"file.py:12: text of the line"``."""
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"

@@ -1,4 +1,4 @@
-"""The state functions under the path that users import them from."""
+"""The state functions, re-exported at the path that users import."""
 
 from fxqat.fake_quantize.state import (
     disable_all,

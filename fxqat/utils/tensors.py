@@ -1,4 +1,4 @@
-"""Walking nested inputs and outputs."""
+"""Walk through nested inputs and outputs."""
 
 from __future__ import annotations
 

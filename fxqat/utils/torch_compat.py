@@ -1,4 +1,4 @@
-"""Every torch name that is private or differs between versions, and nothing else."""
+"""All names of torch that are private or differ between versions, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
-"""Where TransformerEncoder and TransformerDecoder look whether the values of a mask are those of a causal one."""
+"""The function by which TransformerEncoder and TransformerDecoder check the values of a mask for a causal one."""
 
 
 CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
-"""What torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d`` into."""
+"""The operators into which torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d``."""
 
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
-"""What makes the functions that ``torch.fx.wrap`` was told of, and those of ``math``, take proxies while tracing."""
+"""The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
 
 
 def load_compiler() -> None:
-    """Import torch's compiler, which takes note of Python's builtins, before one of them is replaced for a while."""
+    """Import torch's compiler, which records Python's builtins, before tracing replaces one of them."""
     import torch._dynamo  # noqa: F401
     import torch._dynamo.polyfills.loader  # noqa: F401
 
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:
-    """Identity and in-place version of a tensor: equal as long as nothing wrote to it."""
+    """Identity and in-place version of a tensor; they stay equal until something writes to it."""
     return id(tensor), tensor._version
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module runs more than its forward (forward hooks; torch's old weight_norm is one)."""
+    """Whether a module has forward hooks, as torch's old weight_norm has, so that a call runs more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
-    """Tell DistributedDataParallel not to overwrite these buffers with rank 0's before each forward."""
+    """Keep DistributedDataParallel from overwriting these buffers with those of rank 0 before each forward."""
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
 
 
@@ -58,10 +58,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 class ContentWatch(TorchDispatchMode):
-    """Notices operators whose result, or its size, depends on what is in a tensor.
+    """Records whether an operator's result, or its size, depends on the values of a tensor.
 
     Attributes:
-        read_content: whether there was one.
+        read_content: whether there was such an operator.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class ContentWatch(TorchDispatchMode):
         self.read_content = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operator and run it."""
+        """Check one operator and run it."""
         reads, varies = _by_content(func)
         if reads:
             self.read_content = True
@@ -82,6 +82,6 @@ class ContentWatch(TorchDispatchMode):
 
 @functools.cache
 def _by_content(func: Any) -> tuple[bool, bool]:
-    """Whether an operator's result depends on what is in a tensor, and whether its size may."""
+    """Whether an operator's result depends on the values of a tensor, and whether its size may."""
     reads = torch.Tag.data_dependent_output in func.tags or "::nms" in func.name()
     return reads, torch.Tag.dynamic_output_shape in func.tags

@@ -1,4 +1,4 @@
-"""Names that are not taken yet. No torch here: the passes on the ONNX model use it too."""
+"""Count names up until they are unique. Without torch, because the passes on the ONNX model use it."""
 
 from __future__ import annotations
 

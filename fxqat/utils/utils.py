@@ -1,4 +1,4 @@
-"""Saving and loading under the path that users import them from."""
+"""Saving and loading of checkpoints, re-exported at the path that users import."""
 
 from fxqat.checkpoint import load_checkpoint, save_checkpoint
 
