@@ -1,4 +1,4 @@
-"""The models of the FAQ, unchanged: each is prepared, calibrated and exported."""
+"""The models of the FAQ: each is prepared, calibrated and exported as it is written."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ from fxqat.tracing.leaf_tracer import LeafTracer
 
 # [dynamic]
 class Normalize(nn.Module):
-    """Scales its input down as long as it is too large: how often depends on the data."""
+    """Scales its input down until it is small enough; the number of steps depends on the data."""
 
     def forward(self, x):
         while x.abs().max() > 4:
@@ -42,7 +42,7 @@ def dynamic(x):
 
 # [static]
 class Static(nn.Module):
-    """Decides by flags, sizes and lengths, which are known while tracing."""
+    """Branches on flags, sizes and lengths, which are known while tracing."""
 
     def __init__(self, deep=True, depth=3):
         super().__init__()
@@ -73,7 +73,7 @@ def static(x):
 
 # [constructors]
 class Noise(nn.Module):
-    """Random numbers, in training only; it goes on switching with the mode of the prepared model."""
+    """Adds random numbers, in training only; it follows the mode of the prepared model."""
 
     def forward(self, x):
         if self.training:
@@ -82,7 +82,7 @@ class Noise(nn.Module):
 
 
 class Constructors(nn.Module):
-    """Makes tensors, and checks what it is given."""
+    """Creates tensors, and checks its input."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def constructors(x):
 
 # [detection]
 class Head(nn.Module):
-    """A YOLO head: one convolution for each level; in eval mode, boxes in pixels of all levels together."""
+    """A YOLO head: one convolution for each level; returns the boxes of all levels, in pixels."""
 
     def __init__(self, classes=2, widths=(8, 16), anchors=((4, 8), (16, 32))):
         super().__init__()
@@ -136,7 +136,7 @@ class Head(nn.Module):
 
 
 class Suppress(nn.Module):
-    """Post-processing: the best boxes of each image that do not overlap. Their number depends on the data."""
+    """Post-processing: the best boxes of each image. Their number depends on the data."""
 
     def forward(self, boxes):
         kept = []
@@ -172,7 +172,7 @@ def detection(images):
 
 # [network]
 class Network(nn.Module):
-    """What goes to the device: a list of levels in, one tensor of boxes out."""
+    """The deployed part of the detector: a batch of images in, one tensor of boxes out."""
 
     def __init__(self, detector):
         super().__init__()
@@ -189,7 +189,7 @@ def network(x):
 
 # [leaves]
 class Block(nn.Module):
-    """A block that is to stay as it is."""
+    """A block to keep whole."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ def leaf_by_path(x):
 
 # [tracer]
 class MyTracer(LeafTracer):
-    """Keeps blocks whole, and whatever LeafTracer does."""
+    """Keeps blocks whole, in addition to the leaves of LeafTracer."""
 
     def is_leaf_module(self, m, module_qualified_name):
         return isinstance(m, Block) or super().is_leaf_module(m, module_qualified_name)
@@ -234,7 +234,7 @@ def own_tracer(x):
 
 # [end]
 def calibrate_and_export(gm, x, folder):
-    """The rest of the way, the same for each of them."""
+    """The remaining steps, which are the same for each example."""
     gm.eval()
     enable_calibration(gm)
     with torch.no_grad():
