@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
-from fxqat.utils.fx_graph import Call, calls_in, copy_modes, graph_of
+from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.torch_compat import keep_local_under_ddp
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -119,11 +119,6 @@ class QuantGraphModule(TrainEvalGraphModule):
         _keep_ranges_local(result)
         return result  # type: ignore[no-any-return]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the graph as a list of calls. fx would pickle its code and trace that again, which can fail."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
-        return _restore, (state, calls_in(self.graph), type(self).__name__)
-
 
 def make_quant_graph_module(gm: nn.Module, graph: fx.Graph, name: str) -> QuantGraphModule:
     """Make a prepared model, without provenance.
@@ -148,13 +143,3 @@ def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any])
     target.provenance = copy.deepcopy(source["provenance"], memo)
     for name in source["provenance"].preserved:
         setattr(target, name, copy.deepcopy(source[name], memo))
-
-
-def _restore(state: dict[str, Any], calls: list[Call], name: str) -> QuantGraphModule:
-    holder = nn.Module()
-    holder.__dict__.update(state)
-    result = make_quant_graph_module(holder, graph_of(calls), name)
-    result.provenance = state["provenance"]
-    for attribute in result.provenance.preserved:
-        setattr(result, attribute, state[attribute])
-    return result

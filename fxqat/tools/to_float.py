@@ -1,16 +1,16 @@
-"""Back to float: the model that a prepared one was made of, with the weights that were trained.
+"""Turn a prepared model back into the float model that it was made from, with the trained weights.
 
-The graph is written anew, call by call:
+The graph is written again, call by call:
 
 1. calls of fake-quants are left out;
-2. a QAT layer, or a fused one that stayed float, becomes its layer, BatchNorm and activation. Layer and BatchNorm stand
-   where the user's model has their tensors; an activation that was fused stands beside its layer, as
-   ``<layer>_activation``;
-3. a layer whose tensors are no module's in the user's model (``F.conv2d(x, self.kernel)``) becomes a call of its
+2. a QAT layer, or a fused layer that stayed float, becomes its layer, BatchNorm and activation. Layer and BatchNorm get
+   the paths that their tensors have in the user's model; a fused activation becomes ``<layer>_activation``, next to its
+   layer;
+3. a layer whose tensors belong to no module of the user's model (``F.conv2d(x, self.kernel)``) becomes a call of its
    function;
-4. a parameter that was taken apart (``fxqat.quantization.split_parameters``) is put together, and split where it is
+4. a parameter that was split (``fxqat.quantization.split_parameters``) is concatenated again, and split where it is
    read;
-5. tensors that the graph does not read come along under their names.
+5. tensors that the graph does not read are copied under their names.
 """
 
 from __future__ import annotations
@@ -29,44 +29,38 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.utils.fx_graph import Call, attribute_of, called_module, calls_in, graph_of
+from fxqat.utils.fx_graph import attribute_of, called_module, calls_in
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.torch_compat import unwrap
-from fxqat.utils.train_eval_graph import TrainEvalGraphModule
+from fxqat.utils.train_eval_graph import TrainEvalGraphModule, from_calls
 from fxqat.utils.unused_names import unused_name
 
 
 class FloatGraphModule(TrainEvalGraphModule):
-    """A float model as a graph; copies and pickles keep both modes, and tensors that the graph does not read."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """The graph is pickled as its list of calls, as that of a prepared model is."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
-        return _restore, (state, calls_in(self.graph), type(self).__name__)
+    """A float model as a graph. Copies and pickles keep both modes, and the tensors that the graph does not read."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FloatGraphModule:
-        restore, (state, calls, name) = self.__reduce__()
-        result: FloatGraphModule = restore(copy.deepcopy(state, memo), calls, name)
+        restore, (cls, state, calls, name) = self.__reduce__()
+        result: FloatGraphModule = restore(cls, copy.deepcopy(state, memo), calls, name)
         memo[id(self)] = result
         return result
 
 
 def to_float(model: nn.Module) -> FloatGraphModule:
-    """The float model of a prepared one, with the weights as they are now.
+    """Return the float model of a prepared model, with the current weights.
 
     It computes what the prepared model computes after ``disable_all``, in eval mode and in training (where BatchNorm
-    uses the statistics of the batch, whatever ``bn_mode`` was). Types of layers, and names of their tensors, are the
-    user's: ``model.load_state_dict(to_float(gm).state_dict())`` is how the trained weights come back into the user's
-    own model. Modules and parameters that are shared stay shared. What was learned about rounding and clipping is not
-    in it; where the weights were learned together with their quantizer, as at low bit widths, float accuracy may have
-    suffered.
+    uses the statistics of the batch, for every ``bn_mode``). Layer types and tensor names are those of the user's
+    model, so ``model.load_state_dict(to_float(gm).state_dict())`` loads the trained weights into it. Shared modules
+    and parameters stay shared. Learned scales and clipping ranges are lost; weights that were trained at low bit widths
+    may be less accurate in float.
 
     Args:
-        model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``; it is not changed.
+        model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``; not changed.
 
     Returns:
-        A graph module that shares no tensor with the given model, on its device and in its mode. It can be traced and
-        prepared again, exported, copied and pickled.
+        A graph module on the device and in the mode of the given model, which shares no tensor with it. It can be
+        traced and prepared again, exported, copied and pickled.
 
     Raises:
         ConfigError: the model is not a prepared one.
@@ -84,18 +78,10 @@ def to_float(model: nn.Module) -> FloatGraphModule:
     writer = _Writer(work, _float_tensors(work))
     for node in work.graph.nodes:
         writer.write(node)
-    root = _tree(work, writer.modules, writer.names.tensors, writer.constants)
-    result = _restore(root.__dict__, calls_in(writer.graph), type(gm).__name__)
+    root = _tree(work, writer.modules, writer.float_tensors.tensors, writer.constants)
+    result: FloatGraphModule = from_calls(FloatGraphModule, root.__dict__, calls_in(writer.graph), type(gm).__name__)
     for name in work.provenance.preserved:
         setattr(result, name, getattr(work, name))
-    return result
-
-
-def _restore(state: dict[str, Any], calls: list[Call], name: str) -> FloatGraphModule:
-    holder = nn.Module()
-    holder.__dict__.update(state)
-    result = FloatGraphModule(holder, graph_of(calls), name)
-    result.__dict__.update(state)  # fx takes over only what the graph reads
     return result
 
 
@@ -104,9 +90,10 @@ class _FloatTensors:
     """The tensors of the float model.
 
     Args:
-        tensors: by their names; tied ones have several.
-        names: of each, by its ``id``.
-        parts: for the ``id`` of a part, the name of the whole, the sizes of the parts, the place, and the dimension.
+        tensors: the tensors by name; a tied tensor has several names.
+        names: the names of each tensor, by its ``id``.
+        parts: for the ``id`` of a part of a split parameter: name of the parameter, sizes of its parts, index of this
+            part, and dimension.
     """
 
     tensors: dict[str, Tensor]
@@ -119,43 +106,49 @@ def _float_tensors(gm: QuantGraphModule) -> _FloatTensors:
     inside |= dict(gm.named_parameters(remove_duplicate=False))
     provenance = gm.provenance
     found = _FloatTensors(provenance.unread | {name: inside[path] for name, path in provenance.tensor_names.items()})
-    for name, joined in provenance.split_tensors.items():
-        parts = [inside[part] for part in joined.names]
-        whole = torch.cat([part.detach() for part in parts], joined.dim)
+    for name, split in provenance.split_tensors.items():
+        parts = [inside[part] for part in split.names]
+        whole = torch.cat([part.detach() for part in parts], split.dim)
         found.tensors[name] = nn.Parameter(whole, parts[0].requires_grad)
-        sizes = [part.shape[joined.dim] for part in parts]
-        found.parts |= {id(part): (name, sizes, place, joined.dim) for place, part in enumerate(parts)}
+        sizes = [part.shape[split.dim] for part in parts]
+        found.parts |= {id(part): (name, sizes, index, split.dim) for index, part in enumerate(parts)}
     for name, tensor in found.tensors.items():
         found.names.setdefault(id(tensor), []).append(name)
     return found
 
 
 class _Writer:
-    """The graph being written, and the modules and constants that it reads, by their paths."""
+    """Writes the float graph.
 
-    def __init__(self, gm: fx.GraphModule, names: _FloatTensors) -> None:
+    Attributes:
+        graph: the graph that is written.
+        modules: the modules that it calls, by path.
+        constants: the values other than tensors of the float model that it reads, by path.
+    """
+
+    def __init__(self, gm: fx.GraphModule, float_tensors: _FloatTensors) -> None:
         self.gm = gm
-        self.names = names
+        self.float_tensors = float_tensors
         self.graph = fx.Graph()
         self.modules: dict[str, nn.Module] = {}
         self.constants: dict[str, Any] = {}
         self._values: dict[fx.Node, fx.Node] = {}
         self._layers: dict[int, nn.Module] = {}
         self._taken = {path for path, _ in gm.named_modules(remove_duplicate=False)}
-        self._taken |= {name.rpartition(".")[0] for name in names.tensors}
+        self._taken |= {name.rpartition(".")[0] for name in float_tensors.tensors}
 
     def write(self, node: fx.Node) -> None:
-        """Write what a node of the prepared model's graph is in the float one."""
+        """Write the float form of one node of the prepared model's graph."""
         module = called_module(node)
         if isinstance(module, FakeQuantizeBase):
             self._values[node] = self._values[node.all_input_nodes[0]]  # case 1
         elif isinstance(module, (QATLayer, FusedLayer)):
             self._values[node] = self._write_layer(node, module)
-        elif type(module) in WEIGHTED_TYPES and self._home(module, str(node.target)) is None:
+        elif type(module) in WEIGHTED_TYPES and self._user_path(module, str(node.target)) is None:
             self._values[node] = self._call_layer(node, module, str(node.target), self._values[node.all_input_nodes[0]])
         elif module is not None:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
-            self._values[node].target = self._home(module, str(node.target)) or str(node.target)
+            self._values[node].target = self._user_path(module, str(node.target)) or str(node.target)
             self.modules[str(self._values[node].target)] = module
         elif node.op == "get_attr":
             value = attribute_of(self.gm, node)
@@ -171,15 +164,17 @@ class _Writer:
             self._layers[id(fused)] = fused.float_layer() if isinstance(fused, QATLayer) else fused.layer
         value = self._call_layer(node, self._layers[id(fused)], path, self._values[node.all_input_nodes[0]])
         if fused.bn is not None:
-            value = self._call(node, fused.bn, self._home(fused.bn, path) or self._free(f"{path}_bn"), value)
+            value = self._call(
+                node, fused.bn, self._user_path(fused.bn, path) or self._unused_path(f"{path}_bn"), value
+            )
         if fused.activation is not None:
-            value = self._call(node, fused.activation, self._free(f"{path}_activation"), value)
+            value = self._call(node, fused.activation, self._unused_path(f"{path}_activation"), value)
         return value
 
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
-        home = self._home(layer, path)
-        if home is not None:
-            return self._call(node, layer, home, value)
+        user_path = self._user_path(layer, path)
+        if user_path is not None:
+            return self._call(node, layer, user_path, value)
         assert type(layer) in WEIGHTED_TYPES
         op = weighted_op(layer)
         if op.padding is not None:
@@ -187,39 +182,40 @@ class _Writer:
         read = [None if tensor is None else self._read(node, tensor) for tensor in (layer.weight, layer.bias)]
         return self._create(node, "call_function", op.function, (value, *read), op.arguments)
 
-    def _home(self, module: Any, path: str) -> str | None:
-        """Where a module stands so that its tensors have the names of the user's; None if there is no such place.
+    def _user_path(self, module: Any, path: str) -> str | None:
+        """The path at which a module's tensors have the names of the user's model; None if there is none.
 
         Args:
             module: the module.
-            path: its path in the prepared model, which is preferred.
+            path: its path in the prepared model, which is taken if it fits.
         """
-        own = {name: t for name, t in module.state_dict(keep_vars=True).items() if id(t) in self.names.names}
+        own = {name: t for name, t in module.state_dict(keep_vars=True).items() if id(t) in self.float_tensors.names}
         if not own:
-            return None if self.names.parts.keys() & {id(t) for t in module.parameters()} else path
+            return None if self.float_tensors.parts.keys() & {id(t) for t in module.parameters()} else path
+        names = self.float_tensors.names
         name, tensor = next(iter(own.items()))
-        ends = [known.removesuffix(f".{name}") for known in self.names.names[id(tensor)] if known.endswith(f".{name}")]
-        for home in sorted(ends, key=lambda end: end != path):
-            fits = all(f"{home}.{name}" in self.names.names[id(tensor)] for name, tensor in own.items())
-            if fits and self.modules.get(home, module) is module:
-                return home
+        ends = [known.removesuffix(f".{name}") for known in names[id(tensor)] if known.endswith(f".{name}")]
+        for candidate in sorted(ends, key=lambda end: end != path):
+            fits = all(f"{candidate}.{name}" in names[id(tensor)] for name, tensor in own.items())
+            if fits and self.modules.get(candidate, module) is module:
+                return candidate
         return None
 
     def _read(self, node: fx.Node, value: Any) -> fx.Node:
-        """A value that the graph reads from the model (case 4)."""
-        if id(value) in self.names.parts:
-            name, sizes, place, dim = self.names.parts[id(value)]
+        """Read a tensor or another value of the model (case 4)."""
+        if id(value) in self.float_tensors.parts:
+            name, sizes, index, dim = self.float_tensors.parts[id(value)]
             whole = self._create(node, "get_attr", name)
             split = self._create(node, "call_function", torch.split, (whole, sizes, dim))
-            return self._create(node, "call_method", "__getitem__", (split, place))
-        known = self.names.names.get(id(value), [str(node.target)])
+            return self._create(node, "call_method", "__getitem__", (split, index))
+        known = self.float_tensors.names.get(id(value), [str(node.target)])
         name = str(node.target) if node.target in known else known[0]
-        if id(value) not in self.names.names:
+        if id(value) not in self.float_tensors.names:
             self.constants[name] = value
         return self._create(node, "get_attr", name)
 
-    def _free(self, path: str) -> str:
-        """A path at which nothing of the user's stands."""
+    def _unused_path(self, path: str) -> str:
+        """A path that the user's model does not have."""
         free = unused_name(path, self._taken)
         self._taken.add(free)
         return free
@@ -229,7 +225,7 @@ class _Writer:
         return self._create(node, "call_module", path, (value,))
 
     def _create(self, source: fx.Node, op: str, target: Any, args: Any = (), kwargs: Any = None) -> fx.Node:
-        """A node that runs in the mode in which another one does."""
+        """Create a node that runs in the same mode as ``source``."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         if MODE in source.meta:
             node.meta[MODE] = source.meta[MODE]
@@ -239,7 +235,7 @@ class _Writer:
 def _tree(
     gm: nn.Module, modules: dict[str, nn.Module], tensors: dict[str, Tensor], constants: dict[str, Any]
 ) -> nn.Module:
-    """A module that has all of these at their paths, its containers in the modes that they have in a model."""
+    """A module with these modules, tensors and constants at their paths; containers get their modes from ``gm``."""
     root = nn.Module().train(gm.training)
     for path in sorted(modules, key=lambda path: path.count(".")):
         owner = _owner(root, gm, path)
@@ -256,7 +252,7 @@ def _tree(
 
 
 def _owner(root: nn.Module, gm: nn.Module, path: str) -> nn.Module:
-    """The module at the parent of a path; containers on the way are made."""
+    """The module at the parent of a path; missing containers are made."""
     owner, inside = root, gm
     for part in path.split(".")[:-1]:
         inside = getattr(inside, part, inside)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
+from fxqat.utils.fx_graph import Call, calls_in, graph_of
 from fxqat.utils.node_meta import MODE
 
 
@@ -75,6 +76,27 @@ class TrainEvalGraphModule(fx.GraphModule):
 
             type(self).forward = forward
         return code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the graph as a list of calls. fx would pickle its code and trace that again, which can fail."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_graph"}
+        return from_calls, (type(self).__base__, state, calls_in(self.graph), type(self).__name__)
+
+
+def from_calls(cls: type[fx.GraphModule], state: dict[str, Any], calls: list[Call], name: str) -> Any:
+    """Make a graph module of its attributes and the calls of its graph.
+
+    Args:
+        cls: the class of the graph module; fx derives a class of its own from it for each object.
+        state: its attributes, modules and tensors included.
+        calls: see :func:`fxqat.utils.fx_graph.calls_in`.
+        name: name of the result's class.
+    """
+    holder = nn.Module()
+    holder.__dict__.update(state)
+    result = cls(holder, graph_of(calls), name)
+    result.__dict__.update(state)  # fx takes over only the modules and tensors that the graph reads
+    return result
 
 
 def _forward_of(graph: fx.Graph, training: bool) -> Any:
