@@ -1,10 +1,11 @@
 """Bit equality of one quantizer with ONNX Runtime's QuantizeLinear and DequantizeLinear.
 
-For every integer type, signed and unsigned, per tensor and per channel, random values and every exact tie are rounded
-by ``fxqat.numerics`` and by ONNX Runtime (graph optimizations off), and the integers and reals that
-differ are counted. Signed zeros count as equal: an integer has no negative zero.
+For every integer type, signed and unsigned, per tensor and per channel: ``fxqat.numerics`` and ONNX Runtime (graph
+optimizations off) quantize random values and every exact tie; the integers and reals that differ are counted. Zeros of
+different sign count as equal, because an integer has no negative zero. Prints a table; the exit status is 1 if anything
+differs.
 
-Run with ``python tests/benchmarks/accuracy/bit_equality.py``; it prints a table, and ends with status 1 if anything differs.
+    python tests/benchmarks/accuracy/bit_equality.py
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Count:
-    """How many values were compared, and how many differ in the integer or in the real."""
+    """The number of values compared, and of those that differ as integers or as reals."""
 
     values: int = 0
     integers: int = 0
@@ -65,7 +66,7 @@ def cases(bit_widths: tuple[int, ...] = (2, 4, 8, 16)) -> list[Case]:
 
 @lru_cache
 def _session(storage: str, axis: int, opset: int) -> ort.InferenceSession:
-    """A pair with integers going in and out as int32, because numpy has none of 4 and 2 bits."""
+    """A Q/DQ pair whose zero point and integers are int32 outside, because numpy has no 4- and 2-bit types."""
     dtype = onnx.TensorProto.DataType.Value(storage.upper())
     real, integer = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
     nodes = [
@@ -90,9 +91,9 @@ def _session(storage: str, axis: int, opset: int) -> ort.InferenceSession:
 def onnx_pair(
     x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, case: Case, opset: int = WIDEST_OPSET
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers (as int32) and reals that ONNX Runtime gives for ``x``.
+    """The integers (as int32) and reals that ONNX Runtime computes from ``x``.
 
-    A scheme narrower than its storage type is clipped to its real range first, as the exported file does.
+    If the scheme is narrower than its storage type, ``x`` is clipped to the scheme's range first, as in a file.
     """
     scheme = case.scheme
     if not scheme.fills_storage(opset):
@@ -106,7 +107,7 @@ def onnx_pair(
 
 
 def compare(x: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, case: Case) -> Count:
-    """Round ``x`` in fxqat and in ONNX Runtime and count what differs."""
+    """Quantize ``x`` with fxqat and with ONNX Runtime, and count the differences."""
     scheme = case.scheme
     limits = (scheme.quant_min, scheme.quant_max)
     offset = None if scheme.symmetric and scheme.symmetric_zero_point == 0 else zero_point
@@ -131,8 +132,9 @@ def random_values(
 ) -> torch.Tensor:
     """Random reals of shape ``(count,)`` or ``(CHANNELS, count / CHANNELS)``.
 
-    Half of them uniform over 1.3 times the range, a quarter normal with a quarter of the range, a quarter within a few
-    float32 steps of a tie; and the extremes: infinities, the largest and the smallest float32.
+    Half are uniform over 1.3 times the range, a quarter are normal with a standard deviation of a quarter of the range,
+    and a quarter lie within a few float32 steps of a tie. The last ones are extremes: infinities, the largest and the
+    smallest float32.
     """
     scheme = case.scheme
     shape = (count,) if case.axis is None else (CHANNELS, count // CHANNELS)
@@ -152,7 +154,7 @@ def random_values(
 
 
 def tie_values(case: Case, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-    """Every tie ``(k + 1/2) * scale`` within and just outside the range, and its two neighbours in float32."""
+    """Every tie ``(k + 1/2) * scale`` inside and just outside the range, and its two neighbours in float32."""
     scheme = case.scheme
     k = np.arange(scheme.quant_min - 3, scheme.quant_max + 4, dtype=np.float64) + 0.5
     shape = (-1,) if case.axis is None else (-1, 1)
@@ -163,7 +165,7 @@ def tie_values(case: Case, scale: torch.Tensor, zero_point: torch.Tensor) -> tor
 
 
 def compare_random(case: Case, count: int, chunk: int, seed: int = 0) -> Count:
-    """Compare ``count`` random values, new parameters for every chunk."""
+    """Compare ``count`` random values, with new parameters for each chunk."""
     random = np.random.default_rng(seed)
     total = Count()
     while total.values < count:
@@ -174,7 +176,7 @@ def compare_random(case: Case, count: int, chunk: int, seed: int = 0) -> Count:
 
 
 def compare_ties(case: Case, scales: int = 24, seed: int = 0) -> Count:
-    """Compare all ties, for random scales and for powers of two, where a tie is exact also in float32."""
+    """Compare all ties, for random scales and for powers of two (then a tie is exact in float32)."""
     random = np.random.default_rng(seed)
     total = Count()
     for i in range(scales):
@@ -186,13 +188,13 @@ def compare_ties(case: Case, scales: int = 24, seed: int = 0) -> Count:
 
 
 def table(count: int, chunk: int) -> Iterator[tuple[str, Count, Count]]:
-    """For every case its name, and what was counted on random values and on ties."""
+    """For each case: its name, and the counts of random values and of ties."""
     for case in cases():
         yield str(case), compare_random(case, count, chunk), compare_ties(case)
 
 
 def main() -> int:
-    """Print the table; 1 if anything differs."""
+    """Print the table; the result is 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=20_000_000, help="random values per row")
     parser.add_argument("--chunk", type=int, default=1_000_000, help="values at a time")

@@ -1,7 +1,6 @@
-"""Writes real data as ImageFolder trees, ``train/<class>/*`` and ``val/<class>/*``, for ``example/imagenet_example``.
+"""Writes images as ImageFolder trees, ``train/<class>/*`` and ``val/<class>/*``, for ``example/imagenet_example``.
 
-Needs a folder with ``cifar10/`` (see ``resnet20_cifar10.py``) and ``imagenet_sample/`` (see
-``mobilenet_v2_imagenet.py``). Not part of pytest.
+DIR holds ``cifar10/`` (see ``resnet20_cifar10.py``) and ``imagenet_sample/`` (see ``mobilenet_v2_imagenet.py``).
 
     python tests/benchmarks/accuracy/image_folders.py cifar10 --data DIR --output TREE
     python tests/benchmarks/accuracy/image_folders.py imagenet_sample --data DIR --output TREE
@@ -11,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from pathlib import Path
 
+import mobilenet_v2_imagenet as mobilenet
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import mobilenet_v2_imagenet as mobilenet  # noqa: E402
-
-TO_TUNE = 800  # photos of 1000
+TRAINING_PHOTOS = 800  # of 1000
 
 
 def cifar10(data: Path, output: Path) -> None:
@@ -37,13 +32,13 @@ def cifar10(data: Path, output: Path) -> None:
 
 
 def imagenet_sample(data: Path, output: Path) -> None:
-    """One photo of each class, 800 to tune and 200 to test, upside down as the MobileNetV2 beside them wants them."""
+    """One photo per class, 800 for training and 200 for testing, flipped vertically as MobileNetV2's weights are."""
     rows = mobilenet.label_rows(data)
     random.Random(0).shuffle(rows)
     for i, (row, photo) in enumerate(mobilenet.open_photos(data, rows)):
         for part in ("train", "val"):
             (output / part / row["wnid"]).mkdir(parents=True, exist_ok=True)
-        part = "train" if i < TO_TUNE else "val"
+        part = "train" if i < TRAINING_PHOTOS else "val"
         photo.transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(output / part / row["wnid"] / f"{i}.png")
 
 

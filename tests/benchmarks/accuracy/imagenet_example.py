@@ -1,10 +1,10 @@
 """Accuracy that ``example/imagenet_example`` reaches on real data: CIFAR ResNet20 and MobileNetV2.
 
-Needs the folder that ``image_folders.py`` needs, with ``mobilenet_v2/`` in it. Not part of pytest. Results are added to
-a file of JSON lines; runs in it are not run again.
+DIR holds ``cifar10/``, ``imagenet_sample/`` and ``mobilenet_v2/`` (see ``image_folders.py``). Each run adds a line to
+``results/imagenet_example.jsonl``; runs that have a line there are skipped.
 
-    python tests/benchmarks/accuracy/imagenet_example.py run --data DIR --results tests/benchmarks/accuracy/results/imagenet_example.jsonl
-    python tests/benchmarks/accuracy/imagenet_example.py report --results ... --output docs/accuracy_imagenet_example.rst
+    python tests/benchmarks/accuracy/imagenet_example.py run --data DIR
+    python tests/benchmarks/accuracy/imagenet_example.py report
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import experiments
+import image_folders
+import resnet20_cifar10 as resnet
 import torch
 import yaml
 from prettytable import PrettyTable
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import experiments  # noqa: E402
-import image_folders  # noqa: E402
-import resnet20_cifar10 as resnet  # noqa: E402
 
 MAIN = Path(__file__).resolve().parents[3] / "example" / "imagenet_example" / "main.py"
 RESNET = f"{resnet.__file__}:ResNet20 --image-size 32 --backend ONNXRuntime -b 128"
@@ -45,15 +42,15 @@ FOUR_BITS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One command line, but for data, weights and seed.
+    """One command line, without data, weights and seed.
 
     Args:
         name: in the table.
-        tree: the images, a function of ``image_folders``.
+        tree: the images: the name of a function of ``image_folders``.
         flags: as on the command line.
-        config: the ``--quant-config``.
-        seeds: how many runs there are.
-        wanted: what should be reached, in words.
+        config: for ``--quant-config``.
+        seeds: the number of runs.
+        target: what finetuning should reach, in words.
     """
 
     name: str
@@ -61,22 +58,22 @@ class Row:
     flags: str
     config: dict[str, Any] = field(default_factory=lambda: {"bn_mode": "freeze"})
     seeds: int = 3
-    wanted: str = ""
+    target: str = ""
 
 
 FOUR_EPOCHS = f"-a {RESNET} --epochs 4 --lr 2e-3"
 ROWS = (
-    Row("ResNet20, W8A8", "cifar10", f"-a {RESNET} --epochs 1 --lr 1e-4", wanted="float - 0.1"),
+    Row("ResNet20, W8A8", "cifar10", f"-a {RESNET} --epochs 1 --lr 1e-4", target="float - 0.1"),
     Row("ResNet20, W4A4", "cifar10", FOUR_EPOCHS, FOUR_BITS),
     Row(
         *("ResNet20, W4A4, distilled", "cifar10", f"{FOUR_EPOCHS} --distill-method logits --temperature 4", FOUR_BITS),
-        wanted="the row above",
+        target="the row above",
     ),
     Row(
         *("MobileNetV2, W8A8, distilled", "imagenet_sample"),
         "-a mobilenet_v2 -b 16 --epochs 2 --optim adam --lr 1e-5 --wd 1e-5 --distill-method logits",
         seeds=1,
-        wanted="calibrated",
+        target="calibrated",
     ),
 )
 COLUMNS = ("float", "fake-quant, calibrated", "fake-quant, finetuned", "ONNX Runtime int8")
@@ -92,13 +89,13 @@ def weights_of(tree: str, data: Path, folder: Path) -> Path:
 
 
 def table_of(printed: str) -> dict[str, float]:
-    """Top-1 by row of the table that the example prints."""
+    """Top-1 of each row of the table that the example prints."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:1] == "|"]
     return {row[0]: float(row[1]) for row in rows if row[0] in COLUMNS}
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what has no result yet."""
+    """Measure the rows and seeds that have no result yet."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -113,14 +110,8 @@ def run(arguments: argparse.Namespace) -> None:
                     getattr(image_folders, row.tree)(arguments.data, tree)
                 (folder / "quant.yaml").write_text(yaml.safe_dump(row.config))
                 command = [sys.executable, str(MAIN), *row.flags.split(), "--data", str(tree), "--seed", str(seed)]
-                command += [
-                    "--model-path",
-                    str(weights_of(row.tree, arguments.data, folder)),
-                    "-j",
-                    "0",
-                    "--quant-config",
-                ]
-                command += [str(folder / "quant.yaml"), "--output-dir", str(folder / "out")]
+                command += ["--model-path", str(weights_of(row.tree, arguments.data, folder)), "-j", "0"]
+                command += ["--quant-config", str(folder / "quant.yaml"), "--output-dir", str(folder / "out")]
                 start = time.perf_counter()
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
                 seconds = {"seconds": time.perf_counter() - start}
@@ -130,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
-    table = PrettyTable(["model", *COLUMNS, "finetuned should reach", "runs", "s"], align="l", hrules=1)
+    table = PrettyTable(["model", *COLUMNS, "target of finetuning", "runs", "s"], align="l", hrules=1)
     for row in ROWS:
         runs = [result for result in results if result["row"] == row.name]
         cells = []
@@ -138,23 +129,27 @@ def report(arguments: argparse.Namespace) -> None:
             values = [result[column] for result in runs]
             deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 and column != "seconds" else ""
             cells.append(f"{statistics.mean(values):.{0 if column == 'seconds' else 2}f}{deviation}" if values else "")
-        table.add_row([row.name, *cells[:-1], row.wanted, len(runs), cells[-1]])
+        table.add_row([row.name, *cells[:-1], row.target, len(runs), cells[-1]])
     flags = "\n".join(f"* {row.name}: ``{row.flags.replace(f'{resnet.__file__}:', '')}``" for row in ROWS)
-    versions = ", ".join(sorted({result["torch"] for result in results}))
     text = f"""Accuracy of the ImageNet example
 ================================
 
-Generated by ``tests/benchmarks/accuracy/imagenet_example.py`` with torch {versions}; do not edit.
+Top-1 accuracy in percent, as ``example/imagenet_example/main.py`` prints it (:doc:`imagenet`): of the float model, of
+the fake-quant model after calibration and after finetuning, and of the exported file in ONNX Runtime. Rows of several
+runs show the mean and the standard deviation over the random seeds 0, 1, 2.
 
-Top-1 in percent that ``example/imagenet_example/main.py`` prints (:doc:`imagenet`), mean and standard deviation over
-the seeds 0, 1, 2. ResNet20 (akamaster/pytorch_resnet_cifar10) on a lossless subset of CIFAR-10, 8068 images to tune and
-1017 to test; MobileNetV2 (torchvision) on one photo of each ImageNet class, 800 to tune, 200 to test. BatchNorm keeps
-the statistics of the float model. The W4A4 rows have all layers at 4 bits, from ranges of least squared error. Seconds
-are for the whole run on one core, beside other programs.
+* ResNet20 (akamaster/pytorch_resnet_cifar10): a lossless subset of CIFAR-10, 8068 training and 1017 test images.
+* MobileNetV2 (torchvision): one photo of each ImageNet class, 800 for training and 200 for testing.
+
+BatchNorm uses the statistics of the float model. In the rows W4A4 all layers have 4 bits, and the observers choose the
+range of least squared error. *s*: seconds of a whole run on one CPU core, with other programs running.
+
+Written by ``tests/benchmarks/accuracy/imagenet_example.py`` with torch {experiments.torch_versions(results)}; do not
+edit.
 
 {table.get_string()}
 
-Flags, beside ``--data``, ``--model-path`` and ``--seed``:
+The flags of each row, besides ``--data``, ``--model-path`` and ``--seed``:
 
 {flags}
 """
@@ -162,4 +157,5 @@ Flags, beside ``--data``, ``--model-path`` and ``--seed``:
 
 
 if __name__ == "__main__":
-    experiments.command_line(str(__doc__), run, report, {"rows": [row.name for row in ROWS]})
+    CHOICES = {"rows": [row.name for row in ROWS]}
+    experiments.command_line(__file__, str(__doc__), "accuracy_imagenet_example.rst", run, report, CHOICES)

@@ -1,10 +1,10 @@
-"""Mixed precision of CIFAR ResNet20: the solved widths beside uniform and random ones of the same size.
+"""Mixed precision of CIFAR ResNet20: widths chosen by sensitivity, against uniform and random widths of the same size.
 
-Needs the folder that ``resnet20_cifar10.py`` needs. Not part of pytest. Results are added to a file of JSON lines; rows
-in it are not run again.
+DIR is the folder of ``resnet20_cifar10.py``. Each row adds a line to ``results/mixed_precision.jsonl``; rows that have
+a line there are skipped.
 
-    python tests/benchmarks/accuracy/mixed_precision.py run --data DIR --results tests/benchmarks/accuracy/results/mixed_precision.jsonl
-    python tests/benchmarks/accuracy/mixed_precision.py report --results ... --output docs/accuracy_mixed_precision.rst
+    python tests/benchmarks/accuracy/mixed_precision.py run --data DIR
+    python tests/benchmarks/accuracy/mixed_precision.py report
 """
 
 from __future__ import annotations
@@ -12,25 +12,20 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import experiments
+import resnet20_cifar10 as resnet
 import torch
 from prettytable import PrettyTable
 from scipy.stats import spearmanr
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fxqat import convert_export
 from fxqat.tools import Sensitivity, WidthBank, average_weight_bits, file_bytes, read_sensitivity, sensitivity, solve
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import experiments  # noqa: E402
-import resnet20_cifar10 as resnet  # noqa: E402
 
 BUDGETS = [3, 4, 5, 6]
 METHODS = ["alone", "without", "hessian", "fisher"]
@@ -43,7 +38,7 @@ CONFIG = {
 
 
 def random_widths(bank: WidthBank, budget: float, draw: random.Random) -> dict[str, int]:
-    """A random choice of the size: widths are raised in a random order while they fit."""
+    """Random widths within the budget: they are raised in a random order as long as they fit."""
     cost = average_weight_bits(bank)
     widths = {name: choice[0] for name, choice in bank.widths.items()}
     steps = [name for name, choice in bank.widths.items() for _ in choice[1:]]
@@ -55,25 +50,14 @@ def random_widths(bank: WidthBank, budget: float, draw: random.Random) -> dict[s
     return widths
 
 
-def finetuned(gm: nn.Module, data: resnet.Data, seed: int) -> float:
+def finetuned(gm: nn.Module, data: resnet.Data) -> float:
     """Top-1 after training."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.SGD(gm.parameters(), lr=LR, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * (len(data.train_x) // 128))
-    gm.train()
-    for _ in range(EPOCHS):
-        order = torch.randperm(len(data.train_x), generator=generator)
-        for pick in order[: len(order) // 128 * 128].split(128):
-            loss = F.cross_entropy(gm(resnet.augment(data.train_x[pick], generator)), data.train_y[pick])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+    resnet.finetune(gm, data, LR, EPOCHS, seed=0)
     return resnet.accuracy(gm, data)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the rows that have no result yet."""
+    """Measure the rows that have no result yet."""
     torch.set_num_threads(arguments.threads)
     data, model = resnet.load_data(arguments.data), resnet.load_model(arguments.data)
     pick = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(0))[:IMAGES]
@@ -101,13 +85,13 @@ def run(arguments: argparse.Namespace) -> None:
             found: dict[str, Any] = {"bits": [cost.of(widths) for widths in full], "seconds": seconds}
             found["top1"] = [resnet.accuracy(bank.mix(widths), data) for widths in full]
             if kind in ("uniform", "alone"):
-                found["finetuned"] = finetuned(bank.mix(full[0]), data, seed=0)
+                found["finetuned"] = finetuned(bank.mix(full[0]), data)
                 found["widths"] = full[0]
             experiments.add(arguments.results, row | found)
 
 
 def exported(bank: WidthBank, scores: Sensitivity, budget: float, example: Tensor) -> dict[str, Any]:
-    """The file of the solved widths: its size beside what the cost model says, how weights are stored, and parity."""
+    """The file of the chosen widths: its size, the cost model's prediction, the types of the weights, and parity."""
     cost = file_bytes(bank, (example,))
     widths = solve(scores.scores, [(average_weight_bits(bank), budget)]).widths
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +106,7 @@ def exported(bank: WidthBank, scores: Sensitivity, budget: float, example: Tenso
 
 
 def scored(bank: WidthBank, batches: Any, method: str, results: Path) -> Sensitivity:
-    """The scores of a method, which are kept beside the results."""
+    """The scores of a method; they are saved next to the results."""
     path = results.with_name(f"{results.stem}_{method}.json")
     path.parent.mkdir(exist_ok=True)
     return sensitivity(bank, batches, method, path=path, progress=True)
@@ -155,34 +139,40 @@ def report(arguments: argparse.Namespace) -> None:
     files = PrettyTable(["file", *(f"{budget} bits" for budget in BUDGETS)], align="l", hrules=1)
     of_files = [next((r for r in results if (r["kind"], r["budget"]) == ("file", budget)), None) for budget in BUDGETS]
     rows = {
-        "kB": lambda r: f"{r['bytes'] / 1000:.1f}",
-        "kB by the cost model": lambda r: f"{r['predicted'] / 1000:.1f}",
-        "apart": lambda r: f"{100 * (r['predicted'] / r['bytes'] - 1):+.2f} %",
+        "size, kB": lambda r: f"{r['bytes'] / 1000:.1f}",
+        "predicted, kB": lambda r: f"{r['predicted'] / 1000:.1f}",
+        "difference": lambda r: f"{100 * (r['predicted'] / r['bytes'] - 1):+.2f} %",
         "weights by type": lambda r: ", ".join(f"{count} {dtype}" for dtype, count in r["dtypes"].items()),
         "values off by a step": lambda r: f"{100 * r['off_share']:.3f} %",
     }
-    for name, told in rows.items():
-        files.add_row([name, *("" if row is None else told(row) for row in of_files)])
+    for name, text_of in rows.items():
+        files.add_row([name, *("" if row is None else text_of(row) for row in of_files)])
     solved = max((r["seconds"] for r in results if r["kind"] in METHODS), default=0.0)
     text = f"""Accuracy of mixed precision
 ===========================
 
-Generated by ``tests/benchmarks/accuracy/mixed_precision.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do
-not edit.
+Top-1 accuracy in percent of ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) with a width for each layer, on
+a lossless subset of CIFAR-10 (1017 test images). The columns are the average bits of a weight. A layer's weights have
+{", ".join(map(str, WIDTHS))} bits, its activations 8; calibrated on {IMAGES} training images.
 
-ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) on a lossless subset of CIFAR-10 (1017 test images). Top-1 in
-percent after calibration on {IMAGES} images, by the average bits of a weight (of {", ".join(map(str, WIDTHS))};
-activations 8): the same for all layers, {DRAWS} random choices of the size (mean and standard deviation), and the
-choice of least loss by scores of each method (:doc:`mixed_precision`); the longest solve took {solved:.2f} s.
+* *uniform*: the same width in all layers.
+* *random*: {DRAWS} random choices of the same average; mean and standard deviation.
+* *{"*, *".join(METHODS)}*: the widths of least loss by the scores of this method
+  (:doc:`mixed_precision`). The longest solve took {solved:.2f} s.
+* *{EPOCHS} epochs*: after finetuning.
+
+Written by ``tests/benchmarks/accuracy/mixed_precision.py`` with torch {experiments.torch_versions(results)}; do not
+edit.
 
 {table.get_string()}
 
-The files of the widths by ``alone``, verified in ONNX Runtime (2 and 3 bits are stored in 4, 5 and 6 in 8):
+The exported files of the widths by ``alone``, compared with the model in ONNX Runtime. Weights of 2 and 3 bits are
+stored in 4 bits, weights of 5 and 6 bits in 8:
 
 {files.get_string()}
 
-How the methods rank all widths of all layers (Spearman's correlation), and how long they took on a thread of a busy
-machine.
+How far the methods agree: Spearman's rank correlation of their scores for all widths of all layers. *seconds*: to
+compute the scores on one CPU thread, with other programs running.
 
 {ranks.get_string()}
 """
@@ -190,11 +180,12 @@ machine.
 
 
 def sensitivity_of(path: Path) -> tuple[list[float], float]:
-    """All losses of a file in one order, and its seconds."""
+    """All scores of a file in a fixed order, and the seconds they took."""
     found = read_sensitivity(path)
     weights = sorted((name, bits) for name, losses in found.scores.items() for bits in losses if len(losses) > 1)
     return [found.scores[name][bits] for name, bits in weights], found.seconds
 
 
 if __name__ == "__main__":
-    experiments.command_line(str(__doc__), run, report, {"budgets": BUDGETS, "methods": METHODS})
+    CHOICES = {"budgets": BUDGETS, "methods": METHODS}
+    experiments.command_line(__file__, str(__doc__), "accuracy_mixed_precision.rst", run, report, CHOICES)

@@ -1,22 +1,23 @@
 """Accuracy after quantization without training, by method and width: CIFAR ResNet20 and MobileNetV2.
 
-Needs a folder with ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
-``mobilenet_v2_imagenet.py``). Not part of pytest. Results are added to a file of JSON lines; rows in it are not run
-again.
+DIR holds ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
+``mobilenet_v2_imagenet.py``). Each row adds a line to ``results/ptq.jsonl``; rows that have a line there are skipped.
 
-    python tests/benchmarks/accuracy/ptq.py run --data DIR --results tests/benchmarks/accuracy/results/ptq.jsonl
-    python tests/benchmarks/accuracy/ptq.py report --results tests/benchmarks/accuracy/results/ptq.jsonl --output docs/accuracy_ptq.rst
+    python tests/benchmarks/accuracy/ptq.py run --data DIR
+    python tests/benchmarks/accuracy/ptq.py report
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import experiments
+import mobilenet_v2_imagenet as mobilenet
+import resnet20_cifar10 as resnet
 import torch
 from prettytable import PrettyTable
 from torch import Tensor, nn
@@ -24,12 +25,6 @@ from tqdm import tqdm
 
 from fxqat.tools import Reconstruction, ptq
 from fxqat.tools.post_training.reconstruct import METHODS
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import experiments  # noqa: E402
-import mobilenet_v2_imagenet as mobilenet  # noqa: E402
-import resnet20_cifar10 as resnet  # noqa: E402
 
 LEARNED = [name for name, setting in METHODS.items() if setting.iterations]
 IMAGES = {"ResNet20": 256, "MobileNetV2": 64}
@@ -42,17 +37,17 @@ class Row:
     Args:
         model: ``"ResNet20"`` or ``"MobileNetV2"``.
         backend: a backend.
-        weight_bits: width of weights.
-        activation_bits: width of activations.
+        weight_bits: bit width of weights.
+        activation_bits: bit width of activations.
         observer: of weights and of activations below 8 bits; empty: the backend's.
         method: of reconstruction; empty: calibration alone.
-        equalize: cross-layer equalization before calibration.
+        equalize: equalize across layers before calibration.
         correct_bias: correct the bias of every layer.
-        wanted: the top-1 that the row should reach, 0 if none is set.
-        images: to calibrate on and to learn from.
-        mirrored: the mirror image of each of them as well.
+        target: the top-1 that the row should reach; 0 if there is none.
+        images: for calibration and learning.
+        mirrored: use the mirror image of each of them too.
         iterations: of the reconstruction, for each segment.
-        after_gptq: what the method learns begins with what GPTQ gives.
+        after_gptq: the method starts from the weights that GPTQ finds.
     """
 
     model: str
@@ -63,14 +58,14 @@ class Row:
     method: str = ""
     equalize: bool = False
     correct_bias: bool = False
-    wanted: float = 0.0
+    target: float = 0.0
     images: int = 0
     iterations: int = 0
     mirrored: bool = False
     after_gptq: bool = False
 
     def __post_init__(self) -> None:
-        """Fill in the numbers that most rows have."""
+        """Set the numbers that most rows share."""
         object.__setattr__(self, "images", self.images or IMAGES[self.model])
         object.__setattr__(self, "iterations", (self.iterations or 200) if self.method in LEARNED else 0)
 
@@ -95,41 +90,46 @@ class Row:
         return {"extra_qconfig_dict": qconfig}
 
 
+def row_of(result: dict[str, Any]) -> Row:
+    """The row of a result."""
+    return Row(**result["row"])
+
+
 MANY: dict[str, Any] = {"images": 256, "mirrored": True}
 ROWS = (
     Row("ResNet20", "ONNXRuntime", 4, 8, "MinMax"),
     Row("ResNet20", "ONNXRuntime", 4, 8, "MSE"),
     Row("ResNet20", "ONNXRuntime", 4, 8, "MSE", "GPTQ", correct_bias=True),
-    Row("ResNet20", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=91.0),
+    Row("ResNet20", "ONNXRuntime", 4, 8, "MSE", "QDrop", target=91.0),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MinMax"),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE"),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "GPTQ", correct_bias=True),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "AdaRound"),
     Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "BRECQ"),
-    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", wanted=86.0),
-    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", wanted=86.0, after_gptq=True),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", target=86.0),
+    Row("ResNet20", "ONNXRuntime", 4, 4, "MSE", "QDrop", target=86.0, after_gptq=True),
     Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "GPTQ", correct_bias=True),
     Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "QDrop"),
     Row("ResNet20", "ONNXRuntime", 2, 4, "MSE", "QDrop", after_gptq=True),
-    Row("MobileNetV2", "ONNXRuntime", 8, 8, wanted=86.5),
+    Row("MobileNetV2", "ONNXRuntime", 8, 8, target=86.5),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MinMax"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE"),
     Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "GPTQ", correct_bias=True),
-    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "GPTQ", correct_bias=True, wanted=83.0, **MANY),
-    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", wanted=83.0),
-    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", correct_bias=True, wanted=83.0, **MANY),
-    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", correct_bias=True, wanted=83.0, **MANY, after_gptq=True),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "GPTQ", correct_bias=True, target=83.0, **MANY),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", target=83.0),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", correct_bias=True, target=83.0, **MANY),
+    Row("MobileNetV2", "ONNXRuntime", 4, 8, "MSE", "QDrop", correct_bias=True, target=83.0, **MANY, after_gptq=True),
     Row("MobileNetV2", "Vitis", 8, 8),
     Row("MobileNetV2", "Vitis", 8, 8, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True, correct_bias=True),
     Row("MobileNetV2", "Vitis", 8, 8, equalize=True, correct_bias=True, **MANY),
-    Row("MobileNetV2", "Vitis", 8, 8, "", "GPTQ", equalize=True, correct_bias=True, wanted=85.5, **MANY),
+    Row("MobileNetV2", "Vitis", 8, 8, "", "GPTQ", equalize=True, correct_bias=True, target=85.5, **MANY),
     Row(
         *("MobileNetV2", "Vitis", 8, 8, "", "QDrop"),
         equalize=True,
         correct_bias=True,
-        wanted=85.5,
+        target=85.5,
         **MANY,
     ),
 )
@@ -165,12 +165,12 @@ def load(name: str, count: int, folder: Path) -> Task:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the rows that have no result yet."""
+    """Measure the rows that have no result yet."""
     torch.set_num_threads(arguments.threads)
     results = experiments.read(arguments.results)
     tasks: dict[tuple[str, int], Task] = {}
     for row in ROWS:
-        known = any(Row(**result["row"]) == row for result in results)
+        known = any(row_of(result) == row for result in results)
         if known or row.model not in arguments.models or row.backend not in arguments.backends:
             continue
         which = row.model, row.images
@@ -189,25 +189,13 @@ def run(arguments: argparse.Namespace) -> None:
 def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
-    header = [
-        "model",
-        "backend",
-        "bits",
-        "weight ranges",
-        "steps",
-        "float",
-        "top-1",
-        "wanted",
-        "images",
-        "iterations",
-        "s",
-    ]
-    table = PrettyTable(header, align="l", hrules=1)
-    for result in sorted(results, key=lambda result: ROWS.index(Row(**result["row"]))):
-        row = Row(**result["row"])
+    header = ["model", "backend", "bits", "weight ranges", "steps", "float", "top-1", "target", "images", "iterations"]
+    table = PrettyTable([*header, "s"], align="l", hrules=1)
+    for result in sorted(results, key=lambda result: ROWS.index(row_of(result))):
+        row = row_of(result)
         bits = f"W{row.weight_bits}A{row.activation_bits}"
         images = f"{row.images} x 2" if row.mirrored else row.images
-        figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.wanted or "", images]
+        figures = [f"{result['float']:.2f}", f"{result['top1']:.2f}", row.target or "", images]
         figures += [row.iterations or "", f"{result['seconds']:.0f}"]
         flags = {
             "equalized": row.equalize,
@@ -220,12 +208,18 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Accuracy without training
 =========================
 
-Generated by ``tests/benchmarks/accuracy/ptq.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
+Top-1 accuracy in percent after ``fxqat.tools.ptq`` (:doc:`ptq`), which needs no labels. Every layer has the widths in
+the column *bits*.
 
-:doc:`ptq`, every layer at the widths given, no labels. ResNet20 (akamaster/pytorch_resnet_cifar10): images of CIFAR-10
-in batches of 32, evaluated on 1017 others. MobileNetV2 (google-coral/test_data): ImageNet photos
-(EliSchwartz/imagenet-sample-images) in batches of 8, evaluated on the rest of the 1000; *256 x 2*: with the mirror
-image of each. Top-1 in percent; *iterations* for each segment; seconds of quantizing on one core of a CPU.
+* ResNet20 (akamaster/pytorch_resnet_cifar10): images of CIFAR-10 in batches of 32, tested on 1017 others.
+* MobileNetV2 (google-coral/test_data): ImageNet photos (EliSchwartz/imagenet-sample-images) in batches of 8, tested on
+  the rest of the 1000.
+
+*weight ranges*: the observer of the weights; *steps*: besides calibration; *target*: what top-1 should reach;
+*images*: for calibration and learning, *256 x 2* with the mirror image of each; *iterations*: for each segment; *s*:
+seconds to quantize on one CPU core.
+
+Written by ``tests/benchmarks/accuracy/ptq.py`` with torch {experiments.torch_versions(results)}; do not edit.
 
 {table.get_string()}
 """
@@ -234,4 +228,4 @@ image of each. Top-1 in percent; *iterations* for each segment; seconds of quant
 
 if __name__ == "__main__":
     CHOICES = {name: list(dict.fromkeys(getattr(row, name[:-1]) for row in ROWS)) for name in ("models", "backends")}
-    experiments.command_line(str(__doc__), run, report, CHOICES)
+    experiments.command_line(__file__, str(__doc__), "accuracy_ptq.rst", run, report, CHOICES)

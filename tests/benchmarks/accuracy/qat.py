@@ -1,56 +1,53 @@
-"""Accuracy of CIFAR ResNet20 after training at few bits, by method and width, over seeds.
+"""Accuracy of CIFAR ResNet20 after training at few bits, by method and width, over random seeds.
 
-Needs the folder that ``resnet20_cifar10.py`` needs. Not part of pytest. Results are added to a file of JSON lines; runs
-in it are not run again, so that several processes may each take some of the seeds.
+DIR is the folder of ``resnet20_cifar10.py``. Each run adds a line to ``results/qat.jsonl``; runs that have a line there
+are skipped, so several processes can share the work (each with other ``--seeds``).
 
-    python tests/benchmarks/accuracy/qat.py run --data DIR --results tests/benchmarks/accuracy/results/qat.jsonl
-    python tests/benchmarks/accuracy/qat.py report --results tests/benchmarks/accuracy/results/qat.jsonl --output docs/accuracy_qat.rst
+    python tests/benchmarks/accuracy/qat.py run --data DIR
+    python tests/benchmarks/accuracy/qat.py report
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import experiments
+import resnet20_cifar10 as resnet
 import torch
 from prettytable import PrettyTable
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from fxqat.fake_quantize import oscillation
 from fxqat.tools import ptq
 from fxqat.tools.post_training.reconstruct import METHODS as RECONSTRUCTIONS
 from fxqat.tools.training.dampening import dampening_loss
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import experiments  # noqa: E402
-import resnet20_cifar10 as resnet  # noqa: E402
-
 
 @dataclass(frozen=True)
 class Width:
-    """Bits of weights and of activations; of all layers, or the first and the last (and the input) at 8.
+    """Bit widths of weights and activations.
 
     Args:
-        wanted: the top-1 that the best method should reach, 0 if none is set.
-        wanted_gain: by how much it should be better than LSQ.
-        bn_mode: 126 of 252 steps with the statistics of the batch, where the float model's do not fit; after QDrop they
-            do.
+        weight: bits of weights.
+        activation: bits of activations.
+        ends_at_8: the first and the last layer, and the input, have 8 bits.
+        target: the top-1 that the best method should reach; 0 if there is none.
+        target_gain: by how much the best method should exceed LSQ.
+        bn_mode: 126 (of 252 steps with the statistics of the batch) where the float model's statistics do not fit.
+            After QDrop they do.
     """
 
     weight: int
     activation: int
     ends_at_8: bool
-    wanted: float = 0.0
-    wanted_gain: float = 0.0
+    target: float = 0.0
+    target_gain: float = 0.0
     bn_mode: str | int = "freeze"
 
     def config(self, method: Method) -> dict[str, Any]:
@@ -74,10 +71,10 @@ class Width:
 
 
 WIDTHS = {
-    "W4A4": Width(4, 4, ends_at_8=False, wanted=89.3),
-    "W4A4, ends at 8": Width(4, 4, ends_at_8=True, wanted=91.1),
-    "W3A3, ends at 8": Width(3, 3, ends_at_8=True, wanted_gain=1.0, bn_mode=126),
-    "W2A4, ends at 8": Width(2, 4, ends_at_8=True, wanted_gain=1.0, bn_mode=126),
+    "W4A4": Width(4, 4, ends_at_8=False, target=89.3),
+    "W4A4, ends at 8": Width(4, 4, ends_at_8=True, target=91.1),
+    "W3A3, ends at 8": Width(3, 3, ends_at_8=True, target_gain=1.0, bn_mode=126),
+    "W2A4, ends at 8": Width(2, 4, ends_at_8=True, target_gain=1.0, bn_mode=126),
 }
 
 
@@ -91,8 +88,8 @@ class Method:
         power_of_two: whether scales are powers of two.
         reconstruct: start from QDrop.
         distill: the loss is the divergence from the float model's softened probabilities, without labels, on mixtures
-            of two images each.
-        extra_loss: a further loss, from the model and how far training is, 0 to 1.
+            of two images.
+        extra_loss: added to the loss; a function of the model and of the progress of training, 0 to 1.
         lr: the learning rate at the start.
     """
 
@@ -105,18 +102,18 @@ class Method:
     lr: float = 0.01
 
     def scheme(self) -> dict[str, bool]:
-        """What its scales need; else they are as the backend has them."""
+        """Changes of the backend's scheme."""
         return {"pot_scale": True} if self.power_of_two else {}
 
 
 def freeze_oscillations(gm: nn.Module, progress: float) -> Tensor:
-    """Nagel et al. 2022, section 4.3: the threshold falls by a cosine, here from 0.05 to 0.01."""
+    """Nagel et al. 2022, section 4.3: the threshold falls along a cosine, here from 0.05 to 0.01."""
     oscillation.set_freeze_threshold(gm, 0.01 + 0.02 * (1 + float(torch.cos(torch.tensor(torch.pi * progress)))))
     return torch.zeros(())
 
 
 def dampen(gm: nn.Module, progress: float) -> Tensor:
-    """Nagel et al. 2022, section 4.2: the coefficient grows by a cosine, here to 1e-3."""
+    """Nagel et al. 2022, section 4.2: the coefficient grows along a cosine, here to 1e-3."""
     return 0.5e-3 * (1 - float(torch.cos(torch.tensor(torch.pi * progress)))) * dampening_loss(gm)
 
 
@@ -148,38 +145,25 @@ def prepared(model: nn.Module, width: Width, method: Method, data: resnet.Data, 
 
 
 def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, seed: int) -> None:
-    """SGD with momentum and cosine schedule."""
-    generator = torch.Generator().manual_seed(seed)
+    """Train with the loss of a method."""
     torch.manual_seed(seed)
-    optimizer = torch.optim.SGD(gm.parameters(), lr=method.lr, momentum=0.9, weight_decay=1e-4)
-    steps = EPOCHS * (len(data.train_x) // 128)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    gm.train()
-    bar = tqdm(total=steps, leave=False)
-    for _ in range(EPOCHS):
-        order = torch.randperm(len(data.train_x), generator=generator)
-        for pick in order[: len(order) // 128 * 128].split(128):
-            x = resnet.augment(data.train_x[pick], generator)
-            if method.distill:
-                x = torch.lerp(x, x.roll(1, 0), torch.rand(len(x), 1, 1, 1, generator=generator))
-                with torch.no_grad():
-                    wanted = F.log_softmax(teacher(x) / TEMPERATURE, 1)
-                found = F.log_softmax(gm(x) / TEMPERATURE, 1)
-                loss = F.kl_div(found, wanted, log_target=True, reduction="batchmean") * TEMPERATURE**2
-            else:
-                loss = F.cross_entropy(gm(x), data.train_y[pick])
-            if method.extra_loss is not None:
-                loss = loss + method.extra_loss(gm, bar.n / steps)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            bar.update()
-    bar.close()
+
+    def loss_of(x: Tensor, labels: Tensor, generator: torch.Generator, progress: float) -> Tensor:
+        if method.distill:
+            x = torch.lerp(x, x.roll(1, 0), torch.rand(len(x), 1, 1, 1, generator=generator))
+            with torch.no_grad():
+                expected = F.log_softmax(teacher(x) / TEMPERATURE, 1)
+            found = F.log_softmax(gm(x) / TEMPERATURE, 1)
+            loss = F.kl_div(found, expected, log_target=True, reduction="batchmean") * TEMPERATURE**2
+        else:
+            loss = F.cross_entropy(gm(x), labels)
+        return loss if method.extra_loss is None else loss + method.extra_loss(gm, progress)
+
+    resnet.finetune(gm, data, method.lr, EPOCHS, seed, loss_of)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what has no result yet."""
+    """Measure what has no result yet."""
     torch.set_num_threads(arguments.threads)
     data, model = resnet.load_data(arguments.data), resnet.load_model(arguments.data)
     for width_name in arguments.widths:
@@ -200,7 +184,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation, with the count unless it is 3."""
+    """Mean and standard deviation, and the count if it is not 3."""
     if not values:
         return ""
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
@@ -216,38 +200,41 @@ def report(arguments: argparse.Namespace) -> None:
         found = [[r[part] for r in results if (r["width"], r["method"]) == (width, method)] for width in WIDTHS]
         return [spread(values) for values in found]
 
-    for method in METHODS:
-        if any(cells(method, "top1")):
-            table.add_row([method, *cells(method, "top1")])
+    measured = [method for method in METHODS if any(cells(method, "top1"))]
+    for method in measured:
+        table.add_row([method, *cells(method, "top1")])
     for method, start in ((PLAIN, "ranges of least squared error"), (BEST, "QDrop")):
         table.add_row([f"before training: {start}", *cells(method, "before")])
-    rates = "; ".join(f"{name} {method.lr:g}" for name, method in METHODS.items() if method.lr != Method.lr)
-    rates = f"{Method.lr:g}; {rates}"
-    wanted = [f"{w.wanted}" if w.wanted else f"LSQ + {w.wanted_gain}" for w in WIDTHS.values()]
-    table.add_row(["the best should reach", *wanted])
+    rates = ", ".join(f"{METHODS[method].lr:g} ({method})" for method in measured)
+    targets = [f"{w.target}" if w.target else f"LSQ + {w.target_gain}" for w in WIDTHS.values()]
+    table.add_row(["target of the best", *targets])
     text = f"""Accuracy of CIFAR ResNet20 at few bits
 ======================================
 
-Generated by ``tests/benchmarks/accuracy/qat.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
+Top-1 accuracy in percent of ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) after quantization-aware
+training, by method (rows) and bits of weights and activations (columns): mean and standard deviation of 3 random seeds,
+which change the calibration images and the order of the training images. *ends at 8*: weights and inputs of the first
+and the last layer have 8 bits.
 
-ResNet20 (akamaster/pytorch_resnet_cifar10, float 91.64 %) on a lossless subset of CIFAR-10, 8068 training and 1017 test
-images. {EPOCHS} epochs, batch 128, SGD with momentum 0.9 and a cosine schedule, weight decay 1e-4, crop and flip;
-ONNXRuntime backend, ranges of least squared error on {CALIBRATION_IMAGES} training images, or on the
-{RECONSTRUCTION_IMAGES} that QDrop has. Learning rates at the start:
-{rates}.
-BatchNorm with the statistics of the float model at 4 bits and after QDrop, else with those of the batch in the first
-half of training. *Ends at 8*: weights and inputs of the first and the last layer have 8 bits. Top-1 in percent: mean
-and standard deviation of 3 seeds, each with calibration images and an order of its own.
+* Data: a lossless subset of CIFAR-10, 8068 training and 1017 test images.
+* Backend ONNXRuntime; the observers choose the range of least squared error, on {CALIBRATION_IMAGES} training images
+  (with QDrop on {RECONSTRUCTION_IMAGES}).
+* Training: {EPOCHS} epochs, batch 128, SGD with momentum 0.9, weight decay 1e-4, cosine schedule, crop and flip. First
+  learning rates: {rates}.
+* BatchNorm uses the statistics of the float model at 4 bits and after QDrop, else those of the batch in the first half
+  of training.
+
+Written by ``tests/benchmarks/accuracy/qat.py`` with torch {experiments.torch_versions(results)}; do not edit.
 
 {table.get_string()}
 
 *distilled*: the loss is the divergence from the float model's probabilities at temperature {TEMPERATURE:g}, without
 labels, on mixtures of two images each (Beyer et al. 2022, arXiv:2106.05237). *QDrop*: {ITERATIONS} iterations for each
-block (:doc:`ptq`). *dampening*, *freezing*: Nagel et al. 2022 (:doc:`fake_quants`).
+block (:doc:`ptq`).
 """
     arguments.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     CHOICES = {"widths": list(WIDTHS), "methods": list(METHODS), "seeds": [0, 1, 2]}
-    experiments.command_line(str(__doc__), run, report, CHOICES)
+    experiments.command_line(__file__, str(__doc__), "accuracy_qat.rst", run, report, CHOICES)

@@ -1,7 +1,7 @@
-"""Accuracy of CIFAR ResNet20, PTQ and QAT, at several widths; and what ONNX Runtime makes of the 8-bit file.
+"""Accuracy of CIFAR ResNet20 at several widths, after calibration and after training; ONNX Runtime on the 8-bit file.
 
-Needs a folder with ``resnet20-12fca82f.th`` (akamaster/pytorch_resnet_cifar10) and ``cifar10_lossless_subset.npz``
-(train_x, train_y, test_x, test_y; uint8 images). Not part of pytest.
+DIR holds ``resnet20-12fca82f.th`` (akamaster/pytorch_resnet_cifar10) and ``cifar10_lossless_subset.npz`` (train_x,
+train_y, test_x, test_y; uint8 images).
 
     python tests/benchmarks/accuracy/resnet20_cifar10.py --data DIR --output docs/accuracy_resnet20.rst
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import copy
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from tqdm import tqdm
 
 import fxqat
 
+Loss = Callable[[Tensor, Tensor, torch.Generator, float], Tensor]
+"""The loss of augmented images and their labels; it may draw from the generator, and reads the progress, 0 to 1."""
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DRAWS = 4
 EIGHT_AT_THE_ENDS = [
@@ -33,7 +38,7 @@ EIGHT_AT_THE_ENDS = [
 
 
 class Block(nn.Module):
-    """Basic block with the parameter-free shortcut: every second pixel, zero channels on both sides."""
+    """Basic block with a shortcut without parameters: every second pixel, and zero channels on both sides."""
 
     def __init__(self, planes_in: int, planes: int, stride: int) -> None:
         super().__init__()
@@ -74,8 +79,7 @@ class ResNet20(nn.Module):
 class Setting:
     """One row: widths and finetuning.
 
-    Ranges of widths below 8 are searched for least error, and their activations, which are mostly behind a ReLU, are
-    unsigned.
+    Below 8 bits, ranges are chosen by least error, and activations are unsigned because most come from a ReLU.
     """
 
     name: str
@@ -162,7 +166,7 @@ def calibrated(model: nn.Module, setting: Setting, data: Data, draw: int = 0) ->
 
 
 def augment(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Random crop of the image padded by 4, random flip; each image its own."""
+    """A random crop of the image padded by 4, and a random flip, different for each image."""
     n = len(x)
     padded = F.pad(x, (4, 4, 4, 4))
     dy, dx = torch.randint(0, 9, (2, n, 1, 1, 1), generator=generator)
@@ -173,18 +177,22 @@ def augment(x: Tensor, generator: torch.Generator) -> Tensor:
     return padded.gather(2, rows).gather(3, columns)
 
 
-def finetune(gm: nn.Module, setting: Setting, data: Data, epochs: int) -> None:
-    """SGD with momentum and cosine schedule."""
-    generator = torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(gm.parameters(), lr=setting.lr, momentum=0.9, weight_decay=1e-4)
+def finetune(gm: nn.Module, data: Data, lr: float, epochs: int, seed: int, loss_of: Loss | None = None) -> None:
+    """Train with SGD: batch 128, momentum 0.9, weight decay 1e-4, cosine schedule. Default loss: cross entropy."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.SGD(gm.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
     steps = epochs * (len(data.train_x) // 128)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     gm.train()
-    with tqdm(total=steps, desc=setting.name, leave=False) as bar:
+    with tqdm(total=steps, leave=False) as bar:
         for _ in range(epochs):
             order = torch.randperm(len(data.train_x), generator=generator)
             for pick in order[: len(order) // 128 * 128].split(128):
-                loss = F.cross_entropy(gm(augment(data.train_x[pick], generator)), data.train_y[pick])
+                x, labels = augment(data.train_x[pick], generator), data.train_y[pick]
+                if loss_of is None:
+                    loss = F.cross_entropy(gm(x), labels)
+                else:
+                    loss = loss_of(x, labels, generator, bar.n / steps)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -193,7 +201,10 @@ def finetune(gm: nn.Module, setting: Setting, data: Data, epochs: int) -> None:
 
 
 def agreement(gm: nn.Module, data: Data) -> tuple[int, int]:
-    """On how many test images the exported file in ONNX Runtime (optimizations off) gives the model's class."""
+    """The number of test images for which the exported file predicts the model's class, and that of all test images.
+
+    The file runs in ONNX Runtime with optimizations off.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "resnet20.onnx"
         fxqat.convert_export(gm, (data.test_x[:2],), path, dynamic_batch=True)
@@ -211,7 +222,7 @@ def agreement(gm: nn.Module, data: Data) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Run the settings and print the table."""
+    """Measure, print the table, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=4)
@@ -230,9 +241,8 @@ def main() -> None:
         before = f"{sum(draws) / DRAWS:.2f} ({min(draws):.2f})"
         for lr in arguments.lr or [setting.lr]:
             torch.manual_seed(0)
-            changed = Setting(**{**setting.__dict__, "lr": lr})
             gm = copy.deepcopy(ptq)
-            finetune(gm, changed, data, arguments.epochs)
+            finetune(gm, data, lr, arguments.epochs, seed=1)
             after = accuracy(gm, data)
             same = "{} of {}".format(*agreement(gm, data)) if setting.weight_bits == 8 else ""
             table.add_row([setting.name, setting.backend, before, f"{after:.2f}", lr, setting.bn_mode, same])
@@ -247,13 +257,18 @@ def page(table: PrettyTable, epochs: int) -> str:
     return f"""Accuracy of CIFAR ResNet20
 ==========================
 
-Generated by ``tests/benchmarks/accuracy/resnet20_cifar10.py`` with torch {torch.__version__}; do not edit.
+Top-1 accuracy in percent of ResNet20 (akamaster/pytorch_resnet_cifar10) on a lossless subset of CIFAR-10, 8068 training
+and 1017 test images.
 
-ResNet20 (akamaster/pytorch_resnet_cifar10) on a lossless subset of CIFAR-10, 8068 training and 1017 test images.
-PTQ: calibrated on 512 training images, mean of {DRAWS} draws of them (and the worst). QAT, from the first draw:
-{epochs} epochs, batch 128, SGD with momentum 0.9, weight decay 1e-4, cosine schedule, crop and flip; BatchNorm with the
-statistics of the float model (``freeze``) or frozen after so many of the 252 steps. Top-1 in percent.
-Widths below 8 bits are simulated.
+* *PTQ*: after calibration on 512 training images: mean of {DRAWS} random choices of them, and the worst in brackets.
+* *QAT*: after training that starts from the first choice: {epochs} epochs, batch 128, SGD with momentum 0.9, weight
+  decay 1e-4, cosine schedule, crop and flip. *lr*: the first learning rate.
+* *bn_mode*: BatchNorm with the statistics of the float model (``freeze``), or frozen after this many of 252 steps.
+* *same class in ONNX Runtime*: test images for which the exported file predicts the model's class. Only files of 8 bits
+  are exported here.
+
+Written by ``tests/benchmarks/accuracy/resnet20_cifar10.py`` with torch {torch.__version__} on {date.today()}; do not
+edit.
 
 {table.get_string()}
 """

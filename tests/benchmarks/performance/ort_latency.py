@@ -1,6 +1,6 @@
-"""Latency in ONNX Runtime on the CPU: float, our ONNXRuntime backend, and ONNX Runtime's own ``quantize_static``.
+"""Latency in ONNX Runtime on the CPU: float, fxqat's backend ONNXRuntime, and ONNX Runtime's ``quantize_static``.
 
-Not part of pytest. Every file runs in a process of its own with thread spinning off; the processes take turns.
+Each file runs in its own process with thread spinning off; the processes take turns. Run nothing else meanwhile.
 
     python tests/benchmarks/performance/ort_latency.py --output docs/ort_latency.rst
 """
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ MODELS = (
 )
 SIZE = 224
 INTEGER_OPS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "DynamicQuantizeMatMul")
-"""What ONNX Runtime's optimizer makes of quantized layers."""
+"""The integer layers that ONNX Runtime's optimizer creates."""
 
 OPTIMIZED = "optimized.onnx"
 FLOAT_OPS = ("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul")
@@ -50,12 +51,12 @@ FLOAT_OPS = ("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one file gave.
+    """The figures of one file.
 
     Args:
         milliseconds: the median of each turn.
-        integer_share: of the multiply-accumulates of layers, those that run on integers.
-        ops: how many nodes of each kind the optimized graph has.
+        integer_share: share of the layers' multiply-accumulates that run on integers.
+        ops: the number of nodes of each kind in the optimized graph.
     """
 
     milliseconds: list[float]
@@ -70,12 +71,12 @@ class Batches(CalibrationDataReader):
         self.rest = iter([{"x": batch.numpy()} for batch in batches])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """One batch by the name of the input."""
+        """The next batch, by the name of the input."""
         return next(self.rest, None)
 
 
 def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
-    """The three files of a model with random weights, calibrated on the same noise."""
+    """Write the three files of a model with random weights, calibrated on the same noise."""
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     model: nn.Module = torchvision.models.get_model(name, weights=None).eval()
@@ -113,7 +114,7 @@ def session_of(path: Path, threads: int, folder: Path | None = None) -> ort.Infe
 
 
 def serve(path: Path, threads: int, connection: Connection) -> None:
-    """Run a file whenever asked, and answer with the median milliseconds of that turn."""
+    """Run a file as often as asked, and send the median milliseconds of that turn."""
     session = session_of(path, threads)
     feeds = {"x": np.random.default_rng(0).standard_normal((1, 3, SIZE, SIZE), dtype=np.float32)}
     for runs in iter(connection.recv, 0):
@@ -126,7 +127,7 @@ def serve(path: Path, threads: int, connection: Connection) -> None:
 
 
 def latencies(paths: dict[str, Path], arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Median milliseconds of each file in each turn; who begins changes from turn to turn."""
+    """Median milliseconds of each file in each turn; each turn starts with another file."""
     context = multiprocessing.get_context("spawn")
     workers = {}
     for kind, path in paths.items():
@@ -151,7 +152,7 @@ def latencies(paths: dict[str, Path], arguments: argparse.Namespace) -> dict[str
 
 
 def integer_share(path: Path, threads: int, folder: Path) -> tuple[float, Counter[str]]:
-    """The share of multiply-accumulates on integers, from a profile, and the ops of the optimized graph."""
+    """The share of multiply-accumulates on integers (from a profile), and the ops of the optimized graph."""
     session = session_of(path, threads, folder)
     session.run(None, {"x": np.zeros((1, 3, SIZE, SIZE), np.float32)})
     file = Path(session.end_profiling())
@@ -172,9 +173,9 @@ def integer_share(path: Path, threads: int, folder: Path) -> tuple[float, Counte
 
 
 def macs_of(arguments: dict[str, Any], weight: tuple[int, ...] | None) -> int:
-    """Multiply-accumulates of a node, from the shapes that the profile gives and that of its weight, if it has one."""
+    """Multiply-accumulates of a node, from the shapes in the profile and that of its weight, if it has one."""
     output = next(iter(arguments["output_type_shape"][0].values()))
-    if weight is None:  # of two computed values
+    if weight is None:  # a product of two computed values
         return math.prod(output) * next(iter(arguments["input_type_shape"][0].values()))[-1]  # type: ignore[no-any-return]
     channels = weight[0] if "Conv" in arguments["op_name"] else output[-1]
     return math.prod(output) // channels * math.prod(weight)  # type: ignore[no-any-return]
@@ -192,12 +193,12 @@ def measure(name: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Mea
 
 
 def ratio(one: Measured, other: Measured) -> float:
-    """How many times as long one takes as the other: the median over the turns."""
+    """The latency of one over that of the other: the median of the ratios of all turns."""
     return statistics.median(a / b for a, b in zip(one.milliseconds, other.milliseconds, strict=True))
 
 
 def processor() -> str:
-    """What of this machine decides on the speed of integers."""
+    """The processor, with the instruction sets that integer kernels use."""
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
     found = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
     return f"{platform.machine()} with {', '.join(found)}." if found else f"{platform.machine()}."
@@ -209,26 +210,34 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     return f"""Latency in ONNX Runtime
 =======================
 
-Generated by ``tests/benchmarks/performance/ort_latency.py``: onnxruntime {ort.__version__}, torch {torch.__version__}.
+Milliseconds that ONNX Runtime needs on the CPU for one {SIZE}x{SIZE} image: with the float model, with the file of
+ONNX Runtime's own ``quantize_static`` and with fxqat's file for the backend ONNXRuntime. Models of torchvision with
+random weights.
 
-Milliseconds of one {SIZE}x{SIZE} image at the default optimization level, {arguments.threads} threads without spinning,
-each file in a process of its own, in {arguments.turns} turns of {arguments.runs} runs: the median over the turns of the
-median of a turn, ratios turn by turn. {processor()} *static* is ONNX Runtime's ``quantize_static`` (QDQ, uint8
-activations, int8 weights per channel, all it quantizes by default).
-*On integers*: share of the multiply-accumulates that run in an integer kernel, from ONNX Runtime's profile of the
-optimized graph. Weights are random.
+* *float*, *static*, *fxqat*: the median over {arguments.turns} turns of the median of {arguments.runs} runs. Each file
+  runs in its own process with {arguments.threads} threads without spinning, at the default optimization level; the
+  processes take turns.
+* *float / fxqat*, *static / fxqat*: how many times faster fxqat's file is: the median of the ratios of all turns.
+* *static*: QDQ, uint8 activations, int8 weights per channel, every operation that it quantizes by default.
+* *on integers*: share of the multiply-accumulates that run in an integer kernel, from ONNX Runtime's profile of the
+  optimized graph.
+
+Processor: {processor()}
+
+Written by ``tests/benchmarks/performance/ort_latency.py`` with onnxruntime {ort.__version__} and torch
+{torch.__version__} on {date.today()}; do not edit.
 
 {table.get_string()}
 """
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print the table, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--runs", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=30, help="turns of each file")
+    parser.add_argument("--runs", type=int, default=6, help="runs in a turn")
     parser.add_argument("--output", type=Path, help="write the documentation page here")
     arguments = parser.parse_args()
     header = ["model", "float", "static", "fxqat", "float / fxqat", "static / fxqat", "static: on integers"]

@@ -1,15 +1,14 @@
 """Every architecture of timm and torchvision: prepared, and some exported and compared with ONNX Runtime.
 
-Each model runs in a process of its own, with random weights, at the smallest input it allows; models of more than 60M
-parameters on the meta device, prepared only. Results are lines of JSON; models that have one are skipped, so that the
-run can be stopped, resumed and split into shards; they are kept in ``tests/benchmarks/zoo/results``. Not part of pytest: it takes
-hours.
+Each model runs in its own process, with random weights, at the smallest input it takes. Models of more than 60M
+parameters are on the meta device and are prepared only. Each model adds a line to a file in ``results``; models that
+have a line there are skipped, so a run can be stopped, resumed and split into shards.
 
     cd tests/benchmarks/zoo/results
     python ../zoo.py run --suite timm --results timm.jsonl
     python ../zoo.py run --suite timm --export --families-of timm.jsonl --results exported.jsonl
     python ../zoo.py run --suite torchvision --export --results torchvision.jsonl
-    python ../zoo.py report --results *.jsonl --output ../../../docs/zoo.rst
+    python ../zoo.py report --results *.jsonl --output ../../../../docs/zoo.rst
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import copy
 import inspect
 import json
 import multiprocessing
-import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +31,7 @@ import torchvision
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
+from zoo_report import page
 
 import fxqat
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -42,17 +41,13 @@ from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
-from tests.benchmarks.zoo.zoo_report import page  # noqa: E402  run as a script, the folder of the tests has to be found first
-
 BIG = 60_000_000
 SIZES = (32, 64, 96, 128, 160, 192, 224, 256, 288, 299, 320, 384, 448, 512)
 DETECTION: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("faster_rcnn", "mask_rcnn", "keypoint_rcnn"), {"box_score_thresh": 0.0}),
     **dict.fromkeys(("retinanet", "fcos", "ssd", "ssdlite"), {"score_thresh": 0.0}),
 }
-"""Options of detection models by module file: with random weights, no box would reach the usual score."""
+"""Options of detection models, by module file: with random weights no box would reach the default score."""
 WEIGHTED = ("convolution", "mm", "addmm")
 Result = dict[str, Any]
 
@@ -71,7 +66,7 @@ def family(suite: str, name: str) -> str:
 
 
 def build(suite: str, name: str, **options: Any) -> nn.Module:
-    """A model with random weights and randomised BatchNorm statistics."""
+    """A model with random weights and random BatchNorm statistics."""
     torch.manual_seed(0)
     if suite == "timm":
         model = timm.create_model(name, pretrained=False, **options)
@@ -89,7 +84,7 @@ def build(suite: str, name: str, **options: Any) -> nn.Module:
 
 
 def is_detection(suite: str, name: str) -> bool:
-    """Whether a model finds objects: its pre- and post-processing are Python, and not exported."""
+    """Whether a model detects objects: its pre- and post-processing are Python and are not exported."""
     return suite == "torchvision" and family(suite, name) in DETECTION
 
 
@@ -99,7 +94,7 @@ def _takes(name: str, option: str) -> bool:
 
 
 def default_inputs(suite: str, name: str, model: nn.Module) -> tuple[Any, ...]:
-    """Inputs of the size that the model is meant for."""
+    """Inputs of the size that the model was designed for."""
     kind = family(suite, name)
     if suite == "timm":
         return (torch.randn(1, *model.default_cfg["input_size"]),)
@@ -115,7 +110,7 @@ def default_inputs(suite: str, name: str, model: nn.Module) -> tuple[Any, ...]:
 
 
 def runs(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Whether the float model takes these inputs, in training too (auxiliary heads may need larger ones)."""
+    """Whether the float model takes these inputs, also in training (auxiliary heads may need larger ones)."""
     work = copy.deepcopy(model)
     try:
         with torch.no_grad():
@@ -127,7 +122,7 @@ def runs(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
 
 
 def smallest(suite: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model, and the smallest square images that it takes."""
+    """The model and the smallest square images it takes."""
     model = build(suite, name)
     inputs = default_inputs(suite, name, model)
     if len(inputs) > 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].dim() != 4:
@@ -149,7 +144,7 @@ def smallest(suite: str, name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def multiplications(gm: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, int]:
-    """Multiply-accumulates of weighted ops, and of those with a quantized weight."""
+    """Multiply-accumulates of weighted ops: of all, and of those with a quantized weight."""
     trained = [parameter for parameter in gm.parameters() if parameter.requires_grad]
     gm.requires_grad_(False)  # the counter's hooks do not expect parameters that are views
     with torch.no_grad(), FlopCounterMode(display=False, depth=99) as counter:
@@ -175,28 +170,28 @@ def called_paths(gm: nn.Module) -> set[str]:
 
 
 def functional_layers(gm: nn.Module) -> list[fx.Node]:
-    """Convolutions and linear layers of computed weights."""
+    """Convolutions and linear layers whose weights are computed."""
     return [node for node in gm.graph.nodes if node.op == "call_function" and identify(node).family == "weighted"]
 
 
 def reads_quantized(gm: nn.Module, node: fx.Node) -> bool:
-    """Whether its input and its weight come from fake-quants."""
+    """Whether its input and weight come from fake-quants."""
     sources = list(node.all_input_nodes)[:2]
     return all(isinstance(called_module(source), FakeQuantizeBase) for source in sources)
 
 
 def reals_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of real numbers in any structure of outputs."""
+    """The floating-point tensors in a nested output."""
     return [tensor for tensor in flatten_tensors(output) if tensor.is_floating_point()]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """A scalar of any structure of outputs."""
+    """A scalar loss of a nested output."""
     return torch.stack([torch.zeros(()), *(t.float().square().mean() for t in reals_of(output))]).sum()
 
 
 def train_a_step(gm: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Calibrate and train a step."""
+    """Calibrate and train one step."""
     fxqat.enable_calibration(gm)
     with torch.no_grad():
         gm(*inputs)
@@ -207,14 +202,14 @@ def train_a_step(gm: nn.Module, inputs: tuple[Any, ...]) -> None:
     broken = [name for name, p in gm.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     if broken:
         raise RuntimeError(f"gradients of {len(broken)} parameters are not finite: {', '.join(broken[:4])}")
-    nn.utils.clip_grad_value_(gm.parameters(), 1e15)  # with random weights, they may be too large to be squared
+    nn.utils.clip_grad_value_(gm.parameters(), 1e15)  # with random weights their squares may overflow
     nn.utils.clip_grad_norm_(gm.parameters(), 1.0, error_if_nonfinite=True)
     optimizer.step()
     gm.eval()
 
 
 def export(gm: nn.Module, inputs: tuple[Any, ...], result: Result) -> None:
-    """Export, and keep what the parity certificate says."""
+    """Export, and add the figures of the parity certificate to ``result``."""
     with tempfile.TemporaryDirectory() as folder:
         report = fxqat.convert_export(gm, inputs, Path(folder) / "model.onnx", opset_version=18)
     certificate = report.certificate
@@ -231,10 +226,11 @@ def export(gm: nn.Module, inputs: tuple[Any, ...], result: Result) -> None:
 
 
 def own_cosine(gm: nn.Module, inputs: tuple[Any, ...], certificate: ParityCertificate) -> float:
-    """The cosine between the outputs of the fake-quant model and those with as many values a step off as in the file.
+    """The cosine between the fake-quant model's outputs and those with as many values moved by a step as in the file.
 
-    These are values that lie on a rounding boundary: the tensors that are off given equal inputs, and how many of their
-    values, are the certificate's; which values is drawn. No export is involved: it shows what the network makes of it.
+    The certificate gives the number of values in each tensor that differ although the inputs are equal (they lie on a
+    rounding boundary); as many random values of these tensors are moved. No export is involved, so the cosine shows how
+    much the network itself amplifies single steps.
     """
     counts = {t.name: round(t.step.off_by_1 * t.size) for t in certificate.tensors}
     generator = torch.Generator().manual_seed(0)
@@ -257,13 +253,13 @@ def own_cosine(gm: nn.Module, inputs: tuple[Any, ...], certificate: ParityCertif
 
 
 def measure(suite: str, name: str, exported: bool, big: int = BIG) -> Result:
-    """Everything about one model."""
+    """All figures of one model."""
     start = time.perf_counter()
     try:
         with torch.device("meta"):
             model = build(suite, name)
             inputs = default_inputs(suite, name, model)
-    except Exception:  # noqa: BLE001  a few look at their weights when they are built
+    except Exception:  # noqa: BLE001  a few read their weights while they are built
         model, inputs = smallest(suite, name)
     parameters = sum(p.numel() for p in model.parameters())
     result: Result = {"suite": suite, "name": name, "family": family(suite, name), "parameters": parameters}
@@ -293,12 +289,12 @@ def measure(suite: str, name: str, exported: bool, big: int = BIG) -> Result:
 
 
 def inside_package(source: str) -> str:
-    """A source line without the folder that the package is installed in."""
+    """A source line without the folder of the installed packages."""
     return source.rpartition("site-packages/")[2]
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line."""
+    """An error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' / '.join(lines)[:300]}"
 
@@ -332,7 +328,7 @@ def run_one(suite: str, name: str, exported: bool, big: int, limit: float) -> Re
 
 
 def chosen(arguments: argparse.Namespace, done: set[str]) -> Iterator[tuple[str, bool]]:
-    """The models to run, and whether to export each."""
+    """The models to run, and whether each is exported."""
     everything = arguments.models or names(arguments.suite)
     if arguments.families_of:
         everything = smallest_of_families(arguments.families_of)
@@ -343,7 +339,7 @@ def chosen(arguments: argparse.Namespace, done: set[str]) -> Iterator[tuple[str,
 
 
 def smallest_of_families(path: Path) -> list[str]:
-    """Of the results of a run without export, the model of fewest parameters of each family."""
+    """The model with the fewest parameters of each family, from the results of a run without export."""
     results = [json.loads(line) for line in path.read_text().splitlines()]
     best: dict[str, Result] = {}
     for result in sorted((r for r in results if "parameters" in r), key=lambda r: r["parameters"]):
@@ -352,7 +348,7 @@ def smallest_of_families(path: Path) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run what is missing in the results."""
+    """Measure the models that have no result yet."""
     path: Path = arguments.results[0]
     done = {json.loads(line)["name"] for line in path.read_text().splitlines()} if path.exists() else set()
     with path.open("a") as file:
@@ -372,17 +368,17 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse and dispatch."""
+    """Parse the arguments and call ``run`` or ``report``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands: dict[str, Callable[[argparse.Namespace], None]] = {"run": run, "report": report}
     parser.add_argument("command", choices=list(commands))
     parser.add_argument("--suite", choices=("timm", "torchvision"), default="timm")
     parser.add_argument("--models", nargs="*")
-    parser.add_argument("--export", action="store_true", help="export and compare, too")
-    parser.add_argument("--families-of", type=Path, help="results of a run: only the smallest model of each family")
+    parser.add_argument("--export", action="store_true", help="also export and compare")
+    parser.add_argument("--families-of", type=Path, help="results of a run: only its smallest model of each family")
     parser.add_argument("--shard", default="0/1", help="which part of the models: INDEX/COUNT")
     parser.add_argument(
-        "--big", type=int, default=BIG, help="models of more parameters: on the meta device, prepared only"
+        "--big", type=int, default=BIG, help="models with more parameters are on the meta device and prepared only"
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds for one model")
     parser.add_argument("--results", type=Path, nargs="+", required=True)

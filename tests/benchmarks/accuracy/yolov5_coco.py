@@ -1,10 +1,10 @@
-"""Accuracy and latency of ``example/yolov5_example`` with the published YOLOv5n weights on COCO pictures.
+"""Accuracy and latency of ``example/yolov5_example`` with the published YOLOv5n weights on COCO images.
 
-Needs a folder with ``yolov5n/yolov5n_state_dict_fp16.pt`` and ``coco128/`` (``config.yaml``, ``train2017_128.zip``,
-``val2017_128.zip``). Not part of pytest. Results are added to a file of JSON lines; rows in it are not run again.
+DIR holds ``yolov5n/yolov5n_state_dict_fp16.pt`` and ``coco128/`` (``config.yaml``, ``train2017_128.zip``,
+``val2017_128.zip``). Each row adds a line to ``results/yolov5_coco.jsonl``; rows that have a line there are skipped.
 
-    python tests/benchmarks/accuracy/yolov5.py run --data DIR --results tests/benchmarks/accuracy/results/yolov5.jsonl
-    python tests/benchmarks/accuracy/yolov5.py report --results ... --output docs/accuracy_yolov5.rst
+    python tests/benchmarks/accuracy/yolov5_coco.py run --data DIR
+    python tests/benchmarks/accuracy/yolov5_coco.py report
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import experiments
 import torch
 import yaml
 from prettytable import PrettyTable
 from torch import nn
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "example"
-sys.path[:0] = [str(Path(__file__).parent), str(EXAMPLES / "yolov5_example"), str(EXAMPLES / "common")]
+sys.path[:0] = [str(EXAMPLES / "yolov5_example"), str(EXAMPLES / "common")]
 
 import dataset  # noqa: E402
 import detector  # noqa: E402
-import experiments  # noqa: E402
 import task  # noqa: E402
 import train_qat  # noqa: E402
 from onnx_files import EXPORTER_OPSET, export_float, measure_latency  # noqa: E402
@@ -38,9 +38,9 @@ class Row:
     """One way to quantize.
 
     Args:
-        backend: the backend; empty: the float model.
+        backend: empty for the float model.
         epochs: of quantization-aware training; 0: calibration alone.
-        allowed: by how much mAP50-95 may be below the float model's.
+        allowed: how far mAP50-95 may be below the float model's.
     """
 
     backend: str = ""
@@ -58,7 +58,7 @@ ROWS = (
 
 
 def description_of(data: Path, folder: Path) -> Path:
-    """A ``data.yaml`` of the zips."""
+    """Write a ``data.yaml`` for the zip files."""
     content = yaml.safe_load((data / "coco128" / "config.yaml").read_text())
     zips = {part: f"{part}2017_128.zip" for part in ("train", "val")}
     file = folder / "data.yaml"
@@ -67,7 +67,7 @@ def description_of(data: Path, folder: Path) -> Path:
 
 
 def run_row(row: Row, data: Path, folder: Path) -> dict[str, float]:
-    """The figures of a row: mAP of rectangular images, and of square ones of the model and of its file."""
+    """The mAP of a row on rectangular images, and on square ones of the model and of its file."""
     weights, cpu = data / "yolov5n" / "yolov5n_state_dict_fp16.pt", torch.device("cpu")
     described = description_of(data, folder)
     pictures = dataset.read_description(described).pictures("val")
@@ -89,7 +89,7 @@ def run_row(row: Row, data: Path, folder: Path) -> dict[str, float]:
 
 
 def latency_of(folder: Path, data: Path) -> list[float]:
-    """Milliseconds of the float model's file and of the exported one, run in turn; with decoding in both."""
+    """Milliseconds of the float model's file and of the exported one, run in turn, both with decoding."""
     model = detector.open_detector(data / "yolov5n" / "yolov5n_state_dict_fp16.pt", torch.device("cpu")).model
     example, float_file = torch.rand(1, 3, SIZE, SIZE), folder / "float.onnx"
     export_float(Boxes(model).eval(), example, float_file, EXPORTER_OPSET)
@@ -97,20 +97,20 @@ def latency_of(folder: Path, data: Path) -> list[float]:
 
 
 class Boxes(nn.Module):
-    """The boxes of a model alone."""
+    """A model that returns its boxes only."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Find boxes."""
+        """The boxes in images."""
         boxes: torch.Tensor = self.model(x)[0]
         return boxes
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the rows that have no result yet."""
+    """Measure the rows that have no result yet."""
     torch.set_num_threads(arguments.threads)
     for row in ROWS:
         if any(Row(**result["row"]) == row for result in experiments.read(arguments.results)):
@@ -128,8 +128,8 @@ def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
     reference = next(result for result in results if not result["row"]["backend"])
-    header = ["backend", "epochs", "mAP50", "mAP50-95", "loss", "allowed", "square", "its ONNX file", "ms", "float ms"]
-    table = PrettyTable(header, align="l", hrules=1)
+    header = ["backend", "epochs", "mAP50", "mAP50-95", "loss", "allowed loss", "square", "ONNX file", "ms"]
+    table = PrettyTable([*header, "float ms"], align="l", hrules=1)
     for result in sorted(results, key=lambda result: (result["row"]["epochs"], result["row"]["backend"])):
         row = Row(**result["row"])
         figures = [f"{result[key]:.4f}" if key in result else "" for key in ("map50", "map", "square", "file")]
@@ -140,15 +140,19 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Accuracy of YOLOv5
 ==================
 
-Generated by ``tests/benchmarks/accuracy/yolov5.py`` with torch {", ".join(sorted({r["torch"] for r in results}))}; do not edit.
+COCO's mean average precision (mAP) of YOLOv5n with the published weights, quantized by ``example/yolov5_example``
+(:doc:`yolov5`), on the first 128 images of COCO val2017 (lightly-ai/coco128_yolo) at {SIZE} px, in batches of {BATCH}.
 
-The published YOLOv5n weights on the first 128 pictures of COCO val2017 (lightly-ai/coco128_yolo), by
-``example/yolov5_example``: calibrated on 64 of the first 128 pictures of train2017, and finetuned on all of those,
-distilled from the float model; of the calibrated model and those after each epoch the best is kept. COCO's mean average
-precision at {SIZE} px, of images as low as they can be, in batches of {BATCH}; *square*: of square images, as the ONNX
-file takes them, which runs here without graph optimizations.
-Milliseconds of one call with batch 1 and decoding inside, of the exported file and of the float one, run in turn with
-{results[0]["threads"]} threads at ONNX Runtime's default optimization.
+* *epochs*: of finetuning; empty: calibration alone. Calibration uses 64 of the first 128 images of train2017,
+  finetuning all 128 and the float model as teacher. The best of the calibrated model and of those after each epoch is
+  kept.
+* *loss*: mAP50-95 below the float model.
+* *mAP50*, *mAP50-95*: on rectangular images with as little padding as possible. *square*: mAP50-95 on square images, as
+  the ONNX file takes them. *ONNX file*: mAP50-95 of the file in ONNX Runtime without graph optimizations.
+* *ms*, *float ms*: milliseconds of one call of the exported file and of the float one, with batch 1 and decoding, run
+  in turn with {results[0]["threads"]} threads at ONNX Runtime's default optimization.
+
+Written by ``tests/benchmarks/accuracy/yolov5_coco.py`` with torch {experiments.torch_versions(results)}; do not edit.
 
 {table.get_string()}
 """
@@ -156,4 +160,5 @@ Milliseconds of one call with batch 1 and decoding inside, of the exported file 
 
 
 if __name__ == "__main__":
-    experiments.command_line(str(__doc__), run, report, {"backends": ["float", "TSQAT", "ONNXRuntime"]})
+    CHOICES = {"backends": ["float", "TSQAT", "ONNXRuntime"]}
+    experiments.command_line(__file__, str(__doc__), "accuracy_yolov5.rst", run, report, CHOICES)
