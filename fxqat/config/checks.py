@@ -1,19 +1,12 @@
-"""Checks of configuration values, and errors that name the nearest valid choice."""
+"""Checks of configuration values that name the nearest valid choice."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fxqat.errors import ConfigError
-
-
-def nearest(name: object, known: Collection[str]) -> str:
-    """The words that name the nearest valid choice, and all of them."""
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(known) or 'none'}"
+from fxqat.utils.nearest_name import nearest
 
 
 def mapping(value: Any, where: str, keys: Collection[str] | None = None) -> Mapping[str, Any]:
@@ -36,7 +29,7 @@ def sequence(value: Any, where: str, *kinds: Any, words: str = "") -> Sequence[A
     """A list whose entries have one of the types; None is an empty one.
 
     Raises:
-        ConfigError: it is no list, or an entry is not what ``words`` say.
+        ConfigError: it is no list, or an entry has another type.
     """
     if value is None:
         return ()

@@ -1,4 +1,4 @@
-"""``prepare_custom_config_dict``: checked at the door, then plain frozen values."""
+"""Reads ``prepare_custom_config_dict``: checks it once and turns it into plain frozen values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fxqat.config.checks import mapping, nearest, sequence
-from fxqat.config.overrides import PARTS, Match, OverrideRule, TensorChange
-from fxqat.config.tensor_entry import SCHEME_SPELLINGS, tensor_change
+from fxqat.config.checks import mapping, sequence
+from fxqat.config.overrides import TENSORS, Match, Override, TensorChange
+from fxqat.config.tensor_entry import SCHEME_SPELLINGS, read_change
 from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
 from fxqat.scheme import QConfig
+from fxqat.utils.nearest_name import nearest
 
 TOP_KEYS = (
     "extra_qconfig_dict",
@@ -30,8 +31,8 @@ TOP_KEYS = (
     "last",
     "overrides",
 )
-QCONFIG_PARTS = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
-QCONFIG_KEYS = tuple(f"{letter}_{part}" for letter in "wa" for part in QCONFIG_PARTS)
+QCONFIG_SUFFIXES = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
+QCONFIG_KEYS = tuple(f"{letter}_{suffix}" for letter in "wa" for suffix in QCONFIG_SUFFIXES)
 QUANTIZER_LISTS = (
     "additional_function_type",
     "additional_module_type",
@@ -47,8 +48,8 @@ MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "function": ((Callable, str), "a function or its name"),
     "node": ((str,), "a node name or pattern"),
 }
-ENDS = ("first_last", "first", "last")
-"""Shorthands for the layers next to the inputs and outputs of the model, in the order they are applied."""
+FIRST_LAST = ("first_last", "first", "last")
+"""Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class PrepareConfig:
     Args:
         weight: change to the backend's weight configuration.
         activation: change to the backend's activation configuration.
-        additional: matches of what is quantized although the backend's table leaves it float.
-        exclude: matches of what stays float although the table quantizes it.
+        additional: nodes to quantize although the backend's table leaves them float.
+        exclude: nodes to leave float although the table quantizes them.
         least_work: instead of the backend's, see :class:`~fxqat.custom_quantizer.spec.BackendSpec`; None keeps it.
-        ends: per key of ``ENDS`` the changes to the first and last weighted layers.
-        overrides: per-layer rules, later wins; after ``ends``.
+        first_last: per key of ``FIRST_LAST`` the changes to the first and last weighted layers.
+        overrides: changes to single layers or nodes, later wins; applied after ``first_last``.
         unfused: patterns of the fusion table that are not applied.
         preserve_attr: attributes of the model to carry over to the result.
         concrete_args: arguments of forward fixed while tracing.
@@ -75,8 +76,8 @@ class PrepareConfig:
     additional: tuple[Match, ...] = ()
     exclude: tuple[Match, ...] = ()
     least_work: int | None = None
-    ends: Mapping[str, Mapping[str, TensorChange | None]] = field(default_factory=dict)
-    overrides: tuple[OverrideRule, ...] = ()
+    first_last: Mapping[str, Mapping[str, TensorChange | None]] = field(default_factory=dict)
+    overrides: tuple[Override, ...] = ()
     unfused: frozenset[tuple[str, ...]] = frozenset()
     preserve_attr: tuple[str, ...] = ()
     concrete_args: Mapping[str, Any] | None = None
@@ -103,15 +104,15 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
     config = mapping(config, where, TOP_KEYS)
     qconfig = mapping(config.get("extra_qconfig_dict"), "extra_qconfig_dict", QCONFIG_KEYS)
     quantizer = mapping(config.get("extra_quantizer_dict"), "extra_quantizer_dict", QUANTIZER_KEYS)
-    rules = sequence(config.get("overrides"), "overrides")
+    overrides = sequence(config.get("overrides"), "overrides")
     return PrepareConfig(
         weight=_qconfig_change(qconfig, "w"),
         activation=_qconfig_change(qconfig, "a"),
         additional=_matches(quantizer, "additional"),
         exclude=_matches(quantizer, "exclude"),
         least_work=_least_work(quantizer.get("least_work")),
-        ends={key: _changes(config[key], key) for key in ENDS if config.get(key) is not None},
-        overrides=tuple(_override(f"overrides[{index}]", rule) for index, rule in enumerate(rules)),
+        first_last={key: _changes(config[key], key) for key in FIRST_LAST if config.get(key) is not None},
+        overrides=tuple(_override(f"overrides[{index}]", entry) for index, entry in enumerate(overrides)),
         unfused=_unfused(config.get("extra_fuse_dict")),
         preserve_attr=_preserve_attr(config.get("preserve_attr")),
         concrete_args=mapping(config.get("concrete_args"), "concrete_args") or None,
@@ -122,11 +123,11 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
 
 def _qconfig_change(qconfig: Mapping[str, Any], letter: str) -> TensorChange:
     entry: dict[str, Any] = dict(mapping(qconfig.get(f"{letter}_qscheme"), f"{letter}_qscheme", SCHEME_SPELLINGS))
-    for part in ("observer", "fakequantize", "fakeq_params", "observer_extra_args"):
-        if qconfig.get(f"{letter}_{part}") is not None:
-            entry[part] = qconfig[f"{letter}_{part}"]
+    for suffix in ("observer", "fakequantize", "fakeq_params", "observer_extra_args"):
+        if qconfig.get(f"{letter}_{suffix}") is not None:
+            entry[suffix] = qconfig[f"{letter}_{suffix}"]
     where = f"extra_qconfig_dict ({letter}_*)"
-    return tensor_change(entry, where, {"w": "weight", "a": "activation"}[letter])
+    return read_change(entry, where, {"w": "weight", "a": "activation"}[letter])
 
 
 def _matches(quantizer: Mapping[str, Any], prefix: str) -> tuple[Match, ...]:
@@ -144,42 +145,42 @@ def _least_work(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise ConfigError(
-        f"extra_quantizer_dict: least_work must be a number of multiply-accumulates for each value that is converted, "
-        f"an integer >= 0 (0 quantizes all that the backend can), got {value!r}"
+        f"extra_quantizer_dict: least_work must be a number of multiply-accumulates for each converted value, an "
+        f"integer >= 0 (0 quantizes every layer that the backend can), got {value!r}"
     )
 
 
-def _override(where: str, rule: Any) -> OverrideRule:
-    if callable(rule):
-        return OverrideRule(Match(where=where), function=_checked(rule, where))
-    if not isinstance(rule, Mapping):
+def _override(where: str, entry: Any) -> Override:
+    if callable(entry):
+        return Override(Match(where=where), function=_checked(entry, where))
+    if not isinstance(entry, Mapping):
         raise ConfigError(
-            f"{where}: expected a mapping, or (not in YAML) a function of a path and a QConfig; got {rule!r}"
+            f"{where}: expected a mapping, or (not in YAML) a function of a path and a QConfig; got {entry!r}"
         )
-    mapping(rule, where, ("match", *PARTS))
-    match = mapping(rule.get("match"), f"{where}.match", MATCH_KINDS)
+    mapping(entry, where, ("match", *TENSORS))
+    match = mapping(entry.get("match"), f"{where}.match", MATCH_KINDS)
     if not match:
         raise ConfigError(f"{where}: needs a 'match' with at least one of {', '.join(MATCH_KINDS)}")
     for key, value in match.items():
         kinds, words = MATCH_KINDS[key]
         if not isinstance(value, kinds):
             raise ConfigError(f"{where}.match: {key} must be {words}, got {value!r}")
-    changes = _changes({part: rule[part] for part in rule if part != "match"}, where)
-    return OverrideRule(Match(**match, where=where), changes)
+    changes = _changes({tensor: entry[tensor] for tensor in entry if tensor != "match"}, where)
+    return Override(Match(**match, where=where), changes)
 
 
 def _changes(entry: Any, where: str) -> dict[str, TensorChange | None]:
-    """The changes to one layer: at least one, and each of them says something."""
-    mapping(entry, where, PARTS)
+    """The changes to one layer: at least one, and none of them empty."""
+    mapping(entry, where, TENSORS)
     if not entry:
-        raise ConfigError(f"{where}: says nothing; give at least one of {', '.join(PARTS)}")
+        raise ConfigError(f"{where}: says nothing; give at least one of {', '.join(TENSORS)}")
     changes: dict[str, TensorChange | None] = {}
-    for part, change in entry.items():
-        if change is None and part == "value":
+    for tensor, change in entry.items():
+        if change is None and tensor == "value":
             raise ConfigError(f"{where}.value: None would leave it float; write output: None for that")
-        changes[part] = None if change is None else tensor_change(change, f"{where}.{part}", part)
+        changes[tensor] = None if change is None else read_change(change, f"{where}.{tensor}", tensor)
         if change is not None and not change:
-            raise ConfigError(f"{where}.{part}: says nothing; give at least one change, or null to leave it float")
+            raise ConfigError(f"{where}.{tensor}: says nothing; give at least one change, or null to leave it float")
     return changes
 
 
@@ -208,9 +209,8 @@ def _unfused(value: Any) -> frozenset[tuple[str, ...]]:
 def _preserve_attr(value: Any) -> tuple[str, ...]:
     if isinstance(value, Mapping):
         if set(value) - {""}:
-            raise ConfigError(
-                f"preserve_attr: attributes can be kept on the model itself (key ''), got {sorted(set(value) - {''})}"
-            )
+            others = sorted(set(value) - {""})
+            raise ConfigError(f"preserve_attr: only attributes of the model itself (key '') can be kept, got {others}")
         value = value.get("")
     return tuple(sequence(value, "preserve_attr", str, words="names of attributes"))
 

@@ -1,4 +1,4 @@
-"""The effective configuration of a prepared model: every decision as a rule that can be edited and read back."""
+"""The effective configuration of a prepared model: every decision as an override that can be edited and read back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxqat.config.config import PrepareConfig
-from fxqat.config.overrides import Match, OverrideRule
-from fxqat.config.tensor_entry import change_entry, config_entry
+from fxqat.config.overrides import Match, Override
+from fxqat.config.tensor_entry import write_change, write_config
 from fxqat.config.yaml_file import write_yaml
 from fxqat.errors import ConfigError
 from fxqat.nn.qat import BN_TRAIN
@@ -19,26 +19,26 @@ from fxqat.quantization.annotation import annotation_of
 from fxqat.quantization.graph_module import QuantGraphModule
 
 HEADER = """Effective configuration of a model prepared for {backend}: read back, it prepares the model the same way.
-Edit a rule to change one tensor. 'weight' is the weight of a layer, 'value' the value that a node produces,
-for all that read it quantized and all that have one scale with it (see the groups of quant_report)."""
+Edit an override to change one tensor. 'weight' is the weight of a layer, 'value' the value that a node produces,
+for all nodes that read it quantized and all values that share its scale (see the groups of quant_report)."""
 
 
 def effective_config(gm: nn.Module, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """How every tensor of a prepared model is quantized, as a ``prepare_custom_config_dict``.
 
-    Preparing the float model with it, for the same backend, gives the same model. Its ``overrides`` are the user's
-    own rules as far as they decide what is quantized at all, then one rule for each quantized weight, by module path,
-    and one for each quantizer of values, by the node that comes first in it.
+    Preparing the float model with it, for the same backend, gives the same model. Its ``overrides`` are those of the
+    user that decide what is quantized at all, then one for each quantized weight, by module path, and one for each
+    quantizer of values, by the first node of its group.
 
     Args:
         gm: a model as ``prepare_by_platform`` returns it.
         path: a YAML file to write it to as well.
 
     Returns:
-        A dict of its own, which may be changed.
+        A copy, which may be changed.
 
     Raises:
-        ConfigError: gm is not a prepared model, or YAML has no word for something in it (a class, say).
+        ConfigError: gm is not a prepared model, or it holds something that YAML cannot express, such as a class.
 
     Example:
         >>> from fxqat import prepare_by_platform
@@ -54,43 +54,42 @@ def effective_config(gm: nn.Module, path: str | os.PathLike[str] | None = None) 
     return config
 
 
-def config_in_force(gm: fx.GraphModule, config: PrepareConfig, rules: Iterable[OverrideRule]) -> dict[str, Any]:
+def describe_config(gm: fx.GraphModule, applied: PrepareConfig) -> dict[str, Any]:
     """The dict of :func:`effective_config` for an annotated graph.
 
     Args:
         gm: annotated.
-        config: what the user gave.
-        rules: the user's rules as they were applied.
+        applied: the configuration as it was applied, see
+            :meth:`~fxqat.custom_quantizer.quantizer.BackendQuantizer.annotate`.
     """
-    quantizer: dict[str, Any] = {} if config.least_work is None else {"least_work": config.least_work}
-    for match in (*config.additional, *config.exclude):
+    quantizer: dict[str, Any] = {} if applied.least_work is None else {"least_work": applied.least_work}
+    for match in (*applied.additional, *applied.exclude):
         quantizer.setdefault(match.where, []).extend(_match_entry(match).values())
+    fuse = {"exclude_fusion_pattern": [list(pattern) for pattern in sorted(applied.unfused)]} if applied.unfused else {}
     entries = {
         "extra_quantizer_dict": quantizer,
-        "extra_fuse_dict": {"exclude_fusion_pattern": [list(pattern) for pattern in sorted(config.unfused)]},
-        "preserve_attr": list(config.preserve_attr),
-        "concrete_args": dict(config.concrete_args or {}),
-        "leaf_module": list(config.leaf_module),
+        "extra_fuse_dict": fuse,
+        "preserve_attr": list(applied.preserve_attr),
+        "concrete_args": dict(applied.concrete_args or {}),
+        "leaf_module": list(applied.leaf_module),
     }
-    if not config.unfused:
-        del entries["extra_fuse_dict"]
     found: dict[str, Any] = {key: value for key, value in entries.items() if value}
-    if config.bn_mode != BN_TRAIN:
-        found["bn_mode"] = config.bn_mode
-    found["overrides"] = [*_placing(rules), *_tensors(gm)]
+    if applied.bn_mode != BN_TRAIN:
+        found["bn_mode"] = applied.bn_mode
+    found["overrides"] = [*_placement(applied.overrides), *_tensors(gm)]
     return found
 
 
-def _placing(rules: Iterable[OverrideRule]) -> Iterator[dict[str, Any]]:
-    """The rules that decide what is quantized; how a weight or value is, the rules for each tensor say."""
-    for rule in rules:
+def _placement(overrides: Iterable[Override]) -> Iterator[dict[str, Any]]:
+    """The overrides that decide what is quantized; those for each tensor say how."""
+    for override in overrides:
         changes = {
-            part: None if change is None else change_entry(change)
-            for part, change in rule.changes.items()
-            if change is None or part in ("activation", "output")
+            tensor: None if change is None else write_change(change)
+            for tensor, change in override.changes.items()
+            if change is None or tensor in ("activation", "output")
         }
         if changes:
-            yield {"match": _match_entry(rule.match), **changes}
+            yield {"match": _match_entry(override.match), **changes}
 
 
 def _tensors(gm: fx.GraphModule) -> Iterator[dict[str, Any]]:
@@ -100,14 +99,14 @@ def _tensors(gm: fx.GraphModule) -> Iterator[dict[str, Any]]:
         found = annotation_of(node)
         if found is not None and found.weight is not None and str(node.target) not in weights:
             weights.add(str(node.target))
-            yield {"match": {"module": str(node.target)}, "weight": config_entry(found.weight)}
+            yield {"match": {"module": str(node.target)}, "weight": write_config(found.weight)}
         value = found.value if found is not None else None
         if value is not None and value.group not in groups and not value.on_grid:
             groups.add(value.group)
-            yield {"match": {"node": node.name}, "value": config_entry(value.config)}
+            yield {"match": {"node": node.name}, "value": write_config(value.config)}
 
 
 def _match_entry(match: Match) -> dict[str, Any]:
-    """A match in words that YAML has, too."""
+    """A match as YAML can express it."""
     given = {key: getattr(match, key) for key in ("module", "type", "function", "node")}
     return {key: getattr(value, "__name__", value) for key, value in given.items() if value is not None}

@@ -7,37 +7,39 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxqat.config.overrides import Match, OverrideRule, TensorChange
+from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.errors import ConfigError
 from fxqat.ops.identify import identify
 from fxqat.ops.table import WEIGHTED
 from fxqat.utils.node_meta import Kind
 
 
-def rules_of_ends(
-    ends: Mapping[str, Mapping[str, TensorChange | None]], kinds: dict[fx.Node, Kind]
-) -> tuple[OverrideRule, ...]:
-    """The shorthands as ordinary rules, which name the nodes.
+def first_last_overrides(
+    first_last: Mapping[str, Mapping[str, TensorChange | None]], kinds: dict[fx.Node, Kind]
+) -> tuple[Override, ...]:
+    """The shorthands as ordinary overrides that name the nodes.
 
     Args:
-        ends: the changes per shorthand: ``"first"``, ``"last"`` or ``"first_last"``.
+        first_last: the changes per shorthand: ``"first"``, ``"last"`` or ``"first_last"``.
         kinds: of all nodes of the graph, in execution order.
 
     Raises:
         ConfigError: the model has no weighted layer to change.
     """
-    rules = []
-    for key, changes in ends.items():
+    overrides = []
+    for key, changes in first_last.items():
         nodes = [*(first_layers(kinds) if "first" in key else ()), *(last_layers(kinds) if "last" in key else ())]
         if not nodes:
-            raise ConfigError(f"{key}: no convolution or linear layer lies next to an end of the model; drop the key")
+            raise ConfigError(
+                f"{key}: the model has no convolution or linear layer next to its inputs or outputs; drop the key"
+            )
         pattern = "re:" + "|".join(re.escape(name) for name in dict.fromkeys(node.name for node in nodes))
-        rules.append(OverrideRule(Match(node=pattern, where=key), changes))
-    return tuple(rules)
+        overrides.append(Override(Match(node=pattern, where=key), changes))
+    return tuple(overrides)
 
 
 def first_layers(kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
-    """The weighted layers that read an input of the model with no weighted layer in between, in execution order."""
+    """The weighted layers that read an input of the model, with no weighted layer in between, in execution order."""
     reached: set[fx.Node] = set()
     found = []
     for node, kind in kinds.items():
@@ -51,7 +53,7 @@ def first_layers(kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
 
 
 def last_layers(kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
-    """The weighted layers whose result is an output of the model with no weighted layer behind, in execution order."""
+    """The weighted layers whose result is an output, with no weighted layer after them, in execution order."""
     reached: set[fx.Node] = set()
     found = []
     for node, kind in reversed(kinds.items()):

@@ -1,4 +1,4 @@
-"""Overrides: which nodes a user's rule means, and what it changes."""
+"""Overrides: which nodes an entry of the user's configuration means, and what it changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import SPELLING
 
-PARTS = ("weight", "activation", "output", "value")
-"""What a rule can change of a node: its weight, the values it reads, and the value it produces (two ways)."""
+TENSORS = ("weight", "activation", "output", "value")
+"""The tensors of a node that an override can change: its weight, the values it reads, the value it produces (twice)."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class TensorChange:
 
     Args:
         scheme: fields of :class:`~fxqat.scheme.QuantizeScheme`.
-        parts: fields of :class:`~fxqat.scheme.TensorQConfig`.
+        modules: the other fields of :class:`~fxqat.scheme.TensorQConfig`: observer, fake-quant and their arguments.
     """
 
     scheme: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, Any] = field(default_factory=dict)
 
     def applied_to(self, config: TensorQConfig) -> TensorQConfig:
         """The changed configuration.
 
-        A new observer or fake-quant does not inherit the old one's arguments, and has no use for a range that is known.
+        A new observer or fake-quant does not inherit the arguments of the old one, and gives up a known range.
         """
-        parts, scheme = dict(self.parts), dict(self.scheme)
-        if "observer" in parts:
-            parts.setdefault("observer_args", {})
-        if "fake_quantize" in parts:
-            parts.setdefault("fake_quantize_args", {})
-        if "observer" in parts or parts.get("fake_quantize", "Fixed") != "Fixed":
+        modules, scheme = dict(self.modules), dict(self.scheme)
+        if "observer" in modules:
+            modules.setdefault("observer_args", {})
+        if "fake_quantize" in modules:
+            modules.setdefault("fake_quantize_args", {})
+        if "observer" in modules or modules.get("fake_quantize", "Fixed") != "Fixed":
             scheme.setdefault("fixed_range", None)
-        return replace(config, scheme=replace(config.scheme, **scheme), **parts)
+        return replace(config, scheme=replace(config.scheme, **scheme), **modules)
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ class Match:
 
 
 @dataclass(frozen=True)
-class OverrideRule:
+class Override:
     """One entry of ``overrides``.
 
     Args:
         match: the nodes meant.
-        changes: for ``"weight"``, ``"activation"`` (values the node reads), ``"output"`` (the value it produces): the
-            change, or None to leave it float. What is not named stays as it was. ``"value"`` is the value it produces,
-            too, but only how it is quantized where somebody wants it quantized anyhow.
-        function: gives the changes of a node instead: of its path and its configuration so far.
+        changes: for ``"weight"``, ``"activation"`` (the values the node reads) and ``"output"`` (the value it
+            produces): the change, or None to leave it float. What is not named stays as it was. ``"value"`` also means
+            the value it produces: it changes how the value is quantized, not whether.
+        function: computes the changes instead, from the node's path and its configuration so far.
     """
 
     match: Match
@@ -120,7 +120,7 @@ class OverrideRule:
 
 
 def path_of(node: fx.Node) -> str:
-    """The path of the module that a node calls, else the name of the node."""
+    """The path of the module that a node calls, or the node's name if it calls none."""
     return str(node.target) if node.op == "call_module" else node.name
 
 
@@ -128,7 +128,7 @@ def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
     """Check that every match means at least one node.
 
     Raises:
-        ConfigError: one means none; the nearest name is given.
+        ConfigError: one means none; the message gives the nearest name.
     """
     nodes = list(gm.graph.nodes)
     for match in matches:

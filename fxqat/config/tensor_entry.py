@@ -1,18 +1,19 @@
-"""One tensor's entry of the configuration, and back: the one place where the older spellings are translated."""
+"""Reads and writes the configuration entry of one tensor; the only place that translates the older spellings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from fxqat.config.checks import mapping, nearest
-from fxqat.config.overrides import PARTS, TensorChange
+from fxqat.config.checks import mapping
+from fxqat.config.overrides import TENSORS, TensorChange
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fake_quantizes import ALIASES as FAKE_QUANTIZE_ALIASES
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.observer.observers import ALIASES as OBSERVER_ALIASES
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme, TensorQConfig
+from fxqat.utils.nearest_name import nearest
 
 SCHEME_SPELLINGS = {
     "bit": "bit_width",
@@ -26,7 +27,7 @@ SCHEME_SPELLINGS = {
     "pot_scale": "scale_bits",
     "fixed_range": "fixed_range",
 }
-PART_SPELLINGS = {
+MODULE_SPELLINGS = {
     "observer": "observer",
     "observer_args": "observer_args",
     "observer_extra_args": "observer_args",
@@ -37,49 +38,49 @@ PART_SPELLINGS = {
 }
 TABLES: dict[str, Mapping[str, Any]] = {"observer": OBSERVERS, "fake_quantize": FAKE_QUANTIZES}
 ALIASES = {"observer": OBSERVER_ALIASES, "fake_quantize": FAKE_QUANTIZE_ALIASES}
-"""What other libraries call our parts."""
+"""The names that other libraries give these observers and fake-quants."""
 
 
-def tensor_change(entry: Mapping[str, Any], where: str, part: str) -> TensorChange:
+def read_change(entry: Mapping[str, Any], where: str, tensor: str) -> TensorChange:
     """The change that an entry asks for.
 
     Args:
-        entry: the keys of a scheme and of its parts, in any spelling.
+        entry: keys of the scheme, the observer and the fake-quant, in any spelling.
         where: the entry in the configuration, for messages.
-        part: ``"weight"``, ``"activation"``, ``"output"`` or ``"value"``.
+        tensor: ``"weight"``, ``"activation"``, ``"output"`` or ``"value"``.
 
     Raises:
-        ConfigError: a key, a name or a value is unknown or impossible, or two keys say the same.
+        ConfigError: a key, a name or a value is unknown or impossible, or two keys mean the same.
     """
-    mapping(entry, where, (*SCHEME_SPELLINGS, *PART_SPELLINGS))
+    mapping(entry, where, (*SCHEME_SPELLINGS, *MODULE_SPELLINGS))
     spelled: dict[str, str] = {}
     scheme: dict[str, Any] = {}
-    parts: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for key, value in entry.items():
-        name = SCHEME_SPELLINGS.get(key) or PART_SPELLINGS[key]
+        name = SCHEME_SPELLINGS.get(key) or MODULE_SPELLINGS[key]
         if name in spelled:
             raise ConfigError(
-                f"{where}: {spelled[name]!r}: {entry[spelled[name]]!r} and {key!r}: {value!r} are about the same; "
+                f"{where}: {spelled[name]!r}: {entry[spelled[name]]!r} and {key!r}: {value!r} mean the same; "
                 f"give one of them"
             )
         spelled[name] = key
         if key in SCHEME_SPELLINGS:
             scheme[name] = _scheme_value(key, value, where)
         elif name in TABLES:
-            parts[name] = _named(name, value, f"{where}: {key}")
+            modules[name] = _named(name, value, f"{where}: {key}")
         else:
-            parts[name] = dict(mapping(value, f"{where}: {name}"))
-    _check_possible(scheme, parts, where, part)
-    return TensorChange(scheme, parts)
+            modules[name] = dict(mapping(value, f"{where}: {name}"))
+    _check_possible(scheme, modules, where, tensor)
+    return TensorChange(scheme, modules)
 
 
-def change_entry(change: TensorChange) -> dict[str, Any]:
-    """The entry that asks for a change; :func:`tensor_change` reads it back.
+def write_change(change: TensorChange) -> dict[str, Any]:
+    """The entry that asks for a change; :func:`read_change` reads it back.
 
-    A class that has a name is written as its name; a class of the user's own stays one.
+    An observer or fake-quant that has a name is written by name, a class of the user as the class.
     """
     entry = {key: list(value) if isinstance(value, tuple) else value for key, value in change.scheme.items()}
-    for key, value in change.parts.items():
+    for key, value in change.modules.items():
         if key in TABLES:
             names = [name for name, row in TABLES[key].items() if row is value]
             entry[key] = names[0] if names else value
@@ -88,18 +89,18 @@ def change_entry(change: TensorChange) -> dict[str, Any]:
     return entry
 
 
-def config_entry(config: TensorQConfig) -> dict[str, Any]:
+def write_config(config: TensorQConfig) -> dict[str, Any]:
     """The entry that says everything about how a tensor is quantized; empty arguments are left out.
 
-    The range of a tensor that has a fixed one is not watched or trained.
+    A fixed range is neither observed nor trained, so that the entry names no observer.
     """
     scheme = {key: getattr(config.scheme, key) for key in dict.fromkeys(SCHEME_SPELLINGS.values())}
     if scheme["fixed_range"] is not None:
-        return change_entry(TensorChange(scheme, {"fake_quantize": "Fixed"}))
+        return write_change(TensorChange(scheme, {"fake_quantize": "Fixed"}))
     del scheme["fixed_range"]
-    names = dict.fromkeys(PART_SPELLINGS.values())
+    names = dict.fromkeys(MODULE_SPELLINGS.values())
     found = {name: getattr(config, name) for name in names}
-    return change_entry(TensorChange(scheme, {name: value for name, value in found.items() if value}))
+    return write_change(TensorChange(scheme, {name: value for name, value in found.items() if value}))
 
 
 def _named(name: str, value: Any, where: str) -> Any:
@@ -140,19 +141,19 @@ def _range(value: Any, where: str) -> tuple[float, float] | None:
     return low, high
 
 
-def _check_possible(scheme: Mapping[str, Any], parts: Mapping[str, Any], where: str, part: str) -> None:
-    """What no tensor can have, whatever the backend."""
+def _check_possible(scheme: Mapping[str, Any], modules: Mapping[str, Any], where: str, tensor: str) -> None:
+    """Check what is impossible on every backend."""
     try:
         QuantizeScheme(**scheme)
     except ConfigError as cause:
         raise ConfigError(f"{where}: {cause}") from cause
-    if part != "weight" and scheme.get("per_channel"):
+    if tensor != "weight" and scheme.get("per_channel"):
         raise ConfigError(
             f"{where}: per_channel: True is for weights; activations have one scale per tensor: leave it out"
         )
-    chosen = parts.get("fake_quantize")
+    chosen = modules.get("fake_quantize")
     row = FAKE_QUANTIZES.get(chosen) if isinstance(chosen, str) else chosen
-    if part != "weight" and getattr(row, "weights_only", False):
+    if tensor != "weight" and getattr(row, "weights_only", False):
         names = [name for name, kind in FAKE_QUANTIZES.items() if not kind.weights_only]
         raise ConfigError(
             f"{where}: fake_quantize {chosen!r} is for weights, whose integers it changes; "
@@ -160,13 +161,13 @@ def _check_possible(scheme: Mapping[str, Any], parts: Mapping[str, Any], where: 
         )
     if scheme.get("fixed_range") is None:
         return
-    if part not in PARTS[2:]:
-        raise ConfigError(f"{where}: fixed_range is for 'output' and 'value'; the range of a {part} is observed")
-    useless = [name for name in ("observer", "observer_args", "fake_quantize_args") if name in parts]
+    if tensor not in TENSORS[2:]:
+        raise ConfigError(f"{where}: fixed_range is for 'output' and 'value'; the range of a {tensor} is observed")
+    useless = [name for name in ("observer", "observer_args", "fake_quantize_args") if name in modules]
     if chosen not in (None, "Fixed"):
         useless.append("fake_quantize")
     if useless:
         raise ConfigError(
             f"{where}: a fixed_range is neither observed nor trained, so it excludes {useless[0]} "
-            f"{parts[useless[0]]!r}; drop one of the two"
+            f"{modules[useless[0]]!r}; drop one of the two"
         )

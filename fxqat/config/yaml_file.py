@@ -1,4 +1,4 @@
-"""Configurations as YAML files: a key that is written twice is an error, not the end of the first."""
+"""Reads and writes configurations as YAML files; a key that stands twice in a mapping is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxqat.utils.files import atomic_path
 
 
 class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """Reads plain values; a mapping has every key once."""
+    """Reads plain values; every key of a mapping stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first: dict[Any, int] = {}
@@ -21,7 +21,7 @@ class _UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
             name, line = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key), key.start_mark.line + 1
             if name in first:
                 raise ConfigError(
-                    f"line {line}: key {key.value!r} is there already, in line {first[name]}: keep one of the two"
+                    f"line {line}: key {key.value!r} already stands in line {first[name]}: keep one of the two"
                 )
             first[name] = line
         found: dict[Any, Any] = super().construct_mapping(node, deep)
@@ -48,27 +48,27 @@ def yaml_text(config: dict[str, Any], comment: str = "") -> str:
     """A configuration as YAML, under a comment.
 
     Raises:
-        ConfigError: it holds what YAML has no word for, such as a class.
+        ConfigError: it holds something that YAML cannot express, such as a class.
     """
     try:
         body: str = yaml.dump(config, Dumper=_Plain, sort_keys=False, default_flow_style=None, width=110)
     except yaml.YAMLError as cause:
         raise ConfigError(
-            f"the configuration cannot be written as YAML: {cause}. Give what is named there by its name or path, or "
+            f"the configuration cannot be written as YAML: {cause}. Give classes and functions by name or path, or "
             "keep the configuration as a dict."
         ) from cause
     return "".join(f"# {line}\n" for line in comment.splitlines()) + body
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # yaml has no types
-    """Writes every value where it stands, without references to one written before."""
+    """Writes equal values in full, without references (anchors)."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def write_yaml(config: dict[str, Any], path: str | os.PathLike[str], comment: str = "") -> None:
-    """Write a configuration; a crash leaves the old file.
+    """Write a configuration; after a crash the old file is still there.
 
     Raises:
         ConfigError: as :func:`yaml_text`, or the file cannot be written.

@@ -21,7 +21,7 @@ from fxqat.errors import ConfigError
 class BackendType(Enum):
     """The deployment targets; the value is the name to write in text.
 
-    A name with an underscore is a variant of the target before it.
+    A name with an underscore is a variant: the target before the underscore with other schemes.
     """
 
     TSQAT = "TSQAT"
@@ -46,7 +46,7 @@ BACKENDS: dict[BackendType, BackendSpec] = {BackendType(spec.name): spec for spe
 
 
 def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
-    """The table of a backend, given as an enum member, its name, or a table of one's own.
+    """The table of a backend, given as an enum member, its name, or a table.
 
     Raises:
         ConfigError: no backend has that name.

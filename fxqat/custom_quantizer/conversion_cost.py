@@ -1,96 +1,93 @@
-"""Which layers are worth converting values to integers for, on backends whose float kernels are fast, too.
+"""Which ops stay float because converting values for them costs more than integers save.
 
-Such a backend converts (Q or DQ) wherever a layer on integers stands beside a float op. A layer earns that by its
-multiply-accumulates: ``weight.numel()`` for each position of its output (of its input, if transposed), against the
-channels that are converted at that position. The number of positions cancels out, so that no shapes are needed.
+On a backend whose float kernels are fast too, an op in integers beside an op in float needs a conversion (Q or DQ) of
+each value between them. A layer pays for its conversions with multiply-accumulates: ``weight.numel()`` for each
+position of its output (of its input, if transposed), against the channels that are converted at that position. The
+number of positions cancels out, so that no shapes are needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx, nn
 
-from fxqat.custom_quantizer.requests import Wish
+from fxqat.custom_quantizer.requests import Request, op_around
+from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.nn.fused import FusedLayer
 from fxqat.ops.identify import operands
-from fxqat.ops.table import IDENTITY, MATMUL, PASS_THROUGH, WEIGHTED
+from fxqat.ops.table import MATMUL, WEIGHTED
 from fxqat.utils.fx_graph import called_module, node_inputs
 from fxqat.utils.node_meta import Kind
 
 
-def worth_it(
-    wishes: dict[fx.Node, Wish], kinds: Mapping[fx.Node, Kind], is_fused: Callable[[fx.Node], bool], least_work: int
-) -> dict[fx.Node, Wish]:
-    """The wishes without those of layers that do not earn their conversions, and of ops that read only float then.
+def too_costly(
+    requests: Mapping[fx.Node, Request], kinds: Mapping[fx.Node, Kind], spec: BackendSpec
+) -> dict[fx.Node, str]:
+    """The nodes that stay float because of their conversions, and why.
 
-    Asked again until nothing changes, as each one left float makes a conversion necessary beside it. What a user's rule
-    is about stays, and a layer of which another call earns them. The inputs and outputs of the model do not count: they
-    are float whatever is done.
+    1. A layer with fewer than ``spec.least_work`` multiply-accumulates for each value that is converted for it.
+    2. Another op, except a product of two values, all of whose operands are float.
+
+    Every node left float makes conversions necessary beside it, so this is repeated until nothing changes. A layer
+    stays in integers if the user's overrides name it or one of its calls pays. The inputs and outputs of the model do
+    not count: they are float in any case.
 
     Args:
-        wishes: by node, in execution order.
+        requests: by node, in execution order.
         kinds: of all nodes.
-        is_fused: whether a node is an activation that runs inside the op before it.
-        least_work: multiply-accumulates for each converted value that a layer must have.
-
-    Returns:
-        What is worth it; the argument itself in a model in which no layer is.
+        spec: the backend.
     """
-    sides = _Sides(dict(wishes), kinds, is_fused)
+    neighbours = _Neighbours(requests, kinds, spec)
     calls: dict[object, list[fx.Node]] = {}
-    for node, wish in wishes.items():
-        if wish.rule is not None:
-            calls.setdefault(node.target if wish.weight is not None else node, []).append(node)
-    left, before = list(calls.values()), -1
-    while len(left) != before:  # what is left in the end does not depend on the order
-        before = len(left)
-        left = [nodes for nodes in reversed(left) if not _drop(nodes, sides, least_work)]
-    return sides.wishes if any(wish.weight is not None for wish in sides.wishes.values()) else wishes
+    for node, request in requests.items():
+        if request.rule is not None:
+            calls.setdefault(node.target if request.weight is not None else node, []).append(node)
+    waiting, before = list(calls.values()), -1
+    while len(waiting) != before:  # the result does not depend on the order
+        before = len(waiting)
+        waiting = [nodes for nodes in reversed(waiting) if not _leave_float(nodes, neighbours)]
+    return neighbours.left_float
 
 
-def _drop(nodes: list[fx.Node], sides: _Sides, least_work: int) -> bool:
-    """Take the wishes of all calls of a layer if there is something against each; whether it was done."""
-    found = [sides.complaint(node, least_work) for node in nodes]
-    if not all(found):
+def _leave_float(nodes: list[fx.Node], neighbours: _Neighbours) -> bool:
+    """Leave a layer float if none of its calls pays for its conversions; whether it was done."""
+    reasons = [neighbours.why_too_costly(node) for node in nodes]
+    if not all(reasons):
         return False
-    for node, reason in zip(nodes, found, strict=True):
-        sides.wishes[node] = Wish(sides.wishes[node].op, None, reason)
+    neighbours.left_float |= zip(nodes, reasons, strict=True)
     return True
 
 
-class _Sides:
-    """What stands beside each op, looking through ops that only move values."""
+class _Neighbours:
+    """What each op reads and is read by, looking through ops that only move values."""
 
-    def __init__(
-        self, wishes: dict[fx.Node, Wish], kinds: Mapping[fx.Node, Kind], is_fused: Callable[[fx.Node], bool]
-    ) -> None:
-        self.wishes = wishes
+    def __init__(self, requests: Mapping[fx.Node, Request], kinds: Mapping[fx.Node, Kind], spec: BackendSpec) -> None:
+        self.requests = requests
         self.kinds = kinds
-        self.is_fused = is_fused
+        self.spec = spec
+        self.left_float: dict[fx.Node, str] = {}
 
-    def complaint(self, node: fx.Node, least_work: int) -> str:
-        """What is against an op on integers, empty if it is worth its conversions."""
-        wish = self.wishes[node]
-        if wish.weight_rank or wish.activation_rank or wish.output_rank or self._moves(node):
+    def why_too_costly(self, node: fx.Node) -> str:
+        """Why an op should stay float, empty if it pays for its conversions."""
+        request = self.requests[node]
+        overridden = request.weight_rank or request.activation_rank or request.output_rank
+        if overridden or self._moves(node) or request.op.family == MATMUL:
             return ""
-        if wish.op.family == WEIGHTED:
-            work = self._work(node)
-            words = f"{work:.0f} multiply-accumulates for each value that would be converted; worth it are {least_work}"
-            return f"left float: {words}" if work < least_work else ""
-        if wish.op.family == MATMUL:
-            return ""
-        sources = [self._source(operand) for operand in node_inputs(operands(node, wish.op))]
-        return "" if any(self._gives_integers(source) for source in sources) else "left float: so are its operands"
+        if request.op.family == WEIGHTED:
+            work, least = self._work(node), self.spec.least_work
+            words = f"{work:.0f} multiply-accumulates for each converted value, least_work is {least}"
+            return words if work < least else ""
+        sources = [self._source(operand) for operand in node_inputs(operands(node, request.op))]
+        return "" if any(self._gives_integers(source) for source in sources) else "its operands are float"
 
     def _work(self, node: fx.Node) -> float:
         """Multiply-accumulates of a weighted layer for each value that is converted for it."""
-        rule = self.wishes[node].rule
         source = self._source(node.all_input_nodes[0])
         converts_input = source.op not in ("placeholder", "get_attr") and not self._gives_integers(source)
-        converts_output = rule is not None and rule.output and not all(map(self._takes_integers, self._readers(node)))
+        converts_output = self._gives_integers(node) and not all(map(self._takes_integers, self._readers(node)))
         module = called_module(node)
         layer: Any = module.layer if isinstance(module, FusedLayer) else module
         if isinstance(layer, nn.Linear):
@@ -103,7 +100,7 @@ class _Sides:
         return layer.weight.numel() / converted if converted else math.inf
 
     def _moves(self, node: fx.Node) -> bool:
-        return self.wishes[node].op.family in (PASS_THROUGH, IDENTITY) or self.is_fused(node)
+        return self.requests[node].moves_values or op_around(node, self.spec) is not None
 
     def _source(self, node: fx.Node) -> fx.Node:
         """What computes a value."""
@@ -120,9 +117,9 @@ class _Sides:
                 yield user
 
     def _gives_integers(self, node: fx.Node) -> bool:
-        rule = self.wishes[node].rule
-        return rule is not None and rule.output
+        rule = self.requests[node].rule
+        return node not in self.left_float and rule is not None and rule.output
 
     def _takes_integers(self, node: fx.Node) -> bool:
-        rule = self.wishes[node].rule
-        return rule is not None and rule.inputs != "none"
+        rule = self.requests[node].rule
+        return node not in self.left_float and rule is not None and rule.inputs != "none"

@@ -1,4 +1,4 @@
-"""The user's rules at work: what each changes, in order, and that none is without effect."""
+"""Applies the user's overrides to the requests, in order, and checks that each has an effect."""
 
 from __future__ import annotations
 
@@ -6,156 +6,159 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.config.overrides import Match, OverrideRule, TensorChange
-from fxqat.custom_quantizer.requests import LEFT_FLOAT, Wish, can_change, changed
+from fxqat.config.overrides import Match, Override, TensorChange
+from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
+from fxqat.ops.table import WEIGHTED
 from fxqat.quantization.annotation import ValueQuant
-from fxqat.scheme import QConfig, TensorQConfig
+from fxqat.scheme import QConfig
 from fxqat.utils.fx_graph import called_module
 
 
-class Rules:
-    """Applies rules to the wishes of nodes; the rank of a rule is its place, from 1.
+class Overrides:
+    """Applies overrides to the requests of nodes; the rank of an override is its place, from 1.
 
     Args:
         spec: the backend.
-        rules: in order, later wins.
-
-    Attributes:
-        applied: the rules as they were applied: those that a function stands for are rules of a node each.
+        overrides: in order, later wins.
     """
 
-    def __init__(self, spec: BackendSpec, rules: tuple[OverrideRule, ...]) -> None:
+    def __init__(self, spec: BackendSpec, overrides: tuple[Override, ...]) -> None:
         self.spec = spec
-        self.rules = rules
-        self.applied: list[OverrideRule] = []
-        self._acting: set[tuple[int, str]] = set()
-        self._ranged: dict[str, str] = {}
-        self._answers: dict[int, list[OverrideRule]] = {}
+        self.overrides = overrides
+        self._effective: set[tuple[int, str]] = set()
+        self._fixed_range_by: dict[str, str] = {}
+        self._answers: dict[int, list[Override]] = {}
 
-    def apply(self, node: fx.Node, wish: Wish) -> Wish:
-        """Change what is wanted of a node; ``"value"`` waits for :meth:`value_config`."""
-        for rank, rule in enumerate(self.rules, start=1):
-            if not rule.match(node) or (rule.function is not None and wish.rule is None):
+    def apply(self, node: fx.Node, request: Request) -> Request:
+        """Change the request of a node; ``"value"`` waits for :meth:`value_config`."""
+        for rank, override in enumerate(self.overrides, start=1):
+            if not override.match(node) or (override.function is not None and request.rule is None):
                 continue
-            weight, activation = self.spec.weight_of(wish.op.name), self.spec.activation
-            base = {"weight": weight, "activation": activation, "output": activation}
-            changes = rule.changes_of(node, QConfig(wish.weight, wish.activation, wish.output))
-            if rule.function is not None and changes:
-                answer = OverrideRule(replace(rule.match, node=node.name), changes)
+            weight, activation = self.spec.weight_of(request.op.name), self.spec.activation
+            defaults = {"weight": weight, "activation": activation, "output": activation}
+            changes = override.changes_of(node, QConfig(request.weight, request.activation, request.output))
+            if override.function is not None and changes:
+                answer = Override(replace(override.match, node=node.name), changes)
                 self._answers.setdefault(rank, []).append(answer)
-            acted = False
-            for part, change in changes.items():
-                if part == "value" or not can_change(wish, part, node):
+            for tensor, change in changes.items():
+                if tensor == "value" or not _has(request, tensor, node):
                     continue
-                acted = True
-                setattr(wish, part, changed(getattr(wish, part) or base[part], change))
-                setattr(wish, f"{part}_rank", rank)
-                self._acting.add((rank, part))
-                self._note_range(node, rule, change)
-            if acted:
-                wish.reason = _with_reason(wish.reason, rule)
-        return wish
+                config = getattr(request, tensor) or defaults[tensor]
+                setattr(request, tensor, None if change is None else change.applied_to(config))
+                setattr(request, f"{tensor}_rank", rank)
+                self._note(node, request, rank, tensor, change)
+        return request
 
-    def value_config(self, node: fx.Node, wish: Wish, config: TensorQConfig, rank: int) -> tuple[TensorQConfig, int]:
-        """How a value is quantized that somebody wants quantized: changed by the later rules for ``"value"``.
+    def value_config(self, node: fx.Node, request: Request, asked: RankedConfig) -> RankedConfig:
+        """How a value that is quantized is quantized, after the later overrides of ``"value"``.
 
         Args:
-            node: gives the value.
-            wish: of the node; its reason names the rules.
-            config: how it is wanted.
-            rank: who wants it so.
+            node: produces the value.
+            request: of the node.
+            asked: how the value is to be quantized, and who asks for it.
         """
-        for number, rule in enumerate(self.rules, start=1):
-            for answer in self._answers.get(number, [rule]):
+        config, rank = asked
+        for number, override in enumerate(self.overrides, start=1):
+            for answer in self._answers.get(number, [override]):
                 change = answer.changes.get("value")
                 if change is None or not answer.match(node):
                     continue
-                self._acting.add((number, "value"))
-                wish.reason = _with_reason(wish.reason, rule)
+                self._note(node, request, number, "value", change if number > rank else None)
                 if number > rank:
                     config, rank = change.applied_to(config), number
-                    self._note_range(node, rule, change)
         return config, rank
 
-    def check_effects(self) -> None:
-        """A rule that matches but cannot change anything is a mistake of its writer.
+    def applied(self) -> tuple[Override, ...]:
+        """The overrides as they were applied: a function is replaced by an override for each node it answered for.
 
         Raises:
-            ConfigError: a part of a rule has no effect on any node, or a function none at all.
+            ConfigError: an override matches nodes but has no effect on any.
         """
-        for rank, rule in enumerate(self.rules, start=1):
-            idle = [part for part in rule.changes if (rank, part) not in self._acting]
-            if rule.function is not None and not any(number == rank for number, _ in self._acting):
-                raise ConfigError(f"{rule.match.where}: the function changes nothing; let it return a dict of changes")
+        found: list[Override] = []
+        for rank, override in enumerate(self.overrides, start=1):
+            where = override.match.where
+            idle = [tensor for tensor in override.changes if (rank, tensor) not in self._effective]
+            if override.function is not None and not any(number == rank for number, _ in self._effective):
+                raise ConfigError(f"{where}: the function changes nothing; let it return a dict of changes")
             if idle:
                 raise ConfigError(
-                    f"{rule.match.where}: {idle[0]} has no effect: what it matches stays float on {self.spec.name} or "
-                    f"has no {idle[0]} of its own. Name it in extra_quantizer_dict, or drop {idle[0]!r} from the rule."
+                    f"{where}: {idle[0]} has no effect: the nodes it matches stay float on {self.spec.name} or have no "
+                    f"{idle[0]}. Add them with extra_quantizer_dict, or drop {idle[0]!r} from the rule."
                 )
-            self.applied += self._answers.get(rank, [rule])
+            found += self._answers.get(rank, [override])
+        return tuple(found)
 
-    def check_ranges(self, values: dict[fx.Node, ValueQuant]) -> None:
-        """A fixed range that was asked for is there.
+    def check_fixed_ranges(self, values: dict[fx.Node, ValueQuant]) -> None:
+        """Check that every fixed range that the user asks for is in effect.
 
         Raises:
-            ConfigError: the value has its scale in common with others.
+            ConfigError: the value shares its scale with others.
         """
         for node, value in values.items():
-            where = self._ranged.get(node.name)
+            where = self._fixed_range_by.get(node.name)
             if where is not None and value.config.scheme.fixed_range is None:
                 raise ConfigError(
-                    f"{where}: fixed_range for {node.name!r} has no effect: its scale is one with that of other values "
+                    f"{where}: fixed_range for {node.name!r} has no effect: the value shares its scale with others "
                     "(see the groups of the report), or a later rule observes it. Drop it."
                 )
 
-    def _note_range(self, node: fx.Node, rule: OverrideRule, change: TensorChange | None) -> None:
+    def _note(self, node: fx.Node, request: Request, rank: int, tensor: str, change: TensorChange | None) -> None:
+        """Remember that an override has an effect on a node."""
+        where = self.overrides[rank - 1].match.where
+        self._effective.add((rank, tensor))
+        if where not in request.overridden_by:
+            request.overridden_by.append(where)
         if change is not None and change.scheme.get("fixed_range") is not None:
-            self._ranged[node.name] = rule.match.where
+            self._fixed_range_by[node.name] = where
 
 
-def check_listed(wishes: dict[fx.Node, Wish], additional: tuple[Match, ...], exclude: tuple[Match, ...]) -> None:
-    """What is listed to be quantized, or to stay float, can be.
+def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...], exclude: tuple[Match, ...]) -> None:
+    """Check that what ``extra_quantizer_dict`` adds can be quantized, and what it excludes can be left out.
 
     Raises:
         ConfigError: an addition stays float all the same, or an exclusion means an input or parameter of the model.
     """
     for match in exclude:
-        nodes = [node for node in wishes if match(node)]
+        nodes = [node for node in requests if match(node)]
         if all(node.op in ("placeholder", "get_attr", "output") for node in nodes):
             raise ConfigError(
-                f"{match.where}: {nodes[0].name!r} is no operation, so that leaving it out has no effect. For a value "
-                f"that is read float write overrides: [{{match: {{node: {nodes[0].name}}}, output: null}}]"
+                f"{match.where}: {nodes[0].name!r} is not an operation, so excluding it has no effect. To have its "
+                f"value read float, write overrides: [{{match: {{node: {nodes[0].name}}}, output: null}}]"
             )
     for match in additional:
-        nodes = [node for node in wishes if match(node)]
-        if all(wishes[node].rule is None and not wishes[node].reason.startswith(LEFT_FLOAT) for node in nodes):
-            reason = wishes[nodes[0]].reason
+        nodes = [node for node in requests if match(node)]
+        if all(requests[node].rule is None and not requests[node].excluded for node in nodes):
+            reason = requests[nodes[0]].why_float
             raise ConfigError(f"{match.where}: {nodes[0].name!r} cannot be quantized: {reason}. Drop it from the list.")
 
 
-def check_shared_weights(wishes: dict[fx.Node, Wish]) -> None:
-    """A layer that is called several times has one weight.
+def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
+    """Check that all calls of a layer agree about its one weight.
 
     Raises:
-        ConfigError: rules change it for some of the calls only.
+        ConfigError: overrides change it for some of the calls only.
     """
     first: dict[int, fx.Node] = {}
-    for node, wish in wishes.items():
+    for node, request in requests.items():
         module = called_module(node)
-        if module is None or wish.op.family != "weighted":
+        if module is None or request.op.family != WEIGHTED:
             continue
         other = first.setdefault(id(module), node)
-        if wishes[other].weight != wish.weight and max(wish.weight_rank, wishes[other].weight_rank):
+        if requests[other].weight != request.weight and max(request.weight_rank, requests[other].weight_rank):
             raise ConfigError(
-                f"overrides: {other.name!r} and {node.name!r} are calls of one layer, with one weight; change it for "
-                f"both with match: {{module: {node.target}}}"
+                f"overrides: {other.name!r} and {node.name!r} are calls of one layer, which has one weight; change it "
+                f"for both with match: {{module: {node.target}}}"
             )
 
 
-def _with_reason(reason: str, rule: OverrideRule) -> str:
-    words = f"changed by {rule.match.where}"
-    if words in reason:
-        return reason
-    return f"{reason}; {words}" if reason else rule.match.where
+def _has(request: Request, tensor: str, node: fx.Node) -> bool:
+    """Whether a node has a tensor that an override can change."""
+    if tensor == "weight":
+        return request.weight is not None or (request.rule is not None and request.op.family == WEIGHTED)
+    if tensor == "output" and node.op in ("placeholder", "get_attr"):
+        return True
+    if request.rule is None:
+        return False
+    return tensor != "output" or not request.moves_values

@@ -1,9 +1,8 @@
 """Post-processing that decodes positions: the part of a detection head that turns its maps into boxes.
 
-Behind the last layer with a weight, a value is offset by the positions of a grid, as ``(y.sigmoid() * 2 + grid) *
-stride``. In 8 bits, pixels of a whole image and probabilities from 0 to 1 have no common scale; and the chips that the
-backends stand for end at the last layer. So what is joined with such an offset is computed in float; the maps that it
-reads are quantized.
+After the last layer with a weight, the positions of a grid are added to a value: ``(y.sigmoid() * 2 + grid) * stride``.
+In 8 bits, pixels of a whole image and probabilities from 0 to 1 have no common scale, and on the backends' chips the
+network ends at the last layer. So such post-processing is computed in float; the maps that it reads are quantized.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from fxqat.ops.table import BINARY, IDENTITY, MATMUL, PASS_THROUGH, RECURRENT, W
 from fxqat.utils.fx_graph import attribute_of
 from fxqat.utils.node_meta import Kind
 
-DECODES_POSITIONS = "post-processing: decodes positions, behind the last layer with a weight"
 LAYERS = (WEIGHTED, MATMUL, RECURRENT)
 RANGES = (torch.arange, torch.linspace)
 SHORTEST = 4
-"""Places along an axis: fewer evenly spaced values may be a mean or a deviation of each channel."""
+"""Fewest positions along an axis: fewer evenly spaced values may be a mean or a deviation of each channel."""
 COLUMNS = 4
-"""Of a tensor that are looked at: the coordinates of a place."""
+"""How many columns of a tensor are examined: the coordinates of a position."""
 
 
 def decoding_positions(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
-    """The nodes of the post-processing that decodes positions; none in a model that has no such thing."""
+    """The nodes of the post-processing that decodes positions; empty if the model has none."""
     nodes = list(gm.graph.nodes)
-    tail = _behind_last_layers(nodes, kinds)
+    tail = _after_last_layers(nodes, kinds)
     if not tail:
         return set()
     positions = _positions(gm, nodes)
@@ -41,14 +39,14 @@ def decoding_positions(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set
         beside = (set(node.all_input_nodes) | set(node.users)) & tail - found
         found |= beside
         waiting += beside
-    for node in nodes:  # what moves the values of a layer is still the layer's
+    for node in nodes:  # ops that only move the values of a layer belong to the layer
         if node in found and identify(node).family in (PASS_THROUGH, IDENTITY):
             found -= {node} if found.isdisjoint(node.all_input_nodes) else set()
     return found | _only_for(found, nodes)
 
 
 def _only_for(found: set[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
-    """What is computed from the model's own tensors alone, for these nodes alone: a row of anchors."""
+    """The nodes that only these nodes read and that depend on the model's tensors alone, such as a row of anchors."""
     constant = set[fx.Node]()
     for node in nodes:
         if node.op == "get_attr" or (node.op != "placeholder" and set(node.all_input_nodes) <= constant):
@@ -60,19 +58,17 @@ def _only_for(found: set[fx.Node], nodes: list[fx.Node]) -> set[fx.Node]:
     return {node for node in private if node.op != "get_attr"}
 
 
-def _behind_last_layers(nodes: list[fx.Node], kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
-    """The values that are computed from the result of a layer with a weight, and are read by no further one."""
-    before, behind = set[fx.Node](), set[fx.Node]()
+def _after_last_layers(nodes: list[fx.Node], kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
+    """The nodes computed from the result of a layer with a weight that lead to no further such layer."""
+    before, after = set[fx.Node](), set[fx.Node]()
     for node in reversed(nodes):
         if any(user in before or _is_layer(user) for user in node.users):
             before.add(node)
     for node in nodes:
-        if any(source in behind or _is_layer(source) for source in node.all_input_nodes):
-            behind.add(node)
+        if any(source in after or _is_layer(source) for source in node.all_input_nodes):
+            after.add(node)
     return {
-        node
-        for node in behind - before
-        if kinds[node] is not Kind.OTHER and node.op != "output" and not _is_layer(node)
+        node for node in after - before if kinds[node] is not Kind.OTHER and node.op != "output" and not _is_layer(node)
     }
 
 
@@ -81,9 +77,9 @@ def _is_layer(node: fx.Node) -> bool:
 
 
 def _positions(gm: fx.GraphModule, nodes: list[fx.Node]) -> set[fx.Node]:
-    """Tables of positions: made by the model from a range, or among its tensors."""
+    """Tensors of positions: computed from a range, or stored in the model."""
     found: set[fx.Node] = set()
-    sizes: set[fx.Node] = set()  # what holds neither positions nor values
+    sizes: set[fx.Node] = set()  # neither positions nor values
     for node in nodes:
         if node.op == "get_attr":
             is_position, is_size = holds_grid(attribute_of(gm, node)), True
@@ -101,7 +97,7 @@ def _positions(gm: fx.GraphModule, nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def holds_grid(value: object) -> bool:
-    """Whether a tensor that is not trained, or one column of it, has evenly spaced values, as the places of a grid."""
+    """Whether a tensor that is not trained, or one of its columns, has evenly spaced values, as grids have."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.is_meta or value.is_sparse:
         return False
     if value.dtype == torch.bool or not value.dim() or not value.numel():

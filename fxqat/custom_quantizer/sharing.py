@@ -1,13 +1,18 @@
-"""Sharing groups: which values have one scale, solved once as a union of sets."""
+"""Sharing groups: which values have one scale, found once as a union of sets."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
-from fxqat.custom_quantizer.requests import claim_order
+from fxqat.custom_quantizer.requests import RankedConfig, Request, precedence
 from fxqat.fake_quantize.fake_quantizes import not_learned
+from fxqat.ops.identify import operands
+from fxqat.ops.table import CONCAT, IDENTITY
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
+from fxqat.utils.fx_graph import node_inputs
 
 
 class Groups:
@@ -38,15 +43,63 @@ class Groups:
         self._parent[self.find(second)] = self.find(first)
 
 
+def share_scales(requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant]) -> Groups:
+    """Find the values that share a scale; ops that move a quantized value get a value too, in ``values``.
+
+    1. An op that moves values takes the scale of its operand, if it reads it quantized or leads to a quantized value.
+    2. The operands of an op whose rule shares have one scale, and its result with them.
+    """
+    groups = Groups()
+    leading = _leading_to_quantized(requests, values)
+    for node, request in requests.items():
+        if request.rule is None or request.rule.share == "none":
+            continue
+        inputs = list(node_inputs(operands(node, request.op)))
+        if request.moves_values:
+            source = inputs[0] if inputs else None
+            if source not in values or not (reads_quantized(node, values[source]) or node in leading):
+                continue
+            if values[source].readers is not None:
+                readers = values[source].readers or frozenset()
+                values[source] = replace(values[source], readers=readers | {node.name})
+            transparent = request.op.family == IDENTITY or request.op.gives_tuple
+            values[node] = replace(values[source], readers=None, on_grid=True, transparent=transparent)
+            groups.join(source.name, node.name)
+            continue
+        shared = [operand for operand in inputs if reads_quantized(node, values.get(operand))]
+        for operand in shared[1:]:
+            groups.join(shared[0].name, operand.name)
+        if shared and request.rule.share == "all" and node in values:
+            groups.join(shared[0].name, node.name)
+            if request.op.family == CONCAT and set(inputs) <= set(shared):
+                values[node] = replace(values[node], on_grid=True)
+    return groups
+
+
+def reads_quantized(node: fx.Node, value: ValueQuant | None) -> bool:
+    """Whether a node reads the quantized form of a value."""
+    return value is not None and (value.readers is None or node.name in value.readers)
+
+
+def _leading_to_quantized(requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant]) -> set[fx.Node]:
+    """The nodes whose value is quantized, or is moved to a node whose value is."""
+    found: set[fx.Node] = set()
+    for node in reversed(requests):
+        moved = [user for user in node.users if requests[user].moves_values]
+        if node in values or any(user in found for user in moved):
+            found.add(node)
+    return found
+
+
 def group_config(
-    values: dict[fx.Node, ValueQuant], claims: list[tuple[TensorQConfig, int]], untrained: set[fx.Node]
+    values: dict[fx.Node, ValueQuant], asked: list[RankedConfig], untrained: set[fx.Node]
 ) -> TensorQConfig:
-    """One configuration for the values of one scale: the strongest claim.
+    """The one configuration of the values of a group: the request with the highest precedence.
 
     A known range holds for a value alone. A scale is learned where training moves a value: the range of the model's
     input is that of the data, and a gradient for its scale would cost a backward pass through the first layer.
     """
-    config, rank = max(claims, key=claim_order)
+    config, rank = max(asked, key=precedence)
     sources = [node for node, value in values.items() if not value.on_grid]
     alone = values[sources[0]].config.scheme.fixed_range if len(sources) == 1 else None
     if rank == 0 and untrained.issuperset(sources):

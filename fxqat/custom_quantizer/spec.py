@@ -16,17 +16,19 @@ class Rule:
 
     Args:
         inputs: which operands are read quantized: ``"all"``, ``"none"``, or ``"residual"``: of a binary op all but the
-            one that a weighted layer writes for it alone (the accelerator adds that one before it rounds).
-        output: whether the value the op produces is quantized.
+            one that a weighted layer computes for it alone (the accelerator adds that one before it rounds).
+        output: whether the value the op produces is quantized; False leaves that to the ops that read it.
         share: ``"all"``: operands and result have one scale; ``"inputs"``: the operands have one scale;
             ``"none"``. Pass-through ops only share with an operand that is quantized.
-        reason: the words the report gives.
+        reason: why the op computes in integers, for the report.
+        why_float_output: with ``output=False``, why a value that no quantized op reads stays float, for the report.
     """
 
     inputs: Literal["all", "none", "residual"] = "all"
     output: bool = True
     share: Literal["none", "inputs", "all"] = "none"
     reason: str = ""
+    why_float_output: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,17 @@ class BackendSpec:
 
     Args:
         name: its name, as users write it.
-        weight: scheme and parts for weights.
-        activation: scheme and parts for activations.
+        weight: scheme, observer and fake-quant of weights.
+        activation: scheme, observer and fake-quant of activations.
         weights: the same as ``weight`` for ops whose weight differs, by op name.
-        rules: by op name or family (see ``fxqat.ops.table``); the name wins. No rule means float.
-        fused_activations: ops that run inside the op before them, so that the value between is not rounded.
-        fuses_into: families of the ops that such an activation can be part of.
+        rules: by op name or family (see ``fxqat.ops.table``); the name wins. An op without a rule stays float.
+        fused_activations: ops that run inside the op before them, so that the value between them is not rounded.
+        fuses_into: families of the ops that can run such an activation.
         fixed_ranges: real range of the ops whose range is known, by op name.
         left_float: why ops without a rule stay float, by op name or family; the name wins.
-        least_work: a layer beside a float op stays float, too, unless it has so many multiply-accumulates for each
+        least_work: a layer beside a float op stays float too, unless it has this many multiply-accumulates for each
             value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
-        source: where the table comes from.
+        source: the public documents that the table is taken from.
     """
 
     name: str
@@ -65,12 +67,11 @@ class BackendSpec:
         return self.rules.get(name) or self.rules.get(family)
 
     def why_float(self, name: str, family: str) -> str:
-        """The words for an op without a rule."""
-        why = self.left_float.get(name) or self.left_float.get(family)
-        return f"{self.name} has no rule for {name}" + (f": {why}" if why else "")
+        """Why an op without a rule stays float; empty if the table does not say."""
+        return self.left_float.get(name) or self.left_float.get(family) or ""
 
     def weight_of(self, name: str) -> TensorQConfig:
-        """Scheme and parts of the weight of an op."""
+        """Scheme, observer and fake-quant of the weight of an op."""
         return self.weights.get(name, self.weight)
 
     def with_configs(
@@ -78,6 +79,6 @@ class BackendSpec:
         weight: Callable[[TensorQConfig], TensorQConfig],
         activation: Callable[[TensorQConfig], TensorQConfig],
     ) -> BackendSpec:
-        """The same placement, with every scheme for weights and that for activations passed through a function."""
+        """The same placement, with the configurations of weights and of activations changed by a function each."""
         weights = MappingProxyType({name: weight(config) for name, config in self.weights.items()})
         return replace(self, weight=weight(self.weight), activation=activation(self.activation), weights=weights)

@@ -1,4 +1,4 @@
-"""What kind of value each node produces, as far as the graph tells."""
+"""What kind of value each node produces: a float tensor, several tensors, something else, or unknown."""
 
 from __future__ import annotations
 
@@ -31,17 +31,15 @@ def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
-    """The kind of every node's value: as tracing saw it, else from the ops (inputs are taken to be float tensors)."""
+    """The kind of every node's value: as tracing saw it, otherwise from the ops (inputs count as float tensors)."""
     kinds: dict[fx.Node, Kind] = {}
     for node in gm.graph.nodes:
         kinds[node] = _kind(gm, node, kinds)
-    for node in _state(gm):
-        kinds[node] = Kind.OTHER
-    return kinds
+    return kinds | dict.fromkeys(_buffer_updates(gm), Kind.OTHER)
 
 
 def untrained(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values depend on the model's inputs and constants alone: training does not change their range."""
+    """The nodes whose values depend only on the model's inputs and constants: training does not change their range."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "get_attr":
@@ -54,8 +52,8 @@ def untrained(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _state(gm: fx.GraphModule) -> set[fx.Node]:
-    """Buffers that the graph writes, the writes, and what is computed for them alone: none of it is a value."""
+def _buffer_updates(gm: fx.GraphModule) -> set[fx.Node]:
+    """Buffers that the graph writes, the writes, and the nodes that are computed for them alone."""
     writes = {node for node in gm.graph.nodes if writes_state(node)}
     found = writes | {node for node in gm.graph.nodes if node.op == "get_attr" and writes & set(node.users)}
     for node in reversed(gm.graph.nodes):

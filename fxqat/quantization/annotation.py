@@ -19,11 +19,11 @@ class ValueQuant:
     """How the value a node produces is quantized.
 
     Args:
-        config: scheme and parts.
-        group: values of one number share one quantizer.
+        config: scheme, observer and fake-quant.
+        group: values with the same number share one fake-quant.
         readers: names of the nodes that read the quantized value; None if all do.
-        on_grid: the value is a selection of values quantized before; it needs no rounding of its own.
-        transparent: no fake-quant node follows: a tuple of quantized values, or an op that is none when deployed.
+        on_grid: the value selects from values that are already quantized; it is not rounded again.
+        transparent: no fake-quant node follows: a tuple of quantized values, or an op that vanishes when deployed.
     """
 
     config: TensorQConfig
@@ -35,12 +35,12 @@ class ValueQuant:
 
 @dataclass(frozen=True)
 class Annotation:
-    """Everything decided about one node.
+    """What was decided about one node.
 
     Args:
         op: name of the op.
         status: ``"quantized"``, ``"shares"`` or ``"float"``, for the value the node produces and its weight.
-        reason: why, in words.
+        reason: why.
         value: how its value is quantized, None if it is not.
         weight: how its weight is quantized, None if it has none or it stays float.
     """

@@ -1,12 +1,13 @@
-"""Insert: annotations become modules.
+"""Inserts fake-quant into an annotated graph.
 
-1. every sharing group gets one activation fake-quant, called after each value of the group;
-2. every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, called with the quantizer
-   of its input, which gives the bias its scale.
+1. Every sharing group gets one activation fake-quant, which is called after each value of the group.
+2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
+   fake-quant of its input, from which the bias gets its scale.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,14 +26,18 @@ from fxqat.observer.base import ObserverBase
 from fxqat.observer.observers import OBSERVERS
 from fxqat.ops.identify import identify, keeps_output
 from fxqat.ops.table import IDENTITY
-from fxqat.quantization.annotation import annotation_of
+from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
+from fxqat.utils.nearest_name import nearest
 from fxqat.utils.unused_names import unused_name
+
+ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
+"""The arguments that fxqat itself gives to every observer or fake-quant."""
 
 
 def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
-    """Insert fake-quant as annotated, in place, and return the graph module (its code is not generated anew).
+    """Insert fake-quant as annotated, in place; the code of the graph module is not generated again.
 
     Args:
         gm: an annotated graph module.
@@ -54,41 +59,39 @@ def build_fake_quant(
     """The fake-quant of one tensor, with its observer.
 
     A value with a fixed range is not learned: its scale is known.
+
+    Args:
+        config: what to build.
+        kind: ``"weight_fake_quant"`` or ``"act_fake_quant"``.
+        axis: the channel axis of the tensor, if it has one.
+        num_channels: the size of that axis.
+
+    Raises:
+        ConfigError: an observer or fake-quant is unknown, or does not take the arguments it is given.
     """
-    scheme = config.scheme
-    observer_type: Callable[..., ObserverBase] = _resolve(config.observer, OBSERVERS, "observer")
-    quant_type: Callable[..., FakeQuantizeBase] = _resolve(config.fake_quantize, FAKE_QUANTIZES, "fake-quant")
-    channel_axis = axis if scheme.per_channel else None
+    scheme, letter = config.scheme, "w" if kind == WEIGHT else "a"
+    observer_type = _resolve(config.observer, OBSERVERS, "observer")
+    quant_type = _resolve(config.fake_quantize, FAKE_QUANTIZES, "fake-quant")
+    _check_arguments(observer_type, config.observer_args, f"observer_args ({letter}_observer_extra_args)")
+    _check_arguments(quant_type, config.fake_quantize_args, f"fake_quantize_args ({letter}_fakeq_params)")
     arguments = dict(config.fake_quantize_args)
     if scheme.fixed_range is not None:
         quant_type, arguments = FAKE_QUANTIZES["Fixed"], {}
     try:
-        observer = observer_type(scheme, channel_axis, num_channels, **dict(config.observer_args))
-        quant = quant_type(scheme, observer, kind, axis, **arguments)
+        observer: ObserverBase = observer_type(
+            scheme, axis if scheme.per_channel else None, num_channels, **dict(config.observer_args)
+        )
+        quant: FakeQuantizeBase = quant_type(scheme, observer, kind, axis, **arguments)
     except TypeError as cause:
         raise ConfigError(
-            f"{getattr(observer_type, '__name__', observer_type)} / {getattr(quant_type, '__name__', quant_type)}: "
-            f"{cause}. Check the extra arguments observer_args={dict(config.observer_args)}, "
-            f"fake_quantize_args={arguments}."
+            f"{_name(observer_type)} / {_name(quant_type)}: {cause}. Check the extra arguments "
+            f"observer_args={dict(config.observer_args)}, fake_quantize_args={arguments}."
         ) from cause
     return quant
 
 
-@contextmanager
-def _named(config: TensorQConfig, tensor: str) -> Iterator[None]:
-    """Say of which tensor and parts an error is."""
-    try:
-        yield
-    except ConfigError as cause:
-        parts = f"observer {_name(config.observer)!r}, fake_quantize {_name(config.fake_quantize)!r}"
-        raise ConfigError(f"{tensor}, {parts}: {cause}") from cause
-
-
-def _name(part: Any) -> str:
-    return str(getattr(part, "__name__", part))
-
-
 def _resolve(name: Any, table: Mapping[str, Callable[..., Any]], what: str) -> Callable[..., Any]:
+    """The class of a name, or the class that is given."""
     if isinstance(name, str):
         if name not in table:
             raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(table)}")
@@ -97,6 +100,33 @@ def _resolve(name: Any, table: Mapping[str, Callable[..., Any]], what: str) -> C
         raise ConfigError(f"{what} must be a name or a class, got {name!r}; known names: {', '.join(table)}")
     resolved: Callable[..., Any] = name
     return resolved
+
+
+def _check_arguments(kind: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> None:
+    """Check that an observer or fake-quant takes these arguments besides those that every one gets."""
+    parameters = inspect.signature(kind).parameters if arguments else {}
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [name for name in parameters if name not in ALWAYS_GIVEN]
+    for name, value in arguments.items():
+        if name not in known:
+            raise ConfigError(
+                f"{where}: {_name(kind)} has no argument {name!r} (given: {value!r}); {nearest(name, known)}"
+            )
+
+
+@contextmanager
+def _errors_name(config: TensorQConfig, tensor: str) -> Iterator[None]:
+    """Add to an error the tensor, the observer and the fake-quant it is about."""
+    try:
+        yield
+    except ConfigError as cause:
+        kinds = f"observer {_name(config.observer)!r}, fake_quantize {_name(config.fake_quantize)!r}"
+        raise ConfigError(f"{tensor}, {kinds}: {cause}") from cause
+
+
+def _name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind))
 
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -111,7 +141,7 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         value = found.value
         if value.group not in paths:
             path = unique_name(gm, f"{node.name}_act_fake_quant")
-            with _named(value.config, f"value of {node.name!r} ({found.reason})"):
+            with _errors_name(value.config, f"value of {node.name!r} ({found.reason})"):
                 quant_module = build_fake_quant(value.config, ACTIVATION)
             gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
@@ -131,7 +161,7 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
 
 
 def _tensor_name(node: fx.Node, taken: set[str]) -> str:
-    """The name a value has in the exported file: the module path, with the op for what is not a module call."""
+    """The name of a value in the exported file: the module path; for other calls than of modules, with the op."""
     path = module_path(node)
     if node.op in ("placeholder", "get_attr"):
         base = str(node.target)
@@ -154,17 +184,17 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
         assert module is not None
         if not isinstance(module, QATLayer):
             if id(module) not in converted:
-                converted[id(module)] = _qat_layer(module, found.weight, bn_mode, str(node.target))
+                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target))
             set_module(gm, str(node.target), converted[id(module)])
-        source = _quantizer_of(node.args[0])
+        source = _fake_quant_of(node.args[0])
         if source is not None:
             with gm.graph.inserting_before(node):
-                quantizer = gm.graph.get_attr(str(source.target))
-            node.kwargs = {**node.kwargs, "input_fake_quant": quantizer}
+                fake_quant = gm.graph.get_attr(str(source.target))
+            node.kwargs = {**node.kwargs, "input_fake_quant": fake_quant}
 
 
-def _quantizer_of(value: object) -> fx.Node | None:
-    """The fake-quant call that a value comes from, looking through ops that are none in the deployed graph."""
+def _fake_quant_of(value: object) -> fx.Node | None:
+    """The fake-quant call that a value comes from, looking through ops that vanish in the deployed graph."""
     while isinstance(value, fx.Node):
         if isinstance(called_module(value), FakeQuantizeBase):
             return value
@@ -174,7 +204,10 @@ def _quantizer_of(value: object) -> fx.Node | None:
     return None
 
 
-def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, path: str) -> QATLayer:
+def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str) -> QATLayer:
+    """The QAT layer of a plain or fused layer."""
+    config = annotation.weight
+    assert config is not None
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES
@@ -184,14 +217,14 @@ def _qat_layer(module: nn.Module, config: TensorQConfig, bn_mode: str | int, pat
         )
     weight = layer.weight
     axis = weighted_op(layer).axis
-    with _named(config, f"weight of {path!r}"):
+    with _errors_name(config, f"weight of {path!r} ({annotation.reason})"):
         quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
         quant.attach(weight)
     return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
 
 
 def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:
-    """Bring a new quantizer where its tensor is, and into its mode."""
+    """A new fake-quant on the device of its tensor and in the mode of the model."""
     if quant.scale.device != device:
         quant = quant.to(device)
     return quant if training else quant.eval()

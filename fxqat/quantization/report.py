@@ -1,4 +1,4 @@
-"""The quantization report: for every node what was decided, and why."""
+"""The quantization report: what was decided about every node, and why."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fxqat.quantization.annotation import FLOAT, annotation_of
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
 
+ADVICE = "To change a row, use 'overrides' or 'extra_quantizer_dict' in prepare_custom_config_dict."
+
 
 @dataclass(frozen=True)
 class ReportRow:
@@ -26,8 +28,8 @@ class ReportRow:
         output: scheme of its value, empty if float.
         weight: scheme of its weight, empty if it has none or it stays float.
         group: number of the sharing group of its value, None if float.
-        reason: why.
-        source: file and line it comes from.
+        reason: why this node is quantized, shares a scale, or stays float.
+        source: file and line in the model's code.
     """
 
     node: str
@@ -48,11 +50,11 @@ class QuantReport:
     Args:
         backend: the backend's name.
         rows: one row for each node, in execution order.
-        unread: tensors of the model that the graph does not read, as a head that is not called.
+        unread: tensors of the model that the graph does not read, such as those of a head that is not called.
         leaves: modules that could not be traced and are called as a whole, in float.
-        forced: sizes that the model's Python code needed as numbers; the graph holds these numbers, so it is right for
-            inputs of such sizes only.
-        eval_only: modules that go another way in training, which the graph does not have: it has eval mode only.
+        forced: sizes that the model's Python code needed as numbers; the graph holds these numbers and is right only
+            for inputs of these sizes.
+        eval_only: modules that compute something else in training; the graph has only what they compute in eval mode.
     """
 
     backend: str
@@ -81,7 +83,7 @@ class QuantReport:
         raise KeyError(f"no node {node!r} in the report")
 
     def to_text(self) -> str:
-        """One line a node, without line numbers of the user's files: for golden files."""
+        """One line for each node, without lines of the user's files: for golden files."""
         cells = [
             (
                 r.node,
@@ -103,16 +105,30 @@ class QuantReport:
         head = f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized"
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
-            head += f"; {len(self.unread)} tensors of the model are not read: {names}"
+            head += f"; the graph does not read {len(self.unread)} tensors of the model: {names}"
         lines = [head]
         lines += [f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves]
         lines += [f"size fixed at {f.value}: {f.source}" for f in self.forced]
-        lines += [f"as in eval mode, also in training: {path}" for path in self.eval_only]
-        return "\n".join([*lines, str(table)])
+        lines += [f"computes in training what it computes in eval mode: {path}" for path in self.eval_only]
+        return "\n".join([*lines, str(table), ADVICE])
 
 
-def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:
-    """Collect the annotations of an annotated graph; recurrent layers, which stay float, are logged."""
+def build_report(
+    gm: fx.GraphModule,
+    backend: str,
+    leaves: tuple[FloatLeaf, ...] = (),
+    forced: tuple[ForcedNumber, ...] = (),
+    eval_only: tuple[str, ...] = (),
+) -> QuantReport:
+    """Collect the annotations of a graph, and log the recurrent layers, which stay float.
+
+    Args:
+        gm: an annotated graph module.
+        backend: name of the backend.
+        leaves: see :class:`QuantReport`.
+        forced: see :class:`QuantReport`.
+        eval_only: see :class:`QuantReport`.
+    """
     rows = []
     for node in gm.graph.nodes:
         found = annotation_of(node)
@@ -135,4 +151,4 @@ def build_report(gm: fx.GraphModule, backend: str) -> QuantReport:
                 source=line_of_node(node),
             )
         )
-    return QuantReport(backend, tuple(rows))
+    return QuantReport(backend, tuple(rows), leaves=leaves, forced=forced, eval_only=eval_only)

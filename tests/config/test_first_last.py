@@ -106,6 +106,6 @@ def test_a_model_without_weighted_layers_at_its_ends_is_refused():
         def forward(self, x):
             return torch.relu(x + 1)
 
-    with pytest.raises(ConfigError, match="first_last: no convolution or linear layer") as caught:
+    with pytest.raises(ConfigError, match="first_last: the model has no convolution or linear layer") as caught:
         prepare_by_platform(Sum(), "TSQAT", {"first_last": {"weight": {"bit": 8}}})
     assert "drop the key" in str(caught.value)

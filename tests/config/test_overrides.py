@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxqat.config.overrides import Match, OverrideRule, TensorChange, check_all_match
+from fxqat.config.overrides import Match, Override, TensorChange, check_all_match
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
 from fxqat.nn.qat import QATLayer
@@ -203,7 +203,7 @@ def test_a_value_that_shares_a_scale_takes_its_group_along():
     assert len({row.group for row in gm.quant_report if row.output == "int6 sym per-tensor"}) == 1
 
 
-def test_the_widest_wish_of_a_group_wins():
+def test_the_widest_request_of_a_group_wins():
     gm = prepared("concat", config=override({"module": "wide.2"}, output={"bit": 16}))
     found = outputs(gm)
     assert {found[name] for name in ("point", "wide_2", "project", "cat")} == {"int16 sym per-tensor"}
@@ -270,7 +270,7 @@ def test_a_tensor_change_keeps_what_it_does_not_name():
     base = TensorQConfig(QuantizeScheme(narrow_range=True), "MSE", "Learnable", {"p": 3.0}, {"grad_factor": 2.0})
     changed = TensorChange({"bit_width": 4}).applied_to(base)
     assert changed == dataclasses.replace(base, scheme=QuantizeScheme(bit_width=4, narrow_range=True))
-    other = TensorChange(parts={"observer": "MinMax"}).applied_to(base)
+    other = TensorChange(modules={"observer": "MinMax"}).applied_to(base)
     assert (other.observer, dict(other.observer_args), dict(other.fake_quantize_args)) == (
         "MinMax",
         {},
@@ -280,7 +280,7 @@ def test_a_tensor_change_keeps_what_it_does_not_name():
 
 
 def test_rules_are_frozen_values():
-    rule = OverrideRule(Match(module="a"), {"weight": None})
-    assert rule == OverrideRule(Match(module="a"), {"weight": None})
+    rule = Override(Match(module="a"), {"weight": None})
+    assert rule == Override(Match(module="a"), {"weight": None})
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.match = Match(module="b")

@@ -91,7 +91,7 @@ def rows_of_float(spec: BackendSpec) -> Iterator[tuple[str, str]]:
     found: dict[str, list[Op]] = {}
     for op in PLACED:
         if spec.rule(op.name, op.family) is None:
-            why = spec.why_float(op.name, op.family).partition(": ")[2]
+            why = spec.why_float(op.name, op.family)
             found.setdefault(why, []).append(op)
     for why, ops in found.items():
         yield names_of(ops), why

@@ -1,4 +1,4 @@
-"""Layers between float ops are on integers only where that is worth the conversions."""
+"""Layers between float ops compute in integers only where that pays for the conversions."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def statuses(model, least_work, config=None, shape=(1, 8, 8, 8)):
 
 
 def is_float(row):
-    return row.reason.startswith("left float: ")
+    return "conversions would cost too much" in row.reason
 
 
 def conv(cin, cout, size=1, **options):
@@ -40,16 +40,14 @@ def conv(cin, cout, size=1, **options):
     ],
 )
 def test_work_is_for_each_value_converted(layer, work, shape):
-    model = nn.Sequential(nn.SiLU(), layer, nn.SiLU(), nn.Flatten(), nn.LazyLinear(1000))  # the last is worth it
+    model = nn.Sequential(nn.SiLU(), layer, nn.SiLU(), nn.Flatten(), nn.LazyLinear(1000))  # the last pays
     model(torch.randn(shape))
     row = statuses(model, int(work), shape=shape)["_1"]
     assert not is_float(row)
     row = statuses(model, int(work) + 1, shape=shape)["_1"]
     assert is_float(row)
-    assert row.reason == (
-        f"left float: {work:.0f} multiply-accumulates for each value that would be converted; "
-        f"worth it are {int(work) + 1}"
-    )
+    words = f"{work:.0f} multiply-accumulates for each converted value, least_work is {int(work) + 1}"
+    assert row.reason == f"conversions would cost too much: {words}"
 
 
 def test_without_float_neighbours_everything_is_on_integers():
@@ -89,7 +87,7 @@ def test_a_sum_needs_an_operand_on_integers():
     rows = statuses(Adds(), 100)
     assert is_float(rows["small"])
     assert is_float(rows["add"])
-    assert rows["add"].reason == "left float: so are its operands; read quantized by add_1, large"
+    assert rows["add"].reason == "computed in float: conversions would cost too much; read quantized by add_1, large"
     assert not is_float(rows["large"])
     assert rows["add_1"].status == "quantized"
 
@@ -124,7 +122,7 @@ def test_all_calls_of_a_layer_or_none():
     assert is_float(rows["shared_1"])
 
 
-def test_where_no_layer_is_worth_it_all_are_on_integers():
+def test_where_no_layer_pays_all_compute_in_integers():
     rows = statuses(nn.Sequential(nn.SiLU(), conv(8, 8), nn.SiLU()), 64)
     assert rows["_1"].weight
     assert not is_float(rows["_1"])
@@ -146,9 +144,9 @@ def test_the_user_can_have_everything_on_integers():
     [
         (Adds(), {"extra_quantizer_dict": {"least_work": 0}}),
         (Adds(), {"extra_quantizer_dict": {"least_work": 100}}),
-        (Adds(), None),  # nothing is worth it: all are on integers
+        (Adds(), None),  # no layer pays: all compute in integers
     ],
-    ids=["all", "some", "none worth it"],
+    ids=["all", "some", "none pays"],
 )
 def test_the_effective_configuration_places_the_same(model, config):
     gm = fxqat.prepare_by_platform(model, "ONNXRuntime", config)

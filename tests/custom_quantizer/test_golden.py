@@ -1,29 +1,55 @@
 """Every decision about every toy model, by every backend, against the reviewed text in ``tests/golden``."""
 
+from dataclasses import replace
+
 import pytest
 
+from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
 from fxqat.errors import ConfigError
-from tests.models import BACKENDS, FURTHER_BACKENDS, TOYS, VARIANTS, prepared
+from tests.models import FURTHER_BACKENDS, TOYS, VARIANTS, prepared
 
+PLACEMENTS = ("TSQAT", "ONNXRuntime", "TensorRT", *FURTHER_BACKENDS)
 NOTHING = [(name, backend) for name in ("conv1d", "conv3d", "transpose_convs") for backend in ("ArmCPU", "X86")]
-PAIRS = [(name, backend) for name in TOYS for backend in (*BACKENDS, *FURTHER_BACKENDS)]
-
-
-@pytest.mark.parametrize(("name", "backend"), [pair for pair in PAIRS if pair not in NOTHING])
-def test_placement_is_the_reviewed_one(name, backend, golden):
-    gm = prepared(name, backend)
-    text = gm.quant_report.to_text()
-    assert text.splitlines() == golden(f"{name}-{backend}", text).splitlines()
-    assert len(gm.quant_report) == len(text.splitlines())
+SAME_PLACEMENT = {"Experimental": "TSQAT", **VARIANTS}
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_experimental_places_as_tsqat(name):
-    reports = [prepared(name, backend).quant_report for backend in ("TSQAT", "Experimental")]
-    placements = [[(r.node, r.op, r.status, r.group, bool(r.weight), r.reason) for r in report] for report in reports]
-    assert placements[0] == placements[1]
-    outputs = {r.output.split()[0] for r in reports[1] if r.output}
-    assert outputs == {"uint8"}
+def test_placement_is_the_reviewed_one(name, golden):
+    for backend in PLACEMENTS:
+        if (name, backend) in NOTHING:
+            continue
+        report = prepared(name, backend).quant_report
+        text = report.to_text()
+        assert text.splitlines() == golden(f"{name}-{backend}", text).splitlines(), backend
+        assert len(report) == len(text.splitlines())
+
+
+def schemes_of(spec):
+    """The schemes that a backend gives, without a known range."""
+    configs = (spec.weight, *spec.weights.values()), (spec.activation,)
+    return [{str(replace(config.scheme, fixed_range=None)) for config in kind} for kind in configs]
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_the_same_placement_with_other_schemes(name):
+    """Experimental for every model, the variants for some: nodes, status, groups and readers are those of the base."""
+    names = SAME_PLACEMENT if name in ("attention", "concat", "residual", "squeeze_excite") else ["Experimental"]
+    for backend in names:
+        kinds = (SAME_PLACEMENT[backend], backend)
+        reports = [prepared(name, kind).quant_report for kind in kinds]
+        base, other = (
+            [(r.node, r.op, r.target, r.status, r.group, r.reason.replace(f"{kind} has", "It has")) for r in report]
+            for kind, report in zip(kinds, reports, strict=True)
+        )
+        assert base == other, backend
+        expected_schemes, (weights, activations) = (schemes_of(BACKENDS[BackendType(kind)]) for kind in kinds)
+        assert expected_schemes != [weights, activations]
+        for expected, row in zip(*reports, strict=True):
+            assert bool(expected.output) == bool(row.output)
+            assert bool(expected.weight) == bool(row.weight)
+            assert row.weight in {"", *weights}
+            assert row.output.partition(" fixed")[0] in {"", *activations}
+            assert row.output.partition(" fixed")[2] == expected.output.partition(" fixed")[2]
 
 
 @pytest.mark.parametrize(("name", "backend"), NOTHING)
@@ -31,15 +57,3 @@ def test_a_model_without_a_layer_of_the_list_is_refused_with_the_reasons(name, b
     with pytest.raises(ConfigError, match=f"nothing to quantize for {backend}") as caught:
         prepared(name, backend)
     assert f"{backend} has no rule for conv" in str(caught.value)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", ["attention", "concat", "residual", "squeeze_excite"])
-def test_a_variant_places_as_its_backend(name, variant):
-    reports = [prepared(name, backend).quant_report for backend in (VARIANTS[variant], variant)]
-    placements = [[(r.node, r.status, r.group, bool(r.output), bool(r.weight)) for r in report] for report in reports]
-    assert placements[0] == placements[1]
-    schemes = [
-        {(r.output.split("-")[0], r.weight.split()[0] if r.weight else "") for r in report} for report in reports
-    ]
-    assert schemes[0] != schemes[1]

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import fxqat
 from fxqat import prepare_by_platform
-from fxqat.custom_quantizer.position_decoding import DECODES_POSITIONS, holds_grid
+from fxqat.custom_quantizer.position_decoding import holds_grid
+from fxqat.custom_quantizer.reasons import DECODES_POSITIONS
 from tests.export_models import run_session, session
 
 

@@ -193,7 +193,7 @@ def test_a_value_is_rounded_after_the_activation_that_runs_inside_the_op(activat
     reader = list(gm.graph.nodes)[-3].name
     assert (quantizer_after(gm, "add") is None) == fused
     assert quantizer_after(gm, reader) is not None
-    assert ("rounded after" in gm.quant_report.row("add").reason) == fused
+    assert ("quantized after" in gm.quant_report.row("add").reason) == fused
 
 
 def test_an_activation_is_no_part_of_an_op_with_a_second_reader():
@@ -416,7 +416,7 @@ def test_a_small_divisor_is_not_rounded_to_zero():
     assert output.isfinite().all()
     assert all(parameter.grad.isfinite().all() for parameter in gm.parameters())
     row = gm.quant_report.row("add")
-    assert (row.status, "pole at zero" in row.reason) == ("float", True)
+    assert (row.status, "singularity at zero" in row.reason) == ("float", True)
 
 
 def test_an_override_has_a_divisor_rounded():
@@ -474,7 +474,7 @@ def test_the_quantizer_leaves_the_spec_it_was_given_alone():
     [
         (nn.LSTM(4, 4), "recurrent layers stay float"),
         (nn.Embedding(10, 4), "no rule for embedding"),
-        (nn.CosineSimilarity(), "not an op of the table"),
+        (nn.CosineSimilarity(), "not an op of fxqat's table"),
     ],
     ids=repr,
 )

@@ -58,7 +58,7 @@ WRONG = {
         *("'pot_scale': True", "'scale_bits': 8", "give one of them"),
     ),
     "PoT observer": (qconfig(a_observer="PoTMode"), "observer 'PoTMode'", "scale_bits=4", "pot_scale: true"),
-    "TQT": (qconfig(a_fakequantize="TQT"), "fake_quantize 'TQT'", "4 significant bits", "pot_scale: true"),
+    "TQT": (qconfig(a_fakequantize="TQT"), "fake_quantize 'TQT'", "scale_bits=4", "pot_scale: true"),
     "per-channel activation": (qconfig(a_qscheme={"per_channel": True}), "a_*", "per_channel: True", "leave it out"),
     "per-channel output": (rule(FC, output={"per_channel": True}), "overrides[0].output", "True", "leave it out"),
     "DoReFa activation": (qconfig(a_fakequantize="DoReFa"), "a_*", "'DoReFa'", "take one of Fixed, Learnable"),
@@ -162,11 +162,11 @@ YAML = {
     "syntax": ("overrides: [1, 2", "is not YAML"),
     "a key twice": (
         "bn_mode: freeze\noverrides: []\nbn_mode: train\n",
-        "line 3: key 'bn_mode' is there already, in line 1",
+        "line 3: key 'bn_mode' already stands in line 1",
     ),
     "a key twice, deep": (
         "overrides:\n- match: {node: x}\n  weight: {bit: 4,\n    bit: 8}\n",
-        "line 4: key 'bit' is there already, in line 3",
+        "line 4: key 'bit' already stands in line 3",
     ),
     "a function": ("overrides:\n- my_function\n", "expected a mapping, or (not in YAML) a function"),
     "not text": (b"\xff\xfe\xfa", "cannot read"),

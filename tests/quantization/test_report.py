@@ -62,7 +62,7 @@ def test_the_table_has_a_headline_and_all_columns():
     headline, _, header = str(report).splitlines()[:3]
     assert headline == f"TensorRT: {report.num_quantized} of {len(report)} nodes quantized"
     assert [cell.strip() for cell in header.strip("|").split("|")] == FIELDS
-    assert len(str(report).splitlines()) == len(report) + 5
+    assert len(str(report).splitlines()) == len(report) + 6
 
 
 def test_empty_cells_are_dashes_in_text():
@@ -74,10 +74,10 @@ def test_empty_cells_are_dashes_in_text():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_reason_promises_a_rounding_that_is_not_there(backend):
-    """Where a row says "rounded after r", the value of r is rounded."""
+    """Where a row says "quantized after r", the value of r is rounded."""
     for name in ("residual", "shared_module", "functional_weights", "pre_activation", "multi_input"):
         report = prepared(name, backend).quant_report
-        promises = [r.reason.partition("rounded after ")[2] for r in report]
+        promises = [r.reason.partition("quantized after ")[2] for r in report]
         promised = [promise.split(";")[0] for promise in promises if promise]
         kept = [report.row(reader).status for reader in promised]
         assert "float" not in kept, (name, report.to_text())

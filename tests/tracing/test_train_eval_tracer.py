@@ -282,7 +282,7 @@ def test_what_is_not_beside_the_deployed_part_is_as_in_eval_mode(kind):
     model = kind().train()
     gm = prepare_by_platform(model, example_inputs=(image(),))
     assert gm.quant_report.eval_only == (kind.__name__,)
-    assert f"as in eval mode, also in training: {kind.__name__}" in str(gm.quant_report)
+    assert f"computes in training what it computes in eval mode: {kind.__name__}" in str(gm.quant_report)
     assert not differs_in_training(gm.graph)
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
     assert {row.target for row in gm.quant_report if row.weight} == {"first.0", "second.0", "fc"}

@@ -8,8 +8,12 @@ from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-READS = Rule(output=False, reason="in the platform's list: the int8 kernel rounds its input and gives floats")
-FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: what is rounded before it stays so")
+READS = Rule(
+    output=False,
+    reason="in the platform's list: the int8 kernel rounds its input",
+    why_float_output="the kernel gives floats",
+)
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: keeps the rounding of its input")
 NOT_LISTED = "not in the platform's list of quantized ops"
 
 ARM_CPU = BackendSpec(
@@ -19,8 +23,8 @@ ARM_CPU = BackendSpec(
     rules=MappingProxyType({"conv2d": READS, "linear": READS, "pass_through": FOLLOWS, "identity": FOLLOWS}),
     left_float=MappingProxyType(
         {
-            "conv1d": "the platform's list has convolutions over two dimensions only",
-            "conv3d": "the platform's list has convolutions over two dimensions only",
+            "conv1d": "of convolutions the platform's list has only those over two dimensions",
+            "conv3d": "of convolutions the platform's list has only those over two dimensions",
         }
         | dict.fromkeys(
             ("weighted", "matmul", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup"),

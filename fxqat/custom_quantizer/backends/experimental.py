@@ -16,5 +16,5 @@ EXPERIMENTAL = replace(
     name="Experimental",
     weight=TensorQConfig(INT8_WEIGHT, observer="MSE", fake_quantize="Learnable"),
     activation=TensorQConfig(UINT8_ACTIVATION, observer="MSE", fake_quantize="Learnable"),
-    source="the seed's usage guide, backend note 4: for experiments",
+    source="fxqat's table for experiments: the placement of TSQAT with asymmetric activations",
 )

@@ -16,11 +16,13 @@ LEAST_WORK = 128
 """Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI: ``docs/ort_latency.rst``."""
 
 CONV = Rule(reason="QLinearConv: integers in and out")
-GEMM = Rule(output=False, reason="QGemm / MatMulIntegerToFloat: integers in, the output needs no rounding")
+GEMM = Rule(
+    output=False, reason="QGemm or MatMulIntegerToFloat: integers in", why_float_output="the kernel gives floats"
+)
 ADD = Rule(reason="QLinearAdd: integers in and out")
-AVERAGE = Rule(reason="QLinearGlobalAveragePool / QLinearAveragePool: integers in and out")
-CONCAT = Rule(share="all", reason="QLinearConcat on one scale copies integers")
-MOVES = Rule(inputs="none", share="all", reason="runs on the integers of its input, which it does not change")
+AVERAGE = Rule(reason="QLinearGlobalAveragePool or QLinearAveragePool: integers in and out")
+CONCAT = Rule(share="all", reason="QLinearConcat: copies integers, operands and result have one scale")
+MOVES = Rule(inputs="none", share="all", reason="moves values: copies the integers of its input")
 
 ONNXRUNTIME = BackendSpec(
     name="ONNXRuntime",
@@ -45,9 +47,9 @@ ONNXRUNTIME = BackendSpec(
     left_float=MappingProxyType(
         dict.fromkeys(
             ("weighted", "binary", "pool", "activation", "norm", "math", "resize"),
-            "no int8 kernel that is faster with its Q/DQ than float",
+            "ONNX Runtime has no int8 kernel for it that is faster than float, Q/DQ included",
         )
-        | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
+        | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     least_work=LEAST_WORK,
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc",

@@ -9,10 +9,14 @@ from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATIO
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-READS = Rule(output=False, reason="has quantized inputs in NNCF's list; the plugin places the output's rounding itself")
-RESIZES = Rule(output=False, share="all", reason="stays within the range of its input, and so on its scale")
-JOINS = Rule(share="all", reason="unified scales: joining the operands copies integers")
-FOLLOWS = Rule(inputs="none", output=False, share="all", reason="does not change values: runs in the type of its input")
+READS = Rule(
+    output=False,
+    reason="in NNCF's list of ops with quantized inputs",
+    why_float_output="the plugin decides where its output is rounded",
+)
+RESIZES = Rule(output=False, share="all", reason="stays within the range of its input and keeps its scale")
+JOINS = Rule(share="all", reason="unified scales: copies integers")
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: runs in the type of its input")
 
 OPENVINO = BackendSpec(
     name="OpenVINO",
@@ -28,9 +32,9 @@ OPENVINO = BackendSpec(
     left_float=MappingProxyType(
         dict.fromkeys(("binary", "concat", "math", "norm", "resize"), "not in NNCF's list of ops with quantized inputs")
         | {
-            "activation": "not in NNCF's list: part of the layer before it, or computed in float",
-            "scaled_dot_product_attention": "NNCF asks for symmetric inputs there, which this table has nowhere else",
-            "lookup": "a table that is looked up is not multiplied: only its size would shrink",
+            "activation": "not in NNCF's list of ops with quantized inputs",
+            "scaled_dot_product_attention": "NNCF wants symmetric inputs for it; those of this table are asymmetric",
+            "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
         }
     ),
     source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "

@@ -14,10 +14,12 @@ from fxqat.custom_quantizer.backends.schemes import (
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-COMPUTES = Rule(reason="an op of QNN: inputs and output are integers")
-RESIZES = Rule(share="all", reason="an op of QNN; stays within the range of its input, and so on its scale")
-JOINS = Rule(share="all", reason="operands and result have one encoding, so that joining them copies integers")
-MOVES = Rule(share="all", reason="moves values: the output has the encoding of the input")
+COMPUTES = Rule(reason="QNN computes it in integers")
+RESIZES = Rule(
+    share="all", reason="QNN computes it in integers; stays within the range of its input and keeps its encoding"
+)
+JOINS = Rule(share="all", reason="copies integers: operands and result have one encoding")
+MOVES = Rule(share="all", reason="moves values: keeps the encoding of its input")
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
 ACTIVATIONS = ("relu", "relu6", "clamp", "hardtanh", "prelu", "leaky_relu", "elu", "gelu", "hardswish", "hardsigmoid")
@@ -41,8 +43,10 @@ QNN = BackendSpec(
         {"linear": TensorQConfig(INT8_WEIGHT_PER_TENSOR, observer="MinMax", fake_quantize="Learnable")}
     ),
     left_float=MappingProxyType(
-        dict.fromkeys(("binary", "activation", "norm", "math", "resize"), "not among the integer ops of QNN")
-        | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
+        dict.fromkeys(
+            ("binary", "activation", "norm", "math", "resize"), "not among the ops that QNN computes in integers"
+        )
+        | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     source="ONNX Runtime documentation, 'QNN Execution Provider', supported operators; onnxruntime/quantization/"
     "execution_providers/qnn/quant_config.py (MatMul per tensor; sigmoid and tanh on fixed scales); ExecuTorch, "

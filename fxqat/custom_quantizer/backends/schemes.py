@@ -1,12 +1,12 @@
 """The integer schemes that several backends have in common.
 
-Scales have few significant bits: 5 for weights, 4 for activations. A product of two integers and their scales then
-needs so few bits that a float32 sum of a thousand of them is as good as always exact, and so the same in every runtime,
-whatever the order it adds in. With float32 scales the last bit of a sum depends on that order; about one value in a
-million falls on the other side of a rounding boundary, and a deep network spreads that over its output. A weight scale
-per channel is up to 1/16 larger than the range needs, one per tensor up to 1/32 off in either direction, an activation
-scale up to 1/16. Activations of 16 bits get 12: their sums are not exact anyhow, and 1/16 of the range is many steps.
-``scale_bits: 24`` gives float32 scales.
+Scales have few significant bits: 5 for weights, 4 for activations. The product of two integers and their scales then
+needs so few bits that a float32 sum of a thousand products is nearly always exact, and therefore the same in every
+runtime, whatever the order of addition. With float32 scales the last bit of a sum depends on that order; about one
+value in a million falls on the other side of a rounding boundary, and a deep network spreads that over its output. A
+weight scale per channel is up to 1/16 larger than the range needs, one per tensor is off by up to 1/32 in either
+direction, an activation scale by up to 1/16. Activations of 16 bits get 12 scale bits: their sums are not exact in any
+case, and 1/16 of the range is many steps. ``scale_bits: 24`` gives float32 scales.
 """
 
 from __future__ import annotations

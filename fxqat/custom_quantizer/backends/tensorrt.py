@@ -8,11 +8,16 @@ from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-READS = Rule(output=False, reason="an int8 kernel reads its inputs; TensorRT places the output's rounding itself")
+OUTPUT = "TensorRT decides where its output is rounded"
+READS = Rule(output=False, reason="an int8 kernel reads its inputs", why_float_output=OUTPUT)
 RESIDUAL = Rule(
-    inputs="residual", output=False, reason="only the shortcut is quantized; the other branch fuses into the layer"
+    inputs="residual",
+    output=False,
+    reason="reads its operands as int8, except the output of a layer that it is fused into",
+    why_float_output=OUTPUT,
 )
-FOLLOWS = Rule(inputs="none", output=False, share="all", reason="runs in the type of its input")
+FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: runs in the type of its input")
+POOL = Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input", why_float_output=OUTPUT)
 
 TENSORRT = BackendSpec(
     name="TensorRT",
@@ -23,9 +28,9 @@ TENSORRT = BackendSpec(
             "weighted": READS,
             "matmul": READS,
             "pool": READS,
-            "max_pool1d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
-            "max_pool2d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
-            "max_pool3d": Rule(output=False, share="all", reason="int8 pooling keeps the scale of its input"),
+            "max_pool1d": POOL,
+            "max_pool2d": POOL,
+            "max_pool3d": POOL,
             "add": RESIDUAL,
             "pass_through": FOLLOWS,
             "identity": FOLLOWS,
@@ -34,9 +39,9 @@ TENSORRT = BackendSpec(
     left_float=MappingProxyType(
         dict.fromkeys(
             ("binary", "concat", "activation", "norm", "math", "resize"),
-            "TensorRT fuses it or chooses its type; Q/DQ around it would forbid both",
+            "TensorRT fuses it or chooses its precision; Q/DQ around it would prevent both",
         )
-        | {"lookup": "a table that is looked up is not multiplied: only its size would shrink"}
+        | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     source="NVIDIA TensorRT documentation, 'Working with quantized types', Q/DQ placement recommendations",
 )

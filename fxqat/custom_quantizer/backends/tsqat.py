@@ -1,4 +1,4 @@
-"""TSQAT, the default: an int8 accelerator that runs the whole op table in integers."""
+"""TSQAT, the default: an int8 accelerator that computes the whole op table in integers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-COMPUTES = Rule(reason="in the op table: inputs and output are integers")
-MOVES = Rule(share="all", reason="moves values without changing them: output has the scale of its input")
-JOINS = Rule(share="all", reason="operands and result have one scale, so joining them copies integers")
+COMPUTES = Rule(reason="in the op table: computed in integers")
+MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
+JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 
 WHOLE_OP_TABLE = MappingProxyType(
     {
@@ -36,6 +36,6 @@ TSQAT = BackendSpec(
     fixed_ranges=MappingProxyType(
         {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
     ),
-    left_float=MappingProxyType({"lookup": "a table that is looked up is not multiplied: only its size would shrink"}),
-    source="the seed's usage guide: op table of 62 rows, backend note 4",
+    left_float=MappingProxyType({"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}),
+    source="fxqat's reference table: every op of docs/op_table.rst in integers",
 )

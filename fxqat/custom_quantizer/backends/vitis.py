@@ -1,7 +1,7 @@
 """Vitis: the DPU of Vitis AI, whose scales are powers of two, one per tensor.
 
-Their thresholds are learned (TQT): the gradient of LSQ is one for a scale that moves in small steps. What else the DPU
-does is not simulated: biases of 8 bits, halves rounded upwards, averages by a multiplication and a shift.
+Their thresholds are learned (TQT): the gradient of LSQ is for a scale that moves in small steps. Not simulated are the
+DPU's biases of 8 bits, its rounding of halves upwards, and its averages by a multiplication and a shift.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from fxqat.custom_quantizer.backends.schemes import INT8_POWER_OF_TWO
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
-COMPUTES = Rule(reason="runs on the DPU: inputs and output are integers")
-RESIZES = Rule(share="all", reason="runs on the DPU; stays within the range of its input, and so on its scale")
-JOINS = Rule(share="all", reason="operands and result have one scale, so that joining them copies integers")
-MOVES = Rule(share="all", reason="moves values: the output has the scale of the input")
+COMPUTES = Rule(reason="runs on the DPU, in integers")
+RESIZES = Rule(share="all", reason="runs on the DPU; stays within the range of its input and keeps its scale")
+JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
+MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 
 LEAST_SQUARES = TensorQConfig(
     INT8_POWER_OF_TWO, observer="MSE", fake_quantize="TQT", observer_args=MappingProxyType({"p": 2.0})

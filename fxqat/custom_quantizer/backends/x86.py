@@ -1,4 +1,4 @@
-"""X86: the int8 kernels of MKL-DNN in Paddle on x86 processors; ArmCPU's table and products of activations."""
+"""X86: the int8 kernels of MKL-DNN in Paddle on x86 processors; ArmCPU's table plus products of activations."""
 
 from __future__ import annotations
 

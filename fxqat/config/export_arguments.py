@@ -1,0 +1,71 @@
+"""The checks of ``convert_export``'s arguments, before any work is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fxqat.errors import ExportError
+from fxqat.utils.files import check_writable
+from fxqat.utils.tensors import flatten_tensors, map_tensors
+
+
+def example_tuple(example_inputs: Any) -> tuple[Any, ...]:
+    """The example inputs as a tuple, on the CPU and without gradients.
+
+    Raises:
+        ExportError: they are neither a tensor nor a sequence, or hold no tensor, or an empty one.
+    """
+    if not isinstance(example_inputs, (Tensor, tuple, list)):
+        raise ExportError(f"example_inputs must be a tensor or a tuple of inputs, got {type(example_inputs).__name__}")
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    tensors = flatten_tensors(inputs)
+    if not tensors or any(tensor.numel() == 0 for tensor in tensors):
+        raise ExportError("example_inputs must hold at least one tensor, and none of them may be empty")
+    return map_tensors(inputs, lambda tensor: tensor.detach().cpu())  # type: ignore[no-any-return]
+
+
+def check_weights(weights: str) -> None:
+    """Check the kind of weights in the file.
+
+    Raises:
+        ExportError: it is neither ``"integer"`` nor ``"float"``.
+    """
+    if weights not in ("integer", "float"):
+        raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
+
+
+def check_names(input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> None:
+    """Check names of inputs and outputs.
+
+    Raises:
+        ExportError: they are no sequences of strings, or two names are the same.
+    """
+    for what, names in (("input_names", input_names), ("output_names", output_names)):
+        if names is None:
+            continue
+        if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+            raise ExportError(f"{what} must be a sequence of non-empty strings, got {names!r}")
+        if len(set(names)) != len(names):
+            raise ExportError(f"{what} must be different from each other, got {list(names)}")
+    both = set(input_names or ()) & set(output_names or ())
+    if both:
+        raise ExportError(f"input_names and output_names have {both} in common")
+
+
+def check_paths(*paths: str | os.PathLike[str] | None) -> None:
+    """Check that every file can be written; None is a file that was not asked for.
+
+    Raises:
+        ExportError: two paths are the same, or one cannot be written.
+    """
+    given = [Path(path).resolve() for path in paths if path is not None]
+    if len(set(given)) != len(given):
+        raise ExportError(f"the ONNX file and the parameter file have the same path {given[0]}")
+    for path in paths:
+        if path is not None:
+            check_writable(path, ExportError)

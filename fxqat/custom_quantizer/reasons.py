@@ -1,0 +1,140 @@
+"""The reasons of the report: for every node, why its value and weight are quantized or stay float."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, SINGULARITY, Read, common_reason
+from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.custom_quantizer.value_kinds import NO_RANGE
+from fxqat.ops.table import CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
+from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
+from fxqat.utils.node_meta import Kind
+
+DECODES_POSITIONS = "post-processing: decodes positions after the last layer with a weight"
+TOO_COSTLY = "conversions would cost too much"
+ADDED = "asked for by extra_quantizer_dict"
+SOURCES = {"placeholder": "input of the model", "get_attr": "tensor of the model"}
+CREATED = "tensor that the model creates"
+FAMILY_REASONS = {
+    NOT_FLOAT: "gives sizes, indices or booleans",
+    RECURRENT: "recurrent layers stay float",
+    OPAQUE: "not an op of fxqat's table",
+    CONSTRUCTOR: CREATED,
+    UNBOUNDED: NO_RANGE,
+}
+
+
+class Reasons:
+    """Puts the decisions about the nodes of a graph into words.
+
+    Args:
+        spec: the backend.
+        requests: of all nodes.
+        kinds: of all nodes.
+        always_float: the nodes that stay float on every backend, and why.
+        left_float: the reads that stay float, and why.
+        values: how the values are quantized, for the nodes whose value is.
+    """
+
+    def __init__(
+        self,
+        spec: BackendSpec,
+        requests: Mapping[fx.Node, Request],
+        kinds: Mapping[fx.Node, Kind],
+        always_float: Mapping[fx.Node, str],
+        left_float: Mapping[Read, str],
+        values: Mapping[fx.Node, ValueQuant],
+    ) -> None:
+        self.spec = spec
+        self.requests = requests
+        self.kinds = kinds
+        self.always_float = always_float
+        self.left_float = left_float
+        self.values = values
+        groups = [value.group for value in values.values()]
+        self._group_sizes = {group: groups.count(group) for group in set(groups)}
+
+    def status(self, node: fx.Node) -> str:
+        """What became of the value and the weight of a node."""
+        value = self.values.get(node)
+        if value is None:
+            return FLOAT if self.requests[node].weight is None else QUANTIZED
+        return SHARES if value.on_grid or self._group_sizes[value.group] > 1 else QUANTIZED
+
+    def reason(self, node: fx.Node) -> str:
+        """Why, as clauses: about the op, the user's overrides, its operands, its value, and the scale it shares."""
+        if node in self.always_float:
+            return self.always_float[node]
+        request, value = self.requests[node], self.values.get(node)
+        clauses = [self._about_op(node), *(f"changed by {where}" for where in request.overridden_by)]
+        clauses.append(self._about_operands(node))
+        if value is None:
+            clauses.append(self._why_value_is_float(node))
+        elif value.readers is not None:
+            clauses.append(f"read quantized by {', '.join(sorted(value.readers))}")
+        if value is not None and self._group_sizes[value.group] > 1:
+            clauses.append(f"one scale for {self._group_sizes[value.group]} values")
+        return "; ".join(clause for clause in clauses if clause)
+
+    def _about_op(self, node: fx.Node) -> str:
+        """Why the op computes in integers or in float; empty if another clause says it."""
+        request, value = self.requests[node], self.values.get(node)
+        host = self._host(node)
+        if host is not None:
+            rule = self.requests[host].rule
+            return f"runs inside {host.name}" + (f": {rule.reason}" if rule and rule.output and value else "")
+        if request.rule is None:
+            if value is None or self._is_source(node) or request.excluded:
+                return request.why_float
+            return f"computed in float: {request.reason}"
+        if request.moves_values and (value is None or not value.on_grid):
+            return "moves values" if value is None else "moves float values"
+        reads_integers = request.weight is not None or any(operand in self.values for operand in request.operands)
+        return request.reason if value is not None or reads_integers or request.moves_values else ""
+
+    def _about_operands(self, node: fx.Node) -> str:
+        """Which operands are read float that the rule would read quantized."""
+        request = self.requests[node]
+        if request.rule is None or request.moves_values or (node not in self.values and request.weight is None):
+            return ""
+        reasons = {self.left_float.get((operand, node)) for operand in node.all_input_nodes}
+        if SINGULARITY in reasons:
+            return "reads an operand float: rounding could make it zero, where the op is singular"
+        return "reads its operands float" if BY_OVERRIDE in reasons else ""
+
+    def _why_value_is_float(self, node: fx.Node) -> str:
+        """Why a value is not quantized; empty if the clause about the op says it."""
+        request = self.requests[node]
+        if self.kinds[node] is Kind.OTHER:
+            return "not a float tensor" if node.op in SOURCES else ""
+        if request.rule is None and not self._is_source(node) and self._host(node) is None:
+            return ""
+        activation = fused_activation(node, request.op, self.spec)
+        if activation is not None and activation in self.values:
+            return f"quantized after {activation.name}"
+        if request.output is None and request.output_rank:
+            return "its value is left float"
+        refused = common_reason(node, self.left_float)
+        if refused is not None:
+            return refused
+        if request.moves_values and not any(operand in self.values for operand in node.all_input_nodes):
+            return "its operand is float"
+        if request.rule is not None and request.rule.why_float_output:
+            return request.rule.why_float_output
+        if node.users and all(self.kinds[user] is Kind.OTHER and user.op != "output" for user in node.users):
+            return "only its size or indices are used"
+        return "no quantized op reads it"
+
+    def _host(self, node: fx.Node) -> fx.Node | None:
+        """The op with a rule inside which the backend runs an activation that has no rule itself."""
+        request = self.requests[node]
+        around = op_around(node, self.spec) if request.rule is None and not request.excluded else None
+        return around if around is not None and self.requests[around].rule is not None else None
+
+    def _is_source(self, node: fx.Node) -> bool:
+        """Whether a node computes nothing: an input or tensor of the model, or a new tensor."""
+        return node.op in SOURCES or self.requests[node].op.family == CONSTRUCTOR
