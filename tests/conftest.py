@@ -1,10 +1,14 @@
-"""Golden files: text that a change of behaviour shows up in as a diff to review."""
+"""Golden files, whose diff shows a change of behaviour for review; and the processes that tests of ranks share."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.distributed_worker import WORLD
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
@@ -34,3 +38,25 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], str]:
         return path.read_text(encoding="utf-8")
 
     return expected
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the files that two processes under gloo wrote: see ``tests.distributed_worker``.
+
+    Starting them takes longer than all they do, so they run once. Tests that use them are in the xdist group "ranks".
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    module = [sys.executable, "-m", "tests.distributed_worker"]
+    root = Path(__file__).resolve().parents[1]
+    processes = [
+        subprocess.Popen([*module, str(rank), str(WORLD), str(folder)], cwd=root, stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD)
+    ]
+    try:
+        messages = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * WORLD, "\n".join(text[-3000:] for text in messages)
+    return folder

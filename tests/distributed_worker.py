@@ -1,4 +1,4 @@
-"""One of the processes of ``test_distributed``: calibrates, trains and saves models under DDP, and says what it has.
+"""One of two processes under gloo: calibrates observers, and calibrates, trains and saves models under DDP.
 
     python -m tests.distributed_worker RANK WORLD_SIZE FOLDER
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+WORLD = 2
 BATCHES = 2
 CASES = {"TSQAT": False, "Experimental": True}  # backend: calibrated without torch.no_grad(), as one forgets it
 SHARE = 4  # samples of a rank in a batch
@@ -78,7 +79,9 @@ def main(rank: int, world: int, folder: Path) -> None:
         importlib.import_module("fxqat")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     fxqat = importlib.import_module("fxqat")
+    torch.save(importlib.import_module("tests.observer.gloo_worker").results(rank), folder / f"observers{rank}.pt")
     for backend in CASES:
+        (folder / backend).mkdir(exist_ok=True)
         torch.save(one_case(fxqat, rank, world, folder / backend, backend), folder / backend / f"rank{rank}.pth")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """Two processes under gloo: one range, one model, one file."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +9,16 @@ import torch
 from torch import Tensor
 
 import fxqat
-from tests.distributed_worker import CASES, CONFIG, SHARE, calibrate, data, snapshot, targets, train_step
+from tests.distributed_worker import CASES, CONFIG, SHARE, WORLD, calibrate, data, snapshot, targets, train_step
 from tests.export_models import build, deployed_outputs, run_file
 
-ROOT = Path(__file__).resolve().parents[1]
-WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of what the ranks wrote."""
-    where = tmp_path_factory.mktemp("ranks")
-    for backend in CASES:
-        (where / backend).mkdir()
-    commands = [
-        [sys.executable, "-m", "tests.distributed_worker", str(rank), str(WORLD), str(where)] for rank in range(WORLD)
-    ]
-    ranks = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        messages = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * WORLD, "\n".join(message[-3000:] for message in messages)
-    return where
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(params=CASES)
-def run(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Path, list[Any]]:
+def run(request: pytest.FixtureRequest, ranks: Path) -> tuple[str, Path, list[Any]]:
     """The backend, the folder of its files, and what each rank reports."""
-    here = folder / request.param
+    here = ranks / request.param
     return request.param, here, [torch.load(here / f"rank{rank}.pth") for rank in range(WORLD)]
 
 

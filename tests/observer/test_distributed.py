@@ -6,28 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import spawn
 
 from fxqat.numerics import choose_qparams
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
-from tests.observer.gloo_worker import WHOLE, batches_of, quantizers, work
+from tests.observer.gloo_worker import WHOLE, batches_of, quantizers
 
+pytestmark = pytest.mark.xdist_group("ranks")
 Results = list[dict[str, Any]]
 UNITED = (*(name for name in OBSERVERS if name not in WHOLE), "per_channel")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(ranks: Path) -> Results:
     """What both ranks saved; rank 0 imports fxqat before the process group exists, rank 1 after."""
-    folder = tmp_path_factory.mktemp("gloo")
-    spawn(work, args=(2, str(folder)), nprocs=2)
-    return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    return [torch.load(ranks / f"observers{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", UNITED)
-def test_ranks_agree_on_the_union_of_their_ranges(ranks: Results, name: str) -> None:
-    first, second = (rank["quantizers"][name] for rank in ranks)
+def test_ranks_agree_on_the_union_of_their_ranges(results: Results, name: str) -> None:
+    first, second = (rank["quantizers"][name] for rank in results)
     assert not torch.equal(first["local_min"], second["local_min"])
     for key, union in (("min", torch.minimum), ("max", torch.maximum)):
         assert torch.equal(first[key], second[key])
@@ -35,8 +33,8 @@ def test_ranks_agree_on_the_union_of_their_ranges(ranks: Results, name: str) -> 
 
 
 @pytest.mark.parametrize("name", UNITED)
-def test_scales_are_identical_and_those_of_the_union(ranks: Results, name: str) -> None:
-    first, second = (rank["quantizers"][name] for rank in ranks)
+def test_scales_are_identical_and_those_of_the_union(results: Results, name: str) -> None:
+    first, second = (rank["quantizers"][name] for rank in results)
     whole = QuantizeScheme(per_channel=True) if name == "per_channel" else QuantizeScheme(signed=False, symmetric=False)
     scale, zero_point = choose_qparams(first["min"], first["max"], whole)
     assert torch.equal(first["scale"], second["scale"])
@@ -45,13 +43,13 @@ def test_scales_are_identical_and_those_of_the_union(ranks: Results, name: str) 
     assert torch.equal(second["zero_point"], zero_point)
 
 
-def test_min_max_is_that_of_all_data_though_ranks_had_different_numbers_of_batches(ranks: Results) -> None:
+def test_min_max_is_that_of_all_data_though_ranks_had_different_numbers_of_batches(results: Results) -> None:
     batches = [batch for rank in range(2) for batch in batches_of(rank)]
     assert len(batches_of(0)) != len(batches_of(1))
     everything = torch.cat(batches)
-    assert ranks[0]["quantizers"]["MinMax"]["min"] == everything.min()
-    assert ranks[0]["quantizers"]["MinMax"]["max"] == everything.max()
-    assert torch.equal(ranks[0]["quantizers"]["per_channel"]["max"], everything.amax((0, 2, 3)))
+    assert results[0]["quantizers"]["MinMax"]["min"] == everything.min()
+    assert results[0]["quantizers"]["MinMax"]["max"] == everything.max()
+    assert torch.equal(results[0]["quantizers"]["per_channel"]["max"], everything.amax((0, 2, 3)))
 
 
 def alone(batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -74,10 +72,10 @@ def assert_as_alone(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
         torch.testing.assert_close(found[key] * share, expected[key], rtol=rtol, atol=0.0, msg=key)
 
 
-def test_the_range_is_the_one_of_a_process_that_sees_all_data(ranks: Results) -> None:
+def test_the_range_is_the_one_of_a_process_that_sees_all_data(results: Results) -> None:
     expected = alone([batch for rank in range(2) for batch in batches_of(rank)])
     for name in WHOLE:
-        first, second = (rank["quantizers"][name] for rank in ranks)
+        first, second = (rank["quantizers"][name] for rank in results)
         rtol = 1e-6 if name == "Average" else 0.0
         for key in ("min", "max", "scale", "zero_point"):
             at = f"{name}.observer.{key}_val" if key in ("min", "max") else f"{name}.{key}"
@@ -85,26 +83,26 @@ def test_the_range_is_the_one_of_a_process_that_sees_all_data(ranks: Results) ->
             torch.testing.assert_close(first[key], expected[at], rtol=rtol, atol=0.0, msg=at)
 
 
-def test_calibration_can_go_on_after_the_ranks_agreed(ranks: Results) -> None:
+def test_calibration_can_go_on_after_the_ranks_agreed(results: Results) -> None:
     everything = [batch for rank in range(2) for batch in batches_of(rank)]
     expected = alone([batch[half::2] * (half + 1) for half in range(2) for batch in everything])
-    for rank, name in itertools.product(ranks, WHOLE):
+    for rank, name in itertools.product(results, WHOLE):
         assert_as_alone(rank["again"], expected, name)
 
 
-def test_a_rank_without_data_has_the_range_of_the_other(ranks: Results) -> None:
+def test_a_rank_without_data_has_the_range_of_the_other(results: Results) -> None:
     expected = alone(batches_of(1))
-    for rank, name in itertools.product(ranks, ("MinMax", *WHOLE)):
+    for rank, name in itertools.product(results, ("MinMax", *WHOLE)):
         assert_as_alone(rank["one_empty"], expected, name)
 
 
-def test_a_fixed_range_stays(ranks: Results) -> None:
-    for rank in ranks:
+def test_a_fixed_range_stays(results: Results) -> None:
+    for rank in results:
         assert (rank["one_empty"]["fixed.observer.min_val"], rank["one_empty"]["fixed.observer.max_val"]) == (0.0, 1.0)
         assert rank["one_empty"]["fixed.scale"] == torch.tensor(1.0) / 127
 
 
-def test_nan_on_one_rank_is_an_error_on_both(ranks: Results) -> None:
-    messages = [rank["nan"]["raised"] for rank in ranks]
+def test_nan_on_one_rank_is_an_error_on_both(results: Results) -> None:
+    messages = [rank["nan"]["raised"] for rank in results]
     assert "NaN" in messages[0]
     assert "NaN" in messages[1]

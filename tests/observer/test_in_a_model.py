@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,37 +15,41 @@ from fxqat.observer.observers import OBSERVERS
 from tests.models import calibrated, inputs
 from tests.observer.test_base import UINT8, builder
 
-
-def config(weight: str, activation: str, **scheme: Any) -> dict[str, Any]:
-    return {
-        "extra_qconfig_dict": {"w_observer": weight, "a_observer": activation, "w_qscheme": scheme, "a_qscheme": scheme}
-    }
+END = "_act_fake_quant"
 
 
-@pytest.mark.parametrize(
-    ("backend", "weight", "activation", "scheme"),
-    [
-        ("TSQAT", "LSQPlusObserver", "KLDObserver", {}),
-        ("TSQAT", "PoTFloor", "PoTMode", {"pot_scale": True}),
-        ("ONNXRuntime", "HistogramL2", "EMAQuantileObserver", {}),
-    ],
-)
-def test_what_they_choose_is_exported(
-    backend: str, weight: str, activation: str, scheme: dict[str, Any], tmp_path: Path
-) -> None:
-    gm = calibrated("conv_bn_relu", backend, config(weight, activation, **scheme))
-    quants = [quant for _, quant in named_fake_quants(gm) if quant.scheme.fixed_range is None]
-    assert {type(quant.observer) for quant in quants} >= {OBSERVERS["LSQPlus" if "LSQ" in weight else weight]}
-    for quant in quants:
+LAYERS = {
+    "conv1": ("LSQPlusObserver", "KLDObserver", {}),
+    "conv2": ("PoTFloor", "PoTMode", {"pot_scale": True}),
+    "fc": ("HistogramL2", "EMAQuantileObserver", {}),
+}
+"""The observers of the weight and of the output of each layer, as written, and their scheme."""
+
+
+def test_what_they_choose_is_exported(tmp_path: Path) -> None:
+    overrides = [
+        {"match": {"module": path}, "weight": {"observer": weight} | scheme, "output": {"observer": output} | scheme}
+        for path, (weight, output, scheme) in LAYERS.items()
+    ]
+    gm = calibrated("conv_bn_relu", "Experimental", {"overrides": overrides})
+    quants = dict(named_fake_quants(gm))
+    found = [type(quants[f"{path}{end}"].observer) for path in LAYERS for end in (".weight_fake_quant", END)]
+    names = ("LSQPlus", "KL", "PoTFloor", "PoTMode", "HistogramL2", "Percentile")
+    assert found == [OBSERVERS[name] for name in names]
+    for name, quant in quants.items():
         scale, zero_point = choose_qparams(quant.observer.min_val, quant.observer.max_val, quant.scheme)
-        assert torch.equal(quant.scale, scale)
-        assert torch.equal(quant.zero_point, zero_point)
+        assert torch.equal(quant.scale, scale), name
+        assert torch.equal(quant.zero_point, zero_point), name
     # raises ParityError where ONNX Runtime computes anything else
     convert_export(gm, inputs("conv_bn_relu"), tmp_path / "model.onnx", tmp_path / "model.json")
     tensors = json.loads((tmp_path / "model.json").read_text())["tensors"].values()
-    scales = [scale for tensor in tensors if tensor["kind"] != "bias" for scale in tensor["scale"]]
-    assert len(scales) > 10
-    assert all(math.frexp(scale)[0] == 0.5 for scale in scales) == ("PoT" in weight)
+    for path in LAYERS:
+        owners = (path, f"{path}{END}")
+        of_layer = [tensor for tensor in tensors if tensor["kind"] != "bias" and tensor["module"] in owners]
+        scales = [scale for tensor in of_layer for scale in tensor["scale"]]
+        assert len(of_layer) == 2
+        assert len(scales) > 5
+        assert all(math.frexp(scale)[0] == 0.5 for scale in scales) == (path == "conv2"), path
 
 
 @pytest.mark.parametrize("name", ["Average", "Percentile", "KL", "PoTMode"])
