@@ -87,10 +87,7 @@ def classes(model: nn.Module, images: Tensor) -> Tensor:
 def calibrated(model: nn.Module, backend: str, images: Tensor) -> nn.Module:
     """Prepared and calibrated, quantization on."""
     gm = fxqat.prepare_by_platform(model, backend, is_qat=False)
-    fxqat.enable_calibration(gm)
-    with torch.no_grad():
-        for x in images.split(16):
-            gm(x)
+    fxqat.calibrate(gm, images.split(16))
     fxqat.enable_quantization(gm)
     return gm.eval()
 

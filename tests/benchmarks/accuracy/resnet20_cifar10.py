@@ -155,12 +155,9 @@ def accuracy(model: nn.Module, data: Data) -> float:
 def calibrated(model: nn.Module, setting: Setting, data: Data, draw: int = 0) -> nn.Module:
     """Prepared and calibrated on a draw of 512 training images, quantization on."""
     gm = fxqat.prepare_by_platform(model, setting.backend, setting.config())
-    fxqat.enable_calibration(gm)
     generator = torch.Generator().manual_seed(draw)
     pick = torch.randperm(len(data.train_x), generator=generator)[:512]
-    with torch.no_grad():
-        for x in data.train_x[pick].split(128):
-            gm(x)
+    fxqat.calibrate(gm, data.train_x[pick].split(128))
     fxqat.enable_quantization(gm)
     return gm
 

@@ -41,7 +41,7 @@ def build(name: str, device: str) -> nn.Module:
 def quantized(model: nn.Module, x: torch.Tensor, backend: str, bn_mode: str) -> nn.Module:
     """The model prepared by fxqat: calibrated on one batch, fake-quant on, observers off."""
     gm = fxqat.prepare_by_platform(model, backend, {"bn_mode": bn_mode})
-    calibrate(gm, x, fxqat.enable_calibration)
+    fxqat.calibrate(gm, [x], progress=False)
     fxqat.enable_quantization(gm)
     return gm.train()
 
@@ -54,18 +54,12 @@ def torch_fx(model: nn.Module, x: torch.Tensor) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gm = prepare_qat_fx(copy.deepcopy(model), ao.get_default_qat_qconfig_mapping("x86"), (x,))
-    calibrate(gm, x, lambda model: model.apply(ao.enable_observer))
+    gm.eval().apply(ao.enable_observer)
+    with torch.no_grad():
+        gm(x)
     gm.apply(ao.enable_fake_quant)
     gm.apply(ao.disable_observer)
     return gm.train()
-
-
-def calibrate(gm: nn.Module, x: torch.Tensor, enable: Callable[[nn.Module], object]) -> None:
-    """Run one batch through the observers, in eval mode."""
-    gm.eval()
-    enable(gm)
-    with torch.no_grad():
-        gm(x)
 
 
 def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Step:

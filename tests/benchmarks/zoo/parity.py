@@ -99,10 +99,7 @@ def run(name: str, backend: BackendType, image: int, folder: Path) -> Cell:
     example = torch.randn(1, 3, image, image)
     batches = [torch.randn(4, 3, image, image) for _ in range(2)]
     gm = fxqat.prepare_by_platform(model.eval(), backend, example_inputs=(example,))
-    fxqat.enable_calibration(gm)
-    with torch.no_grad():
-        for batch in batches:
-            gm(batch)
+    fxqat.calibrate(gm, batches)
     fxqat.enable_quantization(gm)
     gm.train()
     optimizer = torch.optim.SGD(gm.parameters(), lr=1e-4, momentum=0.9)

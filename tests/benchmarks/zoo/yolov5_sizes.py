@@ -39,9 +39,7 @@ def measure(generation: str, size: str, backend: str) -> dict[str, Any]:
     began = time.perf_counter()
     gm = prepared(Yolo(size, len(CLASSES), generation).eval(), {"img": SIDE, "backend": backend, "quant_config": None})
     report = gm.eval().quant_report
-    fxqat.enable_calibration(gm)
-    with torch.no_grad():
-        gm(torch.rand(4, 3, SIDE, SIDE))
+    fxqat.calibrate(gm, [torch.rand(4, 3, SIDE, SIDE)], progress=False)
     fxqat.enable_quantization(gm)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "yolo.onnx"

@@ -192,9 +192,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 def train_a_step(gm: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Calibrate and train one step."""
-    fxqat.enable_calibration(gm)
-    with torch.no_grad():
-        gm(*inputs)
+    fxqat.calibrate(gm, [inputs], progress=False)
     fxqat.enable_quantization(gm)
     gm.train()
     optimizer = torch.optim.SGD(gm.parameters(), lr=1e-4, momentum=0.9)
