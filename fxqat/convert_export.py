@@ -1,11 +1,10 @@
-"""The way out: a trained model in, a proven QDQ ONNX file and its parameters out."""
+"""The way out: a trained model in, a QDQ ONNX file, its parameters and its certificate out."""
 
 from __future__ import annotations
 
 import json
 import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,27 +12,29 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-import torch
 from torch import Tensor, nn
 
-from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
-from fxqat.errors import ExportError, ParityError
+from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple
+from fxqat.custom_symbolic_opset import run_exporter
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
-from fxqat.onnx import verify as parity
-from fxqat.onnx.clamps import write_clamps
-from fxqat.onnx.names import name_outputs, name_tensors
-from fxqat.onnx.narrow_types import store_narrow
-from fxqat.onnx.opset import DEFAULT, check_opset, convert, opset_for, opset_of
+from fxqat.onnx.clamps import WriteClamps
+from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.name_outputs import NameOutputs
+from fxqat.onnx.name_tensors import NameTensors, tensors_of
+from fxqat.onnx.narrow_types import StoreNarrow
+from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
-from fxqat.onnx.simplify import simplify
-from fxqat.onnx.verify import ParityCertificate
+from fxqat.onnx.run_passes import run_passes
+from fxqat.onnx.simplify import Simplify
+from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import capture
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.lower import Lowered, default_output_names, lower, normalize_inputs
-from fxqat.quantization.raw_inputs import InputStats, Normalizers, normalized_inputs, parse_input_stats, raw_inputs
+from fxqat.quantization.lower import lower
+from fxqat.quantization.raw_inputs import InputStats, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.scheme import QuantizedTensor
-from fxqat.utils.files import atomic_path, check_writable
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.files import atomic_path
+from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import unwrap
 
 
@@ -111,43 +112,47 @@ def convert_export(
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = _prepared(model)
-    inputs = _inputs(example_inputs)
+    inputs = example_tuple(example_inputs)
     if opset_version is not None:
         check_opset(opset_version)
-    if weights not in ("integer", "float"):
-        raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
-    _check_names("input_names", input_names)
-    _check_names("output_names", output_names)
-    if input_names and output_names and set(input_names) & set(output_names):
-        raise ExportError(f"input_names and output_names have {set(input_names) & set(output_names)} in common")
-    _check_paths(file_path, file_path_json)
+    check_weights(weights)
+    check_names(input_names, output_names)
+    check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
     require_calibrated(gm)
-    lowered = lower(gm, weights, opset_version or DEFAULT)
+
+    lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
-    deployed = normalize_inputs(lowered, normalizers)
-    program = _run_exporter(deployed, inputs, input_names, output_names, dynamic_batch)
-    _check_count("input_names", input_names, len(program.graph.inputs))
-    _check_count("output_names", output_names, len(program.graph.outputs))
-    if output_names is None:
-        name_outputs(program, default_output_names(gm))
-    names = name_tensors(program, deployed.tensors)
-    lost = sorted(deployed.tensors[path].name for path in set(deployed.tensors) - set(names))
-    if lost:
-        raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
-    proto = ir.to_proto(program)
-    if opset_version != NATIVE_OPSET:
-        proto = convert(proto, opset_version)
-    proto = write_clamps(store_narrow(proto, names.values()))
-    _check_model(proto, opset_version)
+    expected = capture(gm, inputs, normalizers) if verify else None
+
+    exported = run_exporter(lowered.module, inputs, input_names, output_names, dynamic_batch)
+
+    passes = [
+        Simplify(),
+        NameOutputs(output_names or lowered.output_names),
+        NameTensors(lowered.tensors),
+        ConvertOpset(opset_version),
+        StoreNarrow(),
+        WriteClamps(),
+    ]
+    finished = run_passes(exported, passes)
+    proto, named = ir.to_proto(finished), tensors_of(finished)
+    tensors = tuple(named.values())
+
+    check_model(proto, opset_version)
     if weights == "integer":
-        check_params(proto, names.values())
-    in_file = {lowered.tensors[path].name: tensor.name for path, tensor in names.items()}
-    certificate = _certify(gm, proto, inputs, normalizers, in_file) if verify else None
-    raw = _raw_by_name(proto, inputs, normalizers)
-    document = params_document(names.values(), gm.provenance.backend, opset_version, raw)
-    return _write(proto, document, certificate, Path(file_path), file_path_json, tuple(names.values()))
+        check_params(proto, tensors)
+    certificate = None
+    if expected is not None:
+        integers, outputs = expected
+        activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
+        in_file = {named[path].name: integers[tensor.name] for path, tensor in activations.items()}
+        certificate = require_parity(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
+
+    raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
+    document = params_document(tensors, gm.provenance.backend, opset_version, raw)
+    return _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
 
 
 def _prepared(model: nn.Module) -> QuantGraphModule:
@@ -158,117 +163,6 @@ def _prepared(model: nn.Module) -> QuantGraphModule:
             f"got {type(model).__name__}"
         )
     return gm
-
-
-def _inputs(example_inputs: tuple[Any, ...] | Tensor) -> tuple[Any, ...]:
-    if not isinstance(example_inputs, (Tensor, tuple, list)):
-        raise ExportError(f"example_inputs must be a tensor or a tuple of inputs, got {type(example_inputs).__name__}")
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-    tensors = flatten_tensors(inputs)
-    if not tensors or any(tensor.numel() == 0 for tensor in tensors):
-        raise ExportError("example_inputs must hold at least one tensor, and none of them may be empty")
-    return map_tensors(inputs, lambda tensor: tensor.detach().cpu())  # type: ignore[no-any-return]
-
-
-def _check_paths(*paths: str | os.PathLike[str] | None) -> None:
-    """Fail before the work, not after it."""
-    given = [Path(path).resolve() for path in paths if path is not None]
-    if len(set(given)) != len(given):
-        raise ExportError(f"the ONNX file and the parameter file have the same path {given[0]}")
-    for path in paths:
-        if path is not None:
-            check_writable(path, ExportError)
-
-
-def _check_names(what: str, names: Sequence[str] | None) -> None:
-    if names is None:
-        return
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise ExportError(f"{what} must be a sequence of non-empty strings, got {names!r}")
-    if len(set(names)) != len(names):
-        raise ExportError(f"{what} must be different from each other, got {list(names)}")
-
-
-def _check_count(what: str, names: Sequence[str] | None, count: int) -> None:
-    if names is not None and len(names) != count:
-        raise ExportError(f"{what}: the model has {count}, got {len(names)} names {list(names)}")
-
-
-def _run_exporter(
-    lowered: Lowered,
-    inputs: tuple[Any, ...],
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
-    dynamic_batch: bool,
-) -> ir.Model:
-    if dynamic_batch:  # a batch of 1 would be taken for a constant
-        inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.shape[0] == 1 else t)
-    batch = torch.export.Dim("batch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            program = torch.onnx.export(
-                lowered.module,
-                (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # a last dict is taken for keywords
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-                opset_version=NATIVE_OPSET,
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_shapes=map_tensors(inputs, lambda _: {0: batch}) if dynamic_batch else None,
-                custom_translation_table=translation_table(),
-            )
-        except Exception as cause:  # the exporter wraps every kind of failure
-            raise ExportError(f"torch.onnx.export failed: {cause}") from cause
-    if program is None:
-        raise ExportError("torch.onnx.export returned no program")
-    _check_batch(program.model, dynamic_batch)
-    return simplify(program.model)
-
-
-def _check_batch(model: ir.Model, dynamic_batch: bool) -> None:
-    fixed = [value.name for value in model.graph.inputs if value.shape is not None and isinstance(value.shape[0], int)]
-    if dynamic_batch and fixed:
-        raise ExportError(
-            f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
-            "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
-        )
-
-
-def _check_model(proto: onnx.ModelProto, opset_version: int) -> None:
-    if opset_of(proto) != opset_version:
-        raise ExportError(f"asked for opset {opset_version}, the exporter reached {opset_of(proto)}")
-    try:
-        onnx.checker.check_model(proto, full_check=True)
-    except Exception as cause:  # checker and shape inference have separate error types
-        raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
-
-
-def _certify(
-    gm: QuantGraphModule,
-    proto: onnx.ModelProto,
-    inputs: tuple[Any, ...],
-    normalizers: Normalizers,
-    names: dict[str, str],
-) -> ParityCertificate:
-    integers, outputs = capture(gm, normalized_inputs(inputs, normalizers))
-    in_file = {names[name]: values for name, values in integers.items() if name in names}
-    certificate = parity.verify(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
-    if not certificate.passed:
-        raise ParityError(
-            f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
-        )
-    return certificate
-
-
-def _raw_by_name(
-    proto: onnx.ModelProto, inputs: tuple[Any, ...], normalizers: Normalizers
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Mean and std of each raw input, by its name in the file, where nested inputs are several."""
-    owners = [place for place, value in enumerate(inputs) for _ in flatten_tensors(value)]
-    pairs = [(value.name, normalizers[place]) for value, place in zip(proto.graph.input, owners, strict=True)]
-    return {name: (n.mean.reshape(-1).tolist(), n.std.reshape(-1).tolist()) for name, n in pairs if n is not None}
 
 
 def _write(

@@ -1,25 +1,87 @@
-"""The translations to ONNX that torch's exporter lacks: the table that one export is given.
+"""From torch to ONNX: torch's exporter runs, with the translations of operators that it lacks.
 
-Nothing is registered with torch's exporter; the table is built for each export and passed to it.
+Nothing is registered with torch's exporter: the table of translations is built for each export and passed to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxscript
 import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
+from torch import nn
 
+from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
+from fxqat.utils.tensors import map_tensors
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
 NATIVE_OPSET = 18
-"""The opset the translations are written in, and the oldest that torch's exporter writes."""
+"""The opset that the translations are written in, and the oldest that torch's exporter writes."""
+
+
+def run_exporter(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = False,
+) -> ir.Model:
+    """Run torch's exporter.
+
+    Args:
+        module: the lowered graph.
+        inputs: example inputs.
+        input_names: names of the model's inputs; by default those of the module's arguments.
+        output_names: names of the model's outputs; by default the exporter chooses them.
+        dynamic_batch: leave the first dimension of every input open.
+
+    Returns:
+        The model, in ``NATIVE_OPSET``.
+
+    Raises:
+        ExportError: the exporter fails, the number of names is wrong, or the model's code fixes the batch size.
+    """
+    if dynamic_batch:  # torch.export treats a batch of 1 as a constant
+        inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.shape[0] == 1 else t)
+    batch = torch.export.Dim("batch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.onnx.export(
+                module,
+                (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                opset_version=NATIVE_OPSET,
+                input_names=input_names,
+                output_names=output_names,
+                dynamic_shapes=map_tensors(inputs, lambda _: {0: batch}) if dynamic_batch else None,
+                custom_translation_table=translation_table(),
+            )
+        except Exception as cause:  # the exporter wraps every kind of failure
+            raise ExportError(f"torch.onnx.export failed: {cause}") from cause
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program")
+    graph = program.model.graph
+    for what, names, values in (("input", input_names, graph.inputs), ("output", output_names, graph.outputs)):
+        if names is not None and len(names) != len(values):
+            raise ExportError(f"{what}_names: the model has {len(values)}, got {len(names)} names {list(names)}")
+    fixed = [value.name for value in graph.inputs if value.shape is not None and isinstance(value.shape[0], int)]
+    if dynamic_batch and fixed:
+        raise ExportError(
+            f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
+            "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
+        )
+    return program.model
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

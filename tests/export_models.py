@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from onnx import numpy_helper
@@ -288,6 +289,14 @@ def quantized_values(model: onnx.ModelProto, inputs: Sequence[Tensor]) -> dict[s
 def steps_apart(a: np.ndarray, b: np.ndarray, scale: np.ndarray | float) -> np.ndarray:
     """How many quantization steps two rounded values are apart."""
     return np.abs(np.rint((a.astype(np.float64) - b) / scale)).astype(np.int64)
+
+
+def after(model: onnx.ModelProto, *passes: ir.passes.PassBase) -> onnx.ModelProto:
+    """A model after passes; the one given is not changed."""
+    work = ir.from_proto(model)
+    for each in passes:
+        work = each(work).model
+    return ir.to_proto(work)
 
 
 def constants(model: onnx.ModelProto) -> dict[str, np.ndarray]:

@@ -272,6 +272,7 @@ GRAPH_PASSES = (
     "quantization.standardize",
     "quantization.fuse",
     "quantization.insert",
+    "quantization.raw_inputs",
     "quantization.lower",
     "utils.train_eval_graph",
 )

@@ -1,8 +1,11 @@
-"""Clamps: Relu and Clip before a Q node of 4 or 2 bits are written as Max and Min, which compute the same.
+"""Write Relu and Clip before a QuantizeLinear of 4 or 2 bits as Max and Min, which compute the same.
 
-ONNX Runtime (seen in 1.31) drops a Relu before such a node whatever its zero point is, and so computes something else
-at its default optimization level; at a Clip it fails. Its rules know the types of 8 and 16 bits only. They also see a
-clamp that stands behind operators that move values, because it pulls Q nodes through those.
+1. ``Relu(x)`` becomes ``Max(x, 0)``;
+2. ``Clip(x, low, high)`` becomes ``Min(Max(x, low), high)``, without the bound that it does not have.
+
+ONNX Runtime (seen in 1.31) drops a Relu before such a node whatever the zero point is, and so computes something else
+at its default optimization level; at a Clip it fails. Its rules only know the types of 8 and 16 bits. They also find a
+clamp that is followed by operators which move values, because ONNX Runtime pulls QuantizeLinear through these.
 
 Source: ONNX Runtime, ``optimizer/qdq_transformer``: ``relu_quantizelinear.cc``, ``clip_quantizelinear.cc`` and
 ``qdq_propagation.cc``.
@@ -11,45 +14,48 @@ Source: ONNX Runtime, ``optimizer/qdq_transformer``: ``relu_quantizelinear.cc``,
 from __future__ import annotations
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
 
 from fxqat.onnx.narrow_types import NARROW
 
 MOVING = ("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 ZERO = "fxqat_zero"
-"""The initializer that Max compares with in place of Relu."""
+"""The initializer that replaces Relu's zero."""
 
 
-def write_clamps(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Rewrite those clamps, in place, and return the model."""
-    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    producers = {name: node for node in model.graph.node for name in node.output}
-    clamps = set()
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and types[node.input[2]] in NARROW.values():
-            source = producers.get(node.input[0])
-            while source is not None and source.op_type in MOVING:
-                source = producers.get(source.input[0])
-            if source is not None and (
-                source.op_type == "Relu" or (source.op_type == "Clip" and any(source.input[1:]))
-            ):
-                clamps.add(source.output[0])
-    if clamps:
-        nodes = [new for old in model.graph.node for new in (_bounded(old) if old.output[0] in clamps else [old])]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
-        model.graph.initializer.append(numpy_helper.from_array(np.zeros((), np.float32), ZERO))
-    return model
+class WriteClamps(ir.passes.InPlacePass):
+    """Rewrite the clamps before narrow QuantizeLinear nodes."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Rewrite the clamps in place."""
+        found = dict.fromkeys(clamp for node in model.graph if (clamp := _clamp_before(node)) is not None)
+        if found:
+            zero = ir.Value(name=ZERO, const_value=ir.tensor(np.zeros((), np.float32), name=ZERO))
+            model.graph.register_initializer(zero)
+            for clamp in found:
+                _rewrite(model.graph, clamp, zero)
+        return ir.passes.PassResult(model, modified=bool(found))
 
 
-def _bounded(clamp: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """``Max(x, 0)`` of a Relu; ``Min(Max(x, low), high)`` of a Clip, less the bound that it does not have."""
-    bounds = [("Max", ZERO)] if clamp.op_type == "Relu" else zip(("Max", "Min"), clamp.input[1:], strict=False)
-    given = [(kind, bound) for kind, bound in bounds if bound]
-    names = [f"{clamp.output[0]}_bounded", clamp.output[0]][-len(given) :]
-    sources = [clamp.input[0], *names]
-    return [
-        helper.make_node(kind, [source, bound], [name], name=f"{clamp.name}_{kind.lower()}")
-        for (kind, bound), source, name in zip(given, sources, names, strict=False)
-    ]
+def _clamp_before(node: ir.Node) -> ir.Node | None:
+    """The Relu or Clip whose result a narrow QuantizeLinear reads, None if there is none."""
+    if node.op_type != "QuantizeLinear" or node.inputs[2].const_value.dtype not in NARROW.values():
+        return None
+    source = node.inputs[0].producer()
+    while source is not None and source.op_type in MOVING:
+        source = source.inputs[0].producer()
+    if source is None or source.op_type not in ("Relu", "Clip"):
+        return None
+    return source if source.op_type == "Relu" or any(source.inputs[1:]) else None
+
+
+def _rewrite(graph: ir.Graph, clamp: ir.Node, zero: ir.Value) -> None:
+    old = clamp.outputs[0]
+    bounds = [("Max", zero)] if clamp.op_type == "Relu" else zip(("Max", "Min"), clamp.inputs[1:], strict=False)
+    value, nodes = clamp.inputs[0], []
+    for kind, bound in bounds:
+        if bound is not None:
+            nodes.append(ir.node(kind, [value, bound], name=f"{clamp.name}_{kind.lower()}"))
+            value = nodes[-1].outputs[0]
+            value.name = f"{old.name}_bounded"
+    ir.convenience.replace_nodes_and_values(graph, clamp, [clamp], nodes, [old], [value])

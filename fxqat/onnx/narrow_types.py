@@ -1,55 +1,44 @@
-"""Storage: tensors of 4 and of 2 bits, which torch holds in bytes, get their own types, two and four values to a byte.
+"""Store tensors of 4 and 2 bits in types of 4 and 2 bits; torch holds them in bytes.
 
-For every quantized tensor whose type is narrower than 8 bits:
+For every quantized tensor with such a type:
 
-1. its zero point, and its integers if they are stored, become tensors of that type;
-2. what QuantizeLinear gives is of the type of its zero point: the value's declared type follows.
+1. its zero point, and its integers if they are stored, get that type, two or four values to a byte;
+2. the result of its QuantizeLinear has the type of the zero point: the declared type of the value follows.
 
 Source: ONNX INT4 and UINT4 (opset 21, IR version 10), INT2 and UINT2 (opset 25, IR version 13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnx_ir as ir
 
-from fxqat.scheme import QuantizedTensor
+from fxqat.onnx.name_tensors import tensors_of
 
-NARROW = {name.lower(): TensorProto.DataType.Value(name) for name in ("INT4", "UINT4", "INT2", "UINT2")}
-
-
-def store_narrow(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> onnx.ModelProto:
-    """Give narrow tensors their types.
-
-    Args:
-        model: a model of an opset that has them; changed in place.
-        tensors: what its quantized tensors are, by the names in the model.
-
-    Returns:
-        The model.
-    """
-    types = {tensor.name: NARROW[tensor.dtype] for tensor in tensors if tensor.dtype in NARROW}
-    initializers: dict[str, int] = {}
-    values: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.op_type == "QuantizeLinear" and node.input[0] in types:
-            values[node.output[0]] = initializers[node.input[2]] = types[node.input[0]]
-        elif node.op_type == "DequantizeLinear" and node.output[0] in types:
-            initializers[node.input[0]] = initializers[node.input[2]] = types[node.output[0]]
-    for tensor in model.graph.initializer:
-        if tensor.name in initializers:
-            tensor.CopyFrom(_packed(tensor, initializers[tensor.name]))
-    for value in model.graph.value_info:
-        if value.name in values:
-            value.type.tensor_type.elem_type = values[value.name]
-    return model
+NARROW = {name.lower(): ir.DataType[name] for name in ("INT4", "UINT4", "INT2", "UINT2")}
 
 
-def _packed(tensor: TensorProto, data_type: int) -> TensorProto:
-    integers = numpy_helper.to_array(tensor)
-    packed = integers.astype(helper.tensor_dtype_to_np_dtype(data_type))
+class StoreNarrow(ir.passes.InPlacePass):
+    """Give narrow tensors their types, in a model of an opset that has these types."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Change the types in place."""
+        types = {record.name: NARROW[record.dtype] for record in tensors_of(model).values() if record.dtype in NARROW}
+        for node in model.graph:
+            if node.op_type == "QuantizeLinear" and node.inputs[0].name in types:
+                dtype = types[node.inputs[0].name]
+                _pack(node.inputs[2], dtype)  # case 1
+                node.outputs[0].type = ir.TensorType(dtype)  # case 2
+            elif node.op_type == "DequantizeLinear" and node.outputs[0].name in types:
+                for value in (node.inputs[0], node.inputs[2]):
+                    _pack(value, types[node.outputs[0].name])  # case 1
+        return ir.passes.PassResult(model, modified=bool(types))
+
+
+def _pack(value: ir.Value, dtype: ir.DataType) -> None:
+    """Store an initializer in a narrower type."""
+    integers = value.const_value.numpy()
+    packed = integers.astype(dtype.numpy())
     assert np.array_equal(packed.astype(integers.dtype), integers)  # clamped to the range when they were made
-    return numpy_helper.from_array(packed, tensor.name)
+    value.const_value = ir.Tensor(packed, dtype=dtype, name=value.name)
+    value.type = None if value.type is None else ir.TensorType(dtype)

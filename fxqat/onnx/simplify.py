@@ -1,9 +1,10 @@
-"""Simplify: what the exporter leaves of shape arithmetic is folded, what nothing reads is removed.
+"""Simplify: fold constants and remove what no one reads.
 
-So are the exporter's notes on how it came to each node: they tell paths of the machine that exported and names of no
-meaning outside, and are often longer than the graph.
+1. shape arithmetic on constants is folded;
+2. identities, unread nodes and unread initializers are removed;
+3. the exporter's notes are removed: they name paths of the exporting machine, and are often longer than the graph.
 
-Initializers are not merged: two tensors of equal scale keep a scale of their own name.
+Initializers are not merged: two tensors of equal scale keep a scale each, under their own names.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 
 
-def simplify(model: ir.Model) -> ir.Model:
-    """Fold constants, drop identities, unread nodes and initializers, and notes, in place."""
-    optimizer.fold_constants(model)
-    for simplification in (
-        common.IdentityEliminationPass(),
-        common.RemoveUnusedNodesPass(),
-        common.ClearMetadataAndDocStringPass(),
-    ):
-        simplification(model)
-    model.metadata_props.clear()
-    made = (value for node in model.graph.all_nodes() for value in node.outputs)
-    for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
-        value.metadata_props.clear()
-    return model
+class Simplify(ir.passes.InPlacePass):
+    """Fold constants; remove identities, unread nodes and initializers, and notes."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Simplify the model in place."""
+        optimizer.fold_constants(model)  # case 1
+        common.IdentityEliminationPass()(model)  # case 2
+        common.RemoveUnusedNodesPass()(model)
+        common.ClearMetadataAndDocStringPass()(model)  # case 3; it leaves those of the model and of values
+        model.metadata_props.clear()
+        made = (value for node in model.graph.all_nodes() for value in node.outputs)
+        for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
+            value.metadata_props.clear()
+        return ir.passes.PassResult(model, modified=True)

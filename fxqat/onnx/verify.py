@@ -32,6 +32,8 @@ import onnx
 import onnxruntime as ort
 from prettytable import PrettyTable
 
+from fxqat.errors import ExportError, ParityError
+from fxqat.onnx.opset import opset_of
 from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
 
 MAX_OFF_BY_ONE = 0.005
@@ -213,6 +215,40 @@ def verify(
         first_diverging=next((t.name for t in tensors if t.free.off > 0), None),
         onnxruntime_version=ort.__version__,
     )
+
+
+def require_parity(
+    model: onnx.ModelProto,
+    inputs: Sequence[np.ndarray],
+    integers: Mapping[str, np.ndarray],
+    outputs: Sequence[np.ndarray],
+) -> ParityCertificate:
+    """The certificate of :func:`verify`, if it passes.
+
+    Raises:
+        ParityError: it does not.
+        ExportError: ONNX Runtime cannot load or run the model.
+    """
+    certificate = verify(model, inputs, integers, outputs)
+    if not certificate.passed:
+        raise ParityError(
+            f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
+        )
+    return certificate
+
+
+def check_model(model: onnx.ModelProto, opset_version: int) -> None:
+    """Check the model with ``onnx.checker``, in full.
+
+    Raises:
+        ExportError: the checker rejects it, or it has another opset.
+    """
+    if opset_of(model) != opset_version:
+        raise ExportError(f"asked for opset {opset_version}, the exporter reached {opset_of(model)}")
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as cause:  # checker and shape inference have separate error types
+        raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
 
 
 def _optimized(output: OutputParity) -> str:

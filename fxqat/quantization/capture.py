@@ -1,64 +1,54 @@
-"""Capture: what the fake-quant model computes, as the integers that the exported file should compute."""
+"""Capture: what the fake-quant model computes, as the integers that the exported file must compute."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.nn.deployed import Normalize
 from fxqat.numerics import quantize
+from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.contexts import hooked
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
-def deployed_copy(gm: QuantGraphModule) -> QuantGraphModule:
-    """A copy on the CPU that computes what is deployed: eval mode, every fake-quant on, every observer off."""
-    work = copy.deepcopy(gm).cpu().eval()
-    for _, quant in named_fake_quants(work):
-        quant.observer_enabled = False
-        quant.fake_quant_enabled = True
-    return work
-
-
 @torch.no_grad()
-def capture(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+def capture(
+    gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence[Normalize | None] = ()
+) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Run a deployed copy and record every quantized value.
 
     Args:
         gm: the prepared model; not changed.
-        inputs: the model's inputs.
+        inputs: inputs of the file, raw where there is a normalizer.
+        normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
 
     Returns:
         ``(integers, outputs)``: int32 arrays by tensor name, and the model's float outputs in order.
+
+    Raises:
+        ExportError: the model does not run on the inputs.
     """
-    work = deployed_copy(gm)
+    work = deployed_copy(gm, normalizers)
     integers: dict[str, np.ndarray] = {}
-    with _recording(work, integers):
-        outputs = flatten_tensors(work(*map_tensors(inputs, lambda tensor: tensor.detach().cpu())))
-    return integers, [output.detach().numpy() for output in outputs]
 
-
-@contextmanager
-def _recording(gm: nn.Module, integers: dict[str, np.ndarray]) -> Iterator[None]:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
-        scheme = module.scheme
-        scale, zero_point = module.qparams()  # type: ignore[operator]
-        q = quantize(args[0], scale, zero_point, scheme.quant_min, scheme.quant_max)  # type: ignore[union-attr,arg-type]
+    def record(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
+        scale, zero_point = quant.qparams()  # type: ignore[operator]
+        scheme: Any = quant.scheme
+        q = quantize(args[0], scale, zero_point, scheme.quant_min, scheme.quant_max)
         integers[kwargs["tensor_name"]] = q.to(torch.int32).numpy()
 
-    hooks = [
-        quant.register_forward_hook(record, with_kwargs=True)
-        for _, quant in named_fake_quants(gm)
-        if quant.kind == "act_fake_quant"
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
+    with hooked(activations, record, with_kwargs=True):
+        try:
+            outputs = flatten_tensors(work(*map_tensors(inputs, lambda tensor: tensor.detach().cpu())))
+        except Exception as cause:  # the user's model may raise anything
+            raise ExportError(f"the model does not run on example_inputs: {cause}") from cause
+    return integers, [output.detach().numpy() for output in outputs]

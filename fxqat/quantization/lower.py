@@ -1,19 +1,18 @@
 """Lower: the prepared model becomes the graph that is exported.
 
-1. what runs in training only is dropped;
-2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of their products;
-3. each call of a fake-quant becomes a Q/DQ pair of its own, so that every quantized value keeps its name;
-4. fused layers that stayed float are folded too;
-5. an input that is to be raw is normalised first.
+On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
-The prepared model is copied; the copy is on the CPU, in eval mode, and without autograd.
+1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name;
+2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of the products;
+3. fused layers that stayed float are folded;
+4. attention becomes the four-dimensional one, which torch's exporter can translate;
+5. dataclasses in the output become dicts.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from fxqat.nn.bias import quantize_bias
 from fxqat.nn.deployed import Normalize, QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
-from fxqat.utils.fx_graph import called_module, set_module, unique_name
-from fxqat.utils.train_eval_graph import graph_of_mode, select_mode
+from fxqat.utils.fx_graph import called_module, set_module
 from fxqat.utils.unused_names import unused_name
 
 
@@ -38,80 +37,56 @@ class Lowered:
 
     Args:
         module: the graph module.
-        tensors: for the path of every Q/DQ or stored tensor in it, what the tensor is.
+        tensors: the record of each Q/DQ pair and stored tensor, by its path in the module.
+        output_names: default names of the outputs: the keys of a mapping, ``output``, or ``output_0`` and so on.
     """
 
     module: fx.GraphModule
     tensors: dict[str, QuantizedTensor]
+    output_names: tuple[str, ...]
 
 
 @torch.no_grad()
-def lower(gm: QuantGraphModule, weights: str = "integer", opset_version: int = 18) -> Lowered:
+def lower(
+    gm: QuantGraphModule,
+    weights: str = "integer",
+    opset_version: int = 18,
+    normalizers: Sequence[Normalize | None] = (),
+) -> Lowered:
     """Lower a calibrated model.
 
     Args:
         gm: the prepared model; not changed.
-        weights: ``"integer"`` stores weights as integers, ``"float"`` as floats behind a Q/DQ pair.
+        weights: ``"integer"`` stores weights as integers, ``"float"`` as floats before a Q/DQ pair.
         opset_version: opset of the file, which decides on the integer types.
+        normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
     """
-    work = copy.deepcopy(gm).cpu().eval().requires_grad_(False)
-    select_mode(work.graph, training=False)
+    work = deployed_copy(gm, normalizers)
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
         if isinstance(module, FakeQuantizeBase):
-            state.lower_activation(node, module)
+            state.lower_activation(node, module)  # case 1
         elif isinstance(module, QATLayer):
-            state.lower_layer(node, module)
+            state.lower_layer(node, module)  # case 2
         elif isinstance(module, FusedLayer):
-            state.lower_float_layer(node, module)
+            state.lower_float_layer(node, module)  # case 3
         elif node.target is F.scaled_dot_product_attention:
-            node.target = attention
+            node.target = attention  # case 4
     output = next(node for node in work.graph.nodes if node.op == "output")
-    output.args = (_without_dataclasses(output.args[0]),)
+    output.args = (_without_dataclasses(output.args[0]),)  # case 5
     work.graph.eliminate_dead_code()
     work.delete_all_unused_submodules()
     work.graph.lint()
     work.recompile()
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
-    return Lowered(fx.GraphModule(work, work.graph, type(gm).__name__).eval(), tensors)
-
-
-def normalize_inputs(lowered: Lowered, normalizers: Sequence[Normalize | None]) -> Lowered:
-    """Let a lowered graph take raw inputs, in place.
-
-    Args:
-        lowered: the graph.
-        normalizers: what each input passes through, None for nothing. What is quantized then is ``<input>_normalized``.
-    """
-    gm, tensors = lowered.module, dict(lowered.tensors)
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, normalizer in zip(placeholders, normalizers, strict=False):  # arguments that are left out come last
-        if normalizer is None:
-            continue
-        path = unique_name(gm, f"{node.target}_normalized")
-        gm.add_submodule(path, normalizer)
-        for user in node.users:
-            if user.target in tensors:
-                record = tensors[str(user.target)]
-                tensors[str(user.target)] = replace(record, name=f"{record.name}_normalized")
-        with gm.graph.inserting_after(placeholders[-1]):
-            value = gm.graph.call_module(path, (node,))
-        node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
-    gm.recompile()
-    return Lowered(gm, tensors)
-
-
-def default_output_names(gm: fx.GraphModule) -> list[str]:
-    """Names for the model's outputs: the keys of a mapping, ``output``, or ``output_0`` and so on."""
-    result = next(node for node in graph_of_mode(gm.graph, training=False).nodes if node.op == "output").args[0]
-    names = list(_names_in(_without_dataclasses(result), ""))
-    return names if names != [""] else ["output"]
+    module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
+    return Lowered(module, tensors, tuple(_output_names(output.args[0], "")))
 
 
 def _without_dataclasses(value: Any) -> Any:
-    """The model's output with dataclasses as dicts of their fields, which every exporter knows."""
+    """The model's output, with dicts of fields in place of dataclasses."""
     if isinstance(value, fx.Node):
         is_made = value.op == "call_function" and is_dataclass(value.target)
         return {name: _without_dataclasses(item) for name, item in value.kwargs.items()} if is_made else value
@@ -122,15 +97,15 @@ def _without_dataclasses(value: Any) -> Any:
     return value
 
 
-def _names_in(value: object, prefix: str) -> Iterator[str]:
+def _output_names(value: object, prefix: str) -> Iterator[str]:
     if isinstance(value, fx.Node):
-        yield prefix
+        yield prefix or "output"
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _names_in(item, f"{prefix}_{key}" if prefix else str(key))
+            yield from _output_names(item, f"{prefix}_{key}" if prefix else str(key))
     elif isinstance(value, (tuple, list)):
         for number, item in enumerate(value):
-            yield from _names_in(item, f"{prefix or 'output'}_{number}")
+            yield from _output_names(item, f"{prefix or 'output'}_{number}")
 
 
 class _Lowering:

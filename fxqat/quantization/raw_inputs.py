@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxqat.errors import ExportError
 from fxqat.nn.deployed import Normalize
+from fxqat.utils.fx_graph import unique_name
+from fxqat.utils.tensors import flatten_tensors
 
 InputStats = Sequence[tuple[Any, Any] | None]
 Normalizers = tuple[Normalize | None, ...]
@@ -47,9 +49,40 @@ def raw_inputs(inputs: tuple[Any, ...], normalizers: Normalizers) -> tuple[Any, 
     return tuple(x if normalize is None else _as_uint8(i, x) for i, (x, normalize) in enumerate(pairs))
 
 
-def normalized_inputs(raw: tuple[Any, ...], normalizers: Normalizers) -> tuple[Any, ...]:
-    """The inputs that the prepared model takes instead of raw ones."""
-    return tuple(x if normalize is None else normalize(x) for x, normalize in zip(raw, normalizers, strict=True))
+def normalize_inputs(gm: fx.GraphModule, normalizers: Sequence[Normalize | None]) -> None:
+    """Let a graph take raw inputs, in place: they are normalized before anything reads them.
+
+    Args:
+        gm: the graph; a quantized input ``x`` is named ``x_normalized`` afterwards.
+        normalizers: what each input passes through, None for nothing.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, normalizer in zip(placeholders, normalizers, strict=False):  # optional arguments may be left out
+        if normalizer is None:
+            continue
+        path = unique_name(gm, f"{node.target}_normalized")
+        gm.add_submodule(path, normalizer)
+        for user in list(node.users):
+            if "tensor_name" in user.kwargs:
+                user.update_kwarg("tensor_name", f"{user.kwargs['tensor_name']}_normalized")
+        with gm.graph.inserting_after(placeholders[-1]):
+            value = gm.graph.call_module(path, (node,))
+        node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
+
+
+def stats_by_name(
+    names: Sequence[str], inputs: tuple[Any, ...], normalizers: Normalizers
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Mean and std of each raw input, by its name in the file.
+
+    Args:
+        names: names of the file's inputs; nested example inputs have several.
+        inputs: example inputs.
+        normalizers: one for each example input.
+    """
+    places = [place for place, value in enumerate(inputs) for _ in flatten_tensors(value)]
+    pairs = [(name, normalizers[place]) for name, place in zip(names, places, strict=True)]
+    return {name: (n.mean.reshape(-1).tolist(), n.std.reshape(-1).tolist()) for name, n in pairs if n is not None}
 
 
 def _normalizer(place: int, stats: Any, x: Any) -> Normalize:

@@ -2,11 +2,13 @@
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from fxqat.onnx.narrow_types import store_narrow
+from fxqat.onnx.name_tensors import RECORDS
+from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from tests.export_models import run_session, session
 
@@ -36,12 +38,14 @@ def model_of(weight: np.ndarray, zero_point: np.ndarray) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)], ir_version=13)
 
 
-def records(x: str, w: str) -> list[QuantizedTensor]:
-    scheme = QuantizeScheme(4)
-    return [
-        QuantizedTensor("x", "activation", "x", x, scheme, None, (0.5,), (0,)),
-        QuantizedTensor("w", "weight", "w", w, scheme, 0, (1.0, 2.0, 3.0), (0, 0, 0)),
-    ]
+def narrow(model: onnx.ModelProto, x: str, w: str) -> onnx.ModelProto:
+    """The model after the pass, if its records say that x and w have these types."""
+    scheme, work = QuantizeScheme(4), ir.from_proto(model)
+    work.meta[RECORDS] = {
+        "0": QuantizedTensor("x", "activation", "x", x, scheme, None, (0.5,), (0,)),
+        "1": QuantizedTensor("w", "weight", "w", w, scheme, 0, (1.0, 2.0, 3.0), (0, 0, 0)),
+    }
+    return ir.to_proto(StoreNarrow()(work).model)
 
 
 def types_of(model: onnx.ModelProto) -> dict[str, str]:
@@ -58,7 +62,7 @@ def test_a_narrow_tensor_has_its_type_its_values_and_its_size(dtype: str) -> Non
     random = np.random.default_rng(0)
     byte = np.int8 if low < 0 else np.uint8
     weight, zero_point = (random.integers(low, high + 1, shape).astype(byte) for shape in ((3, 5), 3))
-    model = store_narrow(model_of(weight, zero_point), records(dtype, dtype))
+    model = narrow(model_of(weight, zero_point), dtype, dtype)
     onnx.checker.check_model(model, full_check=True)
     assert set(types_of(model).values()) == {dtype}
     assert len(types_of(model)) == 4
@@ -76,7 +80,7 @@ def test_a_narrow_tensor_has_its_type_its_values_and_its_size(dtype: str) -> Non
 @pytest.mark.parametrize(("x", "w"), [("int8", "int4"), ("int4", "int8"), ("int8", "int8")])
 def test_each_tensor_is_stored_for_itself(x: str, w: str) -> None:
     weight, zero_point = np.arange(-8, 7, dtype=np.int8).reshape(3, 5), np.array([1, -8, 7], np.int8)
-    model = store_narrow(model_of(weight, zero_point), records(x, w))
+    model = narrow(model_of(weight, zero_point), x, w)
     onnx.checker.check_model(model, full_check=True)
     wanted = {"x_zero_point": x, "x_quantized": x, "w_quantized": w, "w_zero_point": w}
     assert types_of(model) == wanted

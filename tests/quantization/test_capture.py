@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from fxqat import disable_all
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.quantization.capture import capture, deployed_copy
+from fxqat.quantization.capture import capture
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
-from tests.models import BACKENDS, TOYS, calibrated, inputs, prepared
+from tests.models import BACKENDS, TOYS, calibrated, inputs
 
 
 def quantizers(gm):
@@ -66,10 +67,9 @@ def test_the_model_is_not_changed():
     assert not any(module._forward_hooks for module in gm.modules())
 
 
-def test_the_deployed_copy_is_switched_on():
-    gm = prepared("two_readers").train()
-    work = deployed_copy(gm)
-    assert not any(module.training for module in work.modules())
-    assert all(quant.fake_quant_enabled and not quant.observer_enabled for _, quant in named_fake_quants(work))
-    assert not {id(p) for p in work.parameters()} & {id(p) for p in gm.parameters()}
-    assert gm.training
+def test_inputs_that_do_not_fit_are_an_export_error():
+    gm = calibrated("residual")
+    with pytest.raises(ExportError, match="does not run on example_inputs: .*channels") as caught:
+        capture(gm, (inputs("residual")[0][:, :1],))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert not any(module._forward_hooks for module in gm.modules())

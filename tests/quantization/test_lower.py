@@ -7,7 +7,7 @@ from torch import nn
 from fxqat.nn.deployed import QuantizeDequantize, StoredTensor
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.capture import deployed_copy
+from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.lower import lower
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import BACKENDS, TOYS, calibrated, inputs

@@ -15,7 +15,7 @@ from fxqat import load_quant_params, prepare_by_platform
 from fxqat.convert_export import convert_export
 from fxqat.errors import ExportError
 from fxqat.onnx.quant_params import schema
-from fxqat.quantization.raw_inputs import normalized_inputs, parse_input_stats, raw_inputs
+from fxqat.quantization.raw_inputs import parse_input_stats, raw_inputs, stats_by_name
 from tests.export_models import (
     calibrate,
     quantized_values,
@@ -171,7 +171,6 @@ def test_normalising_is_what_it_says():
     np.testing.assert_allclose(normalize(x).numpy(), expected, rtol=1e-5, atol=1e-6)
     assert parse_input_stats(None, (x, x)) == (None, None)
     assert raw_inputs((x,), (None,))[0] is x
-    assert normalized_inputs((x,), (None,))[0] is x
     tensors = parse_input_stats([(torch.tensor(STATS[0]), np.array(STATS[1]))], (x,))
     assert torch.equal(tensors[0](x), normalize(x))
 
@@ -210,3 +209,13 @@ def test_statistics_are_of_tensors():
     with pytest.raises(ExportError, match="the input must be a tensor, example_inputs has list"):
         parse_input_stats([STATS], ([images(1)],))
     assert parse_input_stats([None], ([images(1)],)) == (None,)
+
+
+def test_statistics_are_found_by_the_name_of_the_input_in_the_file():
+    x = images(1)
+    inputs = ([x, x], x, x)
+    normalizers = parse_input_stats([None, STATS, (128.0, 64.0)], inputs)
+    found = stats_by_name(["a", "b", "left", "right"], inputs, normalizers)
+    assert list(found) == ["left", "right"]
+    assert found["right"] == ([128.0], [64.0])
+    np.testing.assert_allclose(found["left"], STATS, rtol=1e-6)

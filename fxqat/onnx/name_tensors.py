@@ -1,36 +1,61 @@
-"""Names: every quantized tensor gets the name it has in the prepared model.
+"""Give every quantized tensor the name that it has in the prepared model.
 
 With NAME the tensor's name:
 
 1. a Q/DQ pair: the value that is quantized is NAME, its integers NAME_quantized, its rounded values NAME_dequantized,
-   the parameters NAME_scale and NAME_zero_point;
+   its parameters NAME_scale and NAME_zero_point;
 2. a stored tensor: its integers are NAME_quantized and its real values NAME;
-3. inputs and outputs of the model keep their names; a quantized input is known by the input's name.
+3. inputs and outputs of the model keep their names; a quantized input or output is known by that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
 
+from fxqat.errors import ParityError
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.unused_names import unused_name
 
+RECORDS = "fxqat.tensors"
+"""Key of the records in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
 
-def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """Rename in place.
+
+class NameTensors(ir.passes.InPlacePass):
+    """Rename the tensors, and keep their records with the names in the file: see :func:`tensors_of`.
 
     Args:
-        model: the exported model, in which initializers are named ``<path>.<buffer>``.
-        tensors: what the tensor at each path is.
+        tensors: the record of the tensor at each path; initializers are named ``<path>.<buffer>``.
 
-    Returns:
-        The tensors by the same paths, with the names they really have in the file.
+    Raises:
+        ParityError: a tensor is not in the model.
     """
-    graph = model.graph
-    fixed = {value.name for value in (*graph.inputs, *graph.outputs)}
+
+    def __init__(self, tensors: Mapping[str, QuantizedTensor]) -> None:
+        self.tensors = tensors
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Rename the tensors in place."""
+        named = _name_values(model.graph, self.tensors)
+        lost = sorted(tensor.name for path, tensor in self.tensors.items() if path not in named)
+        if lost:
+            raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
+        _name_parameters(model.graph, named)
+        model.meta[RECORDS] = named
+        return ir.passes.PassResult(model, modified=bool(named))
+
+
+def tensors_of(model: ir.Model) -> dict[str, QuantizedTensor]:
+    """The quantized tensors of a model after :class:`NameTensors`, by their paths in the lowered graph."""
+    found: dict[str, QuantizedTensor] = model.meta[RECORDS]
+    return found
+
+
+def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
+    """Name everything but the parameters; the result has the names in the file."""
+    fixed = {value.name for value in (*graph.inputs, *graph.outputs)}  # case 3
     taken = {value.name for node in graph for value in node.outputs if value.name} | fixed
     _clear_the_way(graph, {tensor.name for tensor in tensors.values()}, fixed, taken)
     named: dict[str, QuantizedTensor] = {}
@@ -39,29 +64,20 @@ def name_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> dic
         if path is None:
             continue
         record = tensors[path]
-        if node.op_type == "QuantizeLinear":
+        if node.op_type == "QuantizeLinear":  # case 1
             source = node.inputs[0]
             assert source is not None
             _rename(source, record.name, fixed, taken)
             _rename(node.outputs[0], f"{record.name}_quantized", fixed, taken)
             named[path] = replace(record, name=str(source.name))
-        else:
-            stored = node.inputs[0] is not None and node.inputs[0].is_initializer()
-            if stored and path in named:
-                continue
-            _rename(node.outputs[0], record.name if stored else f"{record.name}_dequantized", fixed, taken)
-            if stored:
-                named[path] = replace(record, name=str(node.outputs[0].name))
-    _name_parameters(graph, named)
+            continue
+        is_stored = node.inputs[0] is not None and node.inputs[0].is_initializer()
+        if not is_stored:
+            _rename(node.outputs[0], f"{record.name}_dequantized", fixed, taken)
+        elif path not in named:  # case 2; a layer that is called twice reads its weight twice
+            _rename(node.outputs[0], record.name, fixed, taken)
+            named[path] = replace(record, name=str(node.outputs[0].name))
     return named
-
-
-def name_outputs(model: ir.Model, names: Sequence[str]) -> None:
-    """Name the outputs in place; nothing happens if there are not as many of them as names."""
-    outputs = model.graph.outputs
-    if len(outputs) == len(names) and not any(value.is_graph_input() for value in outputs):
-        for value, name in zip(outputs, names, strict=True):
-            value.name = name
 
 
 def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | None:
@@ -72,7 +88,7 @@ def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | Non
 
 
 def _clear_the_way(graph: ir.Graph, names: set[str], fixed: set[str | None], taken: set[str | None]) -> None:
-    """Rename the exporter's own values that hold a name which one of ours is to have."""
+    """Rename the exporter's own values whose names our tensors need."""
     for node in graph:
         for value in node.outputs:
             if value.name in names:

@@ -1,0 +1,101 @@
+"""Convert the model to the opset that was asked for, with ONNX's own converter.
+
+A model that has this opset already stays as it is. Elsewhere the converter needs help:
+
+1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes;
+2. it keeps attributes that an older operator does not have: those with their default value are dropped;
+3. it has no step from opset 14 to 13 for operators that only take more integer types in 14: it does not see them;
+4. it keeps the IR version: older opsets get the one that runtimes of their time read.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+from onnx import numpy_helper, version_converter
+
+from fxqat.errors import ExportError
+from fxqat.scheme import STORAGE_OPSETS
+
+WIDENED_IN_14 = ("Add", "Div", "Mul", "Relu", "Sub")
+"""Operators that take more integer types since opset 14 and did not change otherwise."""
+
+HIDDEN = "fxqat.hidden"
+"""Domain of the nodes that the converter must not see."""
+
+SMALL = 16
+"""The most elements of an initializer that becomes a Constant node."""
+
+
+class ConvertOpset(ir.passes.InPlacePass):
+    """Convert the model.
+
+    Args:
+        opset_version: the opset to reach.
+
+    Raises:
+        ExportError: the converter cannot express the model in that version.
+    """
+
+    def __init__(self, opset_version: int) -> None:
+        self.opset_version = opset_version
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Convert the model in place."""
+        if model.opset_imports[""] == self.opset_version:
+            return ir.passes.PassResult(model, modified=False)
+        converted = ir.from_proto(_convert(ir.to_proto(model), self.opset_version))
+        for value in converted.graph.initializers.values():
+            value.type = value.shape = None  # their tensors have both; the converter does not declare them either
+        model.graph, model.ir_version = converted.graph, converted.ir_version
+        return ir.passes.PassResult(model, modified=True)
+
+
+def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
+    _write_constants(model)
+    _drop_default_attributes(model)
+    if opset_version < 14:
+        _move_widened(model, "", HIDDEN)
+    try:
+        converted = version_converter.convert_version(model, opset_version)
+    except Exception as cause:  # the converter raises whatever its C++ side does
+        raise ExportError(
+            f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
+            "Use opset_version=18."
+        ) from cause
+    _move_widened(converted, HIDDEN, "")
+    # case 4; version 13 has the types of 2 bits
+    converted.ir_version = 8 if opset_version < 18 else 10 if opset_version < STORAGE_OPSETS[2] else 13
+    return converted
+
+
+def _write_constants(model: onnx.ModelProto) -> None:
+    """Case 1, in place."""
+    graph = model.graph
+    int64 = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT64]
+    small = [tensor for tensor in int64 if numpy_helper.to_array(tensor).size <= SMALL]
+    nodes = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in small]
+    for tensor in small:
+        graph.initializer.remove(tensor)
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])
+
+
+def _drop_default_attributes(model: onnx.ModelProto) -> None:
+    """Case 2, in place: ``noop_with_empty_axes=0``, which the reductions have since opset 18 (ReduceSum: 13)."""
+    for node in model.graph.node:
+        for attribute in list(node.attribute):
+            if attribute.name == "noop_with_empty_axes" and attribute.i == 0:
+                node.attribute.remove(attribute)
+
+
+def _move_widened(model: onnx.ModelProto, source: str, target: str) -> None:
+    """Case 3, in place: move the nodes of ``WIDENED_IN_14`` from one domain to another."""
+    for node in model.graph.node:
+        if node.op_type in WIDENED_IN_14 and node.domain == source:
+            node.domain = target
+    for entry in [entry for entry in model.opset_import if entry.domain == HIDDEN]:
+        model.opset_import.remove(entry)
+    if target == HIDDEN:
+        model.opset_import.append(onnx.helper.make_opsetid(HIDDEN, 1))

@@ -1,0 +1,54 @@
+"""The deployed copy computes as the model will, and the model stays as it is."""
+
+import torch
+from torch import nn
+
+from fxqat import prepare_by_platform
+from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.nn.deployed import Normalize
+from fxqat.quantization.deployed_copy import deployed_copy
+from tests.export_models import calibrate
+from tests.models import prepared
+
+
+def test_the_deployed_copy_is_switched_on():
+    gm = prepared("two_readers").train()
+    work = deployed_copy(gm)
+    assert not any(module.training for module in work.modules())
+    assert all(quant.fake_quant_enabled and not quant.observer_enabled for _, quant in named_fake_quants(work))
+    assert not {id(p) for p in work.parameters()} & {id(p) for p in gm.parameters()}
+    assert gm.training
+    assert not any(p.requires_grad for p in work.parameters())
+    assert all(p.requires_grad for p in gm.parameters())
+
+
+class ByMode(nn.Module):
+    """Another function in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y * 5 if self.training else y + 5
+
+
+def test_the_graph_has_what_runs_in_eval_mode():
+    gm = calibrate(prepare_by_platform(ByMode().eval(), "TSQAT"), (torch.randn(4, 3),))
+    work, x = deployed_copy(gm.train()), torch.randn(4, 3)
+    targets = {getattr(node.target, "__name__", node.target) for node in work.graph.nodes}
+    assert "mul" not in targets
+    assert "add" in targets
+    assert torch.equal(work(x), gm.eval()(x))
+
+
+def test_raw_inputs_are_normalized_before_anything_reads_them():
+    gm = calibrate(prepare_by_platform(nn.Conv2d(3, 4, 1).eval(), "TSQAT"), (torch.randn(2, 3, 4, 4),))
+    normalize = Normalize(torch.tensor(128.0), torch.tensor(64.0))
+    raw = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
+    work = deployed_copy(gm, [normalize])
+    assert torch.equal(work(raw), gm(normalize(raw)))
+    names = [node.kwargs["tensor_name"] for node in work.graph.nodes if "tensor_name" in node.kwargs]
+    before = [node.kwargs["tensor_name"] for node in gm.graph.nodes if "tensor_name" in node.kwargs]
+    assert names == [f"{before[0]}_normalized", *before[1:]]
