@@ -104,8 +104,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         CDIST: _cdist,
         ADAPTIVE_AVG_POOL3D: _adaptive_avg_pool3d,
-        # that of onnxscript 0.7.2 gives a layer without a bias one of two columns, which does not run
-        torch.ops.aten.conv3d.default: _conv3d,
+        # torch's own give a layer without a bias one of zeros (onnxscript 0.7.2), conv3d's of a wrong shape
+        torch.ops.aten.conv1d.default: _conv,
+        torch.ops.aten.conv2d.default: _conv,
+        torch.ops.aten.conv3d.default: _conv,
     }
 
 
@@ -206,7 +208,7 @@ def _adaptive_avg_pool3d(x: Any, output_size: Sequence[int]) -> Any:
     return op.Squeeze(op.AveragePool(batched, kernel_shape=kernel, strides=kernel), batch)
 
 
-def _conv3d(
+def _conv(
     x: Any,
     weight: Any,
     bias: Any = None,
@@ -215,9 +217,18 @@ def _conv3d(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Any:
-    strides, pads, dilations = (list(given) * (3 // len(given)) for given in (stride, padding, dilation))
-    inputs = (weight,) if bias is None else (weight, bias)
-    batch: Any = op.Constant(value_ints=[0])
-    batched: Any = x if len(x.shape) == 5 else op.Unsqueeze(x, batch)
-    result: Any = op.Conv(batched, *inputs, strides=strides, pads=[*pads, *pads], dilations=dilations, group=groups)
-    return result if len(x.shape) == 5 else op.Squeeze(result, batch)
+    kernel = list(weight.shape[2:])
+    strides, pads, dilations = (list(given) * (len(kernel) // len(given)) for given in (stride, padding, dilation))
+    is_batched = len(x.shape) == len(weight.shape)
+    batch: Any = None if is_batched else op.Constant(value_ints=[0])
+    result: Any = op.Conv(
+        x if is_batched else op.Unsqueeze(x, batch),
+        weight,
+        *(() if bias is None else (bias,)),
+        strides=strides,
+        pads=[*pads, *pads],
+        group=groups,
+        dilations=dilations,
+        kernel_shape=kernel if all(isinstance(size, int) for size in kernel) else None,
+    )
+    return result if is_batched else op.Squeeze(result, batch)

@@ -668,6 +668,52 @@ def test_the_file_of_resnet18_is_about_a_quarter_of_the_float_file(tmp_path: Pat
     assert np.array_equal(run_file(tmp_path / "model.onnx", inputs)[0], deployed_outputs(gm, inputs)[0])
 
 
+class Convolutions(nn.Module):
+    """Every convolution without a bias, or with one of zeros; one has a BatchNorm after it."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(2, 3, 2, bias=bias)
+        self.volume_up = nn.ConvTranspose3d(3, 2, 2, bias=bias)
+        self.image = nn.Conv2d(2, 4, 3, padding=1, bias=bias)
+        self.bn = nn.BatchNorm2d(4)
+        self.plain = nn.Conv2d(4, 4, 3, groups=2, bias=bias)
+        self.image_up = nn.ConvTranspose2d(4, 2, 2, bias=bias)
+        self.row = nn.Conv1d(2, 3, 3, bias=bias)
+        self.row_up = nn.ConvTranspose1d(3, 2, 2, bias=bias)
+        self.head = nn.Linear(2, 3)
+        for name, parameter in self.named_parameters():
+            if bias and name.endswith("bias") and not name.startswith(("bn", "head")):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.volume_up(self.volume(x)).mean(2)
+        x = self.image_up(self.plain(self.bn(self.image(x)))).mean(2)
+        return self.head(self.row_up(self.row(x)).mean(2))
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_a_convolution_has_a_bias_only_if_its_layer_has_one(is_quantized: bool, tmp_path: Path) -> None:
+    files, inputs = [], (torch.randn(2, 2, 4, 6, 6, generator=torch.Generator().manual_seed(0)),)
+    layers = ["volume", "volume_up", "image", "plain", "image_up", "row", "row_up"]
+    config = None if is_quantized else {"extra_quantizer_dict": {"exclude_module_name": layers}}
+    for bias in (False, True):
+        torch.manual_seed(0)
+        model = Convolutions(bias=False).eval()
+        nn.init.normal_(model.bn.bias)
+        if bias:
+            model, without = Convolutions(bias=True).eval(), model
+            assert not model.load_state_dict(without.state_dict(), strict=False).unexpected_keys
+        gm = calibrate(prepare_by_platform(model, "TSQAT", config), inputs)
+        _, file, _ = export(gm, inputs, tmp_path, f"bias {bias}")
+        files.append(file)
+    counts = [[len(n.input) for n in file.graph.node if n.op_type in ("Conv", "ConvTranspose")] for file in files]
+    assert counts == [[2, 2, 3, 2, 2, 2, 2], [3] * 7]  # the third has BatchNorm's
+    outputs = [run_session(session(file), inputs)[0] for file in files]
+    assert np.array_equal(*outputs)
+    assert not any("" in node.input for node in files[0].graph.node if node.op_type.startswith("Conv"))
+
+
 # Repairs and calibration errors
 
 
@@ -755,7 +801,9 @@ def test_nan_in_calibration_is_an_error_that_names_the_nodes(value: float, tmp_p
         gm(*inputs)
         gm(bad)
     for refused in (lambda: enable_quantization(gm), lambda: convert_export(gm, inputs, tmp_path / "model.onnx")):
-        with pytest.raises(CalibrationError, match=r"NaN or infinity.*fake-quants during calibration: x_act_fake_quant"):
+        with pytest.raises(
+            CalibrationError, match=r"NaN or infinity.*fake-quants during calibration: x_act_fake_quant"
+        ):
             refused()
     assert list(tmp_path.iterdir()) == []
 
