@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fxqat.nn.fold import fold_bn
-from fxqat.nn.weighted import WeightedLayer, weighted_op
+from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.torch_compat import BatchNorm
 
 
@@ -35,10 +35,11 @@ class FusedLayer(nn.Module):
         return y
 
     def folded(self) -> FusedLayer:
-        """The same function with the BatchNorm folded into the weights, for a frozen copy of the layer."""
+        """A layer that computes the same with BatchNorm folded into the weights; itself if it has no BatchNorm."""
         if self.bn is None:
             return self
-        weight, bias = fold_bn(weighted_op(self.layer), self.layer.weight, self.layer.bias, self.bn)
-        self.layer.weight = nn.Parameter(weight.detach())
-        self.layer.bias = nn.Parameter(bias.detach())
-        return FusedLayer(self.layer, None, self.activation)
+        op = weighted_op(self.layer)
+        folded = fold_bn(op, self.layer.weight, self.layer.bias, self.bn)
+        weight, bias = (nn.Parameter(tensor.detach()) for tensor in folded)
+        layer = weighted_layer(op.layer, op.options, weight, bias).train(self.training)
+        return FusedLayer(layer, None, self.activation)

@@ -50,10 +50,11 @@ def select_mode(graph: fx.Graph, training: bool) -> None:
 
 
 def graph_of_mode(graph: fx.Graph, training: bool) -> fx.Graph:
-    """A copy of a graph, reduced to what runs in one mode."""
+    """A copy of a graph, reduced to what runs in one mode; its nodes call the modules of the same owner."""
     result = fx.Graph()
     result.output(result.graph_copy(graph, {}))
     select_mode(result, training)
+    result.owning_module = graph.owning_module
     return result
 
 

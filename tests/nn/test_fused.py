@@ -24,8 +24,11 @@ def test_it_computes_layer_norm_and_activation(case: LayerCase, training: bool) 
 def test_folded_it_is_a_plain_layer_and_the_same_function(case: LayerCase) -> None:
     layer, x = case.layer().eval(), layer_input(case)
     fused = FusedLayer(layer, random_norm(case, layer).eval(), nn.ReLU6())
-    exact = fused(x)
+    exact, before = fused(x), {name: tensor.clone() for name, tensor in fused.state_dict().items()}
     folded = fused.folded()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fused.state_dict().items())
+    assert folded.layer is not fused.layer
+    assert type(folded.layer) is type(layer)
     assert folded.bn is None
     assert folded.layer.bias is not None
     torch.testing.assert_close(folded(x), exact, rtol=1e-4, atol=1e-5)

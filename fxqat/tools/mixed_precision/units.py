@@ -49,9 +49,7 @@ class Unit:
 
 def eval_graph(gm: QuantGraphModule) -> fx.Graph:
     """The graph that is deployed, with its modules at hand."""
-    graph = graph_of_mode(gm.graph, training=False)
-    graph.owning_module = gm
-    return graph
+    return graph_of_mode(gm.graph, training=False)
 
 
 def find_units(gm: QuantGraphModule) -> dict[str, Unit]:

@@ -1,9 +1,9 @@
-"""Measuring what a profile is made of: forward passes with all, none and one of the fake-quants on."""
+"""Measure a profile: forward passes with all, none and one of the fake-quants on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.profiling.compare import Comparison
-from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
+from fxqat.utils.contexts import hooked
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -26,8 +27,14 @@ BINS = 120
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A tensor that is quantized: a layer's weight, or a value in the graph, with what gives it."""
+class QuantizedTensor:
+    """A layer's weight or an activation, with the layer that computes it.
+
+    Args:
+        name: the name in the exported file.
+        quant: its fake-quant.
+        layer: the layer that has the weight or computes the activation; None if no layer does.
+    """
 
     name: str
     quant: FakeQuantizeBase
@@ -35,11 +42,11 @@ class Subject:
 
     @property
     def is_weight(self) -> bool:
-        """Whether it is rounded in its layer."""
+        """Whether it is a layer's weight."""
         return self.layer is not None and self.quant is self.layer.weight_fake_quant
 
     def channel_axis(self, x: Tensor) -> int | None:
-        """The layer's, else the second, or the last one of (batch, tokens, channels)."""
+        """The layer's channel axis; without a layer the second, or the last of ``(batch, tokens, channels)``."""
         if x.dim() < 2:
             return None
         if self.layer is None:
@@ -49,42 +56,40 @@ class Subject:
         return -1 if self.layer.weight.dim() == 2 else 1
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Round this one, in a model with its switches off."""
+    def only_quantized(self) -> Iterator[None]:
+        """Quantize only this tensor, in a model whose fake-quants are off."""
 
         def only(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
             return output if kwargs["tensor_name"] == self.name else args[0]
 
-        handle = None if self.is_weight else self.quant.register_forward_hook(only, with_kwargs=True)
         self.quant.fake_quant_enabled = True
         try:
-            yield
+            with hooked([] if self.is_weight else [self.quant], only, with_kwargs=True):
+                yield
         finally:
             self.quant.fake_quant_enabled = False
-            if handle is not None:
-                handle.remove()
 
 
-class Measured:
-    """The comparisons of all tensors, added up over batches."""
+class Measurements:
+    """The comparisons of all quantized tensors, added up over batches."""
 
-    def __init__(self, gm: QuantGraphModule, subjects: Mapping[str, Subject]) -> None:
-        self.gm, self.subjects = gm, subjects
+    def __init__(self, gm: QuantGraphModule, quantized: Mapping[str, QuantizedTensor]) -> None:
+        self.gm, self.quantized = gm, quantized
         self.own: dict[str, Comparison] = {}
-        self.output = {name: Comparison() for name in subjects}
-        self.cumulative = {name: Comparison() for name in subjects}
+        self.output = {name: Comparison() for name in quantized}
+        self.cumulative = {name: Comparison() for name in quantized}
         self.all_quantized = Comparison()
 
     def add(self, batch: Sequence[Any], bar: tqdm[Any]) -> None:
-        """Measure one batch, whose fake-quants are off before and afterwards."""
+        """Measure one batch; the fake-quants are off before and afterwards."""
         exact: dict[str, Tensor] = {}
         with _watching(self.gm, exact.__setitem__):
             expected = self.gm(*batch)
-        for subject in self.subjects.values():
+        for tensor in self.quantized.values():
             if subject.is_weight:
                 assert subject.layer is not None
                 exact[subject.name] = subject.layer.folded()[0]
-            if subject.name in exact:  # else an optional input that is not given
+            if subject.name in exact:  # else it is an optional input that was not given
                 x = exact[subject.name]
                 own = self.own.setdefault(subject.name, Comparison(subject.channel_axis(x)))
                 own.add(x, subject.quant.quantize(x))
@@ -94,15 +99,15 @@ class Measured:
             _add_all(self.all_quantized, expected, self.gm(*batch))
         disable_all(self.gm)
         bar.update()
-        for name in self.subjects:
-            with self.subjects[name].alone():
+        for name in self.quantized:
+            with self.quantized[name].only_quantized():
                 _add_all(self.output[name], expected, self.gm(*batch))
             bar.update()
 
     def tensors(self) -> list[ProfiledTensor]:
-        """What was found, in the order of execution."""
+        """The results in the order of execution."""
         result = []
-        for order, (name, subject) in enumerate(self.subjects.items()):
+        for order, (name, subject) in enumerate(self.quantized.items()):
             if name in self.own:
                 own = self.own[name].difference()
                 result.append(
@@ -120,40 +125,37 @@ class Measured:
         return result
 
 
-def find_subjects(gm: QuantGraphModule) -> dict[str, Subject]:
+def find_quantized(gm: QuantGraphModule) -> dict[str, QuantizedTensor]:
     """Every tensor that is quantized, by name, in the order of execution."""
-    found: dict[str, Subject] = {}
+    found: dict[str, QuantizedTensor] = {}
     graph = graph_of_mode(gm.graph, training=False)
-    graph.owning_module = gm
     for node in graph.nodes:
         module = called_module(node)
         if isinstance(module, QATLayer):
             name = f"{node.target}.weight"
-            found.setdefault(name, Subject(name, module.weight_fake_quant, module))
+            found.setdefault(name, QuantizedTensor(name, module.weight_fake_quant, module))
         elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
             source = called_module(node.args[0])
             name = str(node.kwargs["tensor_name"])
-            found[name] = Subject(name, module, source if isinstance(source, QATLayer) else None)
+            found[name] = QuantizedTensor(name, module, source if isinstance(source, QATLayer) else None)
     return found
 
 
 @contextmanager
 def _watching(gm: QuantGraphModule, watch: Callable[[str, Tensor], None], rounded: bool = False) -> Iterator[None]:
-    """Call a function with the name of each value in the graph that is quantized, and the value before or after it."""
+    """Call a function with the name and value of each quantized activation, before or after rounding."""
 
     def hook(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(output, Tensor) and not kwargs.get("on_grid"):
             watch(kwargs["tensor_name"], output if rounded else args[0])
 
-    with ExitStack() as stack:
-        for _, quant in named_fake_quants(gm):
-            stack.callback(quant.register_forward_hook(hook, with_kwargs=True).remove)
+    with hooked([quant for _, quant in named_fake_quants(gm)], hook, with_kwargs=True):
         yield
 
 
 @contextmanager
 def switches_kept(gm: QuantGraphModule) -> Iterator[None]:
-    """Afterwards the switches of all fake-quants are what they were."""
+    """Restore the switches of all fake-quants after the block."""
     before = [(quant, quant.get_extra_state()) for _, quant in named_fake_quants(gm)]
     try:
         yield
