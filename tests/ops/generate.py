@@ -1,6 +1,6 @@
-"""Writes the page of the op table: every row, its spellings, what each backend does with it, and how the files compare.
+"""Write the page of the op table: every row, its spellings, what each backend does with it, and how the files compare.
 
-Runs every case on every backend; takes some minutes. Not part of pytest.
+Runs every case on the backends of the page; takes some minutes. Not part of pytest.
 
     python tests/ops/generate.py --output docs/op_table.rst
 """
@@ -33,35 +33,35 @@ WIDTHS = (5, 10, 35, 10, 10, 10, 10, 10)
 INTRODUCTION = """The op table
 ============
 
-Every op that fxqat knows by name, in every way to write it, and what each backend does with it. The page is written by
-``python tests/ops/generate.py --output docs/op_table.rst``, which runs every spelling on TSQAT and the first one
-of each line on the other backends of its columns: prepare, calibrate, one training step, export, and the comparison of
-the exported file with the fake-quant model in ONNX Runtime. The same cases are tests (``tests/ops``), and their
-whole placement, also that on the backends without a column, is in ``tests/golden/op_table-<backend>.txt``.
+Every op that fxqat knows by name, every way to write it, and what each backend does with it. The page is written by
+``python tests/ops/generate.py --output docs/op_table.rst``. The script runs every spelling on TSQAT and the first
+spelling of each row on the other three backends: prepare, calibrate, one training step, export, comparison of the
+exported file with the fake-quant model in ONNX Runtime. The tests in ``tests/ops`` run the same cases. The placement of
+each spelling is in ``tests/golden/op_table-<backend>.txt``, also for the backends that have no column here.
 
-In a spelling, ``x`` and ``y`` are values that a layer computes, ``w`` and ``b`` are parameters, ``boxes`` regions; a
-module is called on ``x``. Each spelling stands between two layers that are quantized. A backend's column says what
-becomes of the value of the op:
+In a spelling, ``x`` and ``y`` are computed values, ``w`` and ``b`` are parameters, ``boxes`` are regions; a module is
+called on ``x``. Each spelling stands between two quantized layers. The column of a backend says how the output of the
+op is quantized:
 
-* *quantized*: it is rounded, with a scale of its own;
-* *shares*: it has the scale of its input, and nothing is rounded anew;
-* *for its reader*: the backend has no rule for the op, which computes in float; its value is rounded because a
+* *quantized*: with its own scale;
+* *shares*: with the scale of its input, so that nothing is rounded again;
+* *for its reader*: the backend has no rule for the op, which computes in float. Its output is quantized because a
   quantized layer reads it;
-* *float*: it is not rounded.
+* *float*: not at all.
 
-The number is that of the reason in the list at the end. *ONNX Runtime* is the share of integers, over all backends,
-that are off by one step when the file runs freely; no integer is off by more.
+The number refers to the list of reasons below. *ONNX Runtime* is the largest share of a tensor's integers, over all
+backends, that are one step off when the file runs freely. No integer is off by more.
 
 """
 
 
 @dataclass
 class Result:
-    """What became of a case.
+    """The result of a case.
 
     Args:
-        rows: by backend, the report's row of its first spelling.
-        off_by_1: the largest share of a tensor's values that is one step off.
+        rows: by backend, the row of the report of its first spelling.
+        off_by_1: the largest share of a tensor's values that are one step off.
         off_by_2: the same for two steps and more.
     """
 
@@ -73,8 +73,8 @@ class Result:
 def run(cases: Sequence[Case], backend: str, results: list[Result]) -> None:
     """Run the cases of one group and add to their results."""
     gm, inputs = prepare(cases, backend)
-    gradients = calibrate_and_train(gm, inputs)
-    spelled: list[Spelled] = spellings_of(cases, gm, gradients)
+    calibrate_and_train(gm, inputs)
+    spelled: list[Spelled] = spellings_of(cases, gm)
     by_case = {id(case): result for case, result in zip(cases, results, strict=True)}
     for one in reversed(spelled):
         by_case[id(one.case)].rows[backend] = one.rows[0]
@@ -133,35 +133,35 @@ def parity(case: Case, result: Result) -> str:
 
 
 def table(cases: Sequence[Case], results: Sequence[Result], reasons: Reasons) -> Iterator[str]:
-    """The lines of a list table."""
-    yield ".. list-table::"
-    yield "   :header-rows: 1"
-    yield f"   :widths: {' '.join(map(str, WIDTHS))}"
-    yield ""
-    yield from entry(COLUMNS)
+    """The lines of a table with a line for each case."""
+    yield from head(COLUMNS, WIDTHS)
     for case, result in zip(cases, results, strict=True):
         spellings = "; ".join(f"``{text}``" for text in case.spellings)
         decisions = [reasons.cell(backend, result.rows[backend]) for backend in BACKENDS]
-        yield from entry((str(case.row), f"``{case.op}``", spellings, *decisions, parity(case, result)))
+        yield line(str(case.row), f"``{case.op}``", spellings, *decisions, parity(case, result))
     yield ""
 
 
-def entry(cells: Sequence[str]) -> Iterator[str]:
-    """The lines of one row."""
-    for position, cell in enumerate(cells):
-        yield f"   {'*' if position == 0 else ' '} - {cell}"
+def head(columns: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """The first lines of a table whose rows are lines; ``|`` separates the cells."""
+    yield from (".. csv-table::", "   :delim: |", f"   :widths: {' '.join(map(str, widths))}")
+    yield from (f"   :header: {', '.join(columns)}", "")
 
 
-def further_spellings() -> Iterator[str]:
-    """The names the table knows for each op, cases or not."""
-    yield from (".. list-table::", "   :header-rows: 1", "   :widths: 15 15 25 25 20", "")
-    yield from entry(("Op", "Family", "Modules", "Functions", "Tensor methods"))
+def line(*cells: str) -> str:
+    """One row of a table."""
+    return f"   {' | '.join(cells)}"
+
+
+def known_names() -> Iterator[str]:
+    """The names by which the table knows each op, those without a case too."""
+    yield from head(("Op", "Family", "Modules", "Functions", "Tensor methods"), (15, 15, 25, 25, 20))
     functional = {id(value): name for name, value in vars(F).items() if name[0] != "_"}  # some are all named "fn"
     for op in OPS:
         functions = sorted({functional.get(id(f), getattr(f, "__name__", "")) for f in op.functions})
         columns = ([kind.__name__ for kind in op.modules], functions, op.methods)
         words = [", ".join(f"``{name}``" for name in names) or "none" for names in columns]
-        yield from entry((f"``{op.name}``", op.family, *words))
+        yield line(f"``{op.name}``", op.family, *words)
     yield ""
 
 
@@ -180,10 +180,10 @@ def page() -> str:
         "Every known name",
         "----------------",
         "",
-        "Names by which the ops above and some more are known.",
+        "The names of the ops above and of some more.",
         "",
     ]
-    parts += further_spellings()
+    parts += known_names()
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """What every case goes through: prepare, calibrate, train a step, export, compare with ONNX Runtime."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,25 +11,42 @@ from fxqat import convert_export, enable_calibration, enable_quantization, prepa
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import ReportRow
+from fxqat.utils.contexts import collector_paused
 from tests.models import EVERY_LAYER
 from tests.ops.cases import Case, build
 
 
 @dataclass(frozen=True)
 class Spelled:
-    """What became of one spelling.
+    """The result of one spelling.
 
     Args:
         case: its case.
         text: its text.
+        branch: the path of its branch in the model.
         rows: the rows of the report with the op of the case.
-        gradient: the gradient of the layer in front; None if there is none.
+        nodes: all rows of its branch, in execution order.
     """
 
     case: Case
     text: str
+    branch: str
     rows: tuple[ReportRow, ...]
-    gradient: Tensor | None = None
+    nodes: tuple[ReportRow, ...]
+
+    def line(self) -> str:
+        """The placement in one line, for golden files.
+
+        Without the names of the readers, which hold a running number.
+        """
+        (row,) = self.rows
+        reason = "; ".join(part for part in row.reason.split("; ") if not part.startswith("read quantized by"))
+        numbers: dict[int | None, str] = {None: "-"}
+        for node in self.nodes:
+            numbers.setdefault(node.group, str(len(numbers)))
+        nodes = " ".join(f"{node.op}{'*' if node.weight else ''}:{numbers[node.group]}" for node in self.nodes)
+        cells = (self.case.name, self.text, row.status, row.output or "-", row.weight or "-", reason, nodes)
+        return " | ".join(cells)
 
 
 def prepare(cases: Sequence[Case], backend: str) -> tuple[QuantGraphModule, tuple[Tensor, ...]]:
@@ -39,7 +56,7 @@ def prepare(cases: Sequence[Case], backend: str) -> tuple[QuantGraphModule, tupl
 
 
 def calibrate_and_train(gm: QuantGraphModule, inputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    """Calibrate on a batch, take one training step, and give the gradients by parameter."""
+    """Calibrate on a batch, take one training step, and return the gradients by parameter."""
     enable_calibration(gm)
     with torch.no_grad():
         gm(*inputs)
@@ -54,19 +71,17 @@ def calibrate_and_train(gm: QuantGraphModule, inputs: tuple[Tensor, ...]) -> dic
     return gradients
 
 
-def spellings_of(
-    cases: Sequence[Case], gm: QuantGraphModule, gradients: dict[str, Tensor | None] | None = None
-) -> list[Spelled]:
-    """What became of every spelling of the cases of a model."""
-    paths = {node.name: _branch_of(node) for node in gm.graph.nodes}
+def spellings_of(cases: Sequence[Case], gm: QuantGraphModule) -> list[Spelled]:
+    """The result of every spelling of the cases of a prepared model."""
+    branches = {node.name: _branch_of(node) for node in gm.graph.nodes}
     found = []
     written = [(case, text) for case in cases for text in case.spellings]
     for number, (case, text) in enumerate(written):
         branch = f"branches.{number}"
         around = (f"{branch}.before", f"{branch}.other", f"{branch}.after")
-        here = [row for row in gm.quant_report if paths.get(row.node) == branch]
-        rows = tuple(row for row in here if row.op == case.op and row.target not in around)
-        found.append(Spelled(case, text, rows, (gradients or {}).get(f"{branch}.before.weight")))
+        nodes = tuple(row for row in gm.quant_report if branches.get(row.node) == branch)
+        rows = tuple(row for row in nodes if row.op == case.op and row.target not in around)
+        found.append(Spelled(case, text, branch, rows, nodes))
     return found
 
 
@@ -76,8 +91,32 @@ def _branch_of(node: fx.Node) -> str:
     return next((".".join(path.split(".")[:2]) for path in paths if path.startswith("branches.")), "")
 
 
+def placement(cases: Sequence[Case], backend: str) -> list[str]:
+    """A line for each spelling of some cases."""
+    return [spelled.line() for spelled in spellings_of(cases, prepare(cases, backend)[0])]
+
+
 def export(gm: QuantGraphModule, inputs: tuple[Tensor, ...], folder: Path) -> ParityCertificate:
-    """Export the model and give the comparison with ONNX Runtime."""
-    certificate = convert_export(gm, inputs, folder / "model.onnx").certificate
+    """Export the model and return the comparison with ONNX Runtime."""
+    with collector_paused():
+        certificate = convert_export(gm, inputs, folder / "model.onnx").certificate
     assert certificate is not None
     return certificate
+
+
+def without_gradient(spelled: Spelled, gradients: dict[str, Tensor | None]) -> list[str]:
+    """The parameters of a spelling's layers that should have a gradient but have none or zeros."""
+    unread = {"before", "other"} if not spelled.case.gradient else {"other"} if spelled.case.op == "compare" else set()
+    return [
+        name
+        for name, value in gradients.items()
+        if name.startswith(f"{spelled.branch}.")
+        and name.split(".")[2] not in unread
+        and "fake_quant" not in name
+        and (value is None or not value.abs().sum() > 0)
+    ]
+
+
+def alone(cases: Sequence[Case]) -> list[Case]:
+    """Each spelling of some cases as a case."""
+    return [replace(case, spellings=(text,)) for case in cases for text in case.spellings]
