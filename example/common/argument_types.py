@@ -1,4 +1,4 @@
-"""Types of arguments for argparse, and switches."""
+"""Argument types for argparse."""
 
 import argparse
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def integer(minimum: int, maximum: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def number(minimum: float, maximum: float = float("inf"), *, above: bool = False) -> Callable[[str], float]:
-    """An argparse type: a finite number within the bounds, or above the lower one."""
+    """An argparse type: a finite number within the bounds; `above` excludes the lower one."""
 
     def number(text: str) -> float:
         value = float(text)

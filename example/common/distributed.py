@@ -1,4 +1,4 @@
-"""Processes that train one model together: started by `--multiprocessing-distributed` or by torchrun."""
+"""Distributed training: processes started by `--multiprocessing-distributed` or by torchrun."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Options(Protocol):
-    """What the command line says of the machines: the flags of these names, see `imagenet_example/main.py -h`."""
+    """The flags about machines and processes; see `imagenet_example/main.py -h`."""
 
     device: str | None
     gpu: int | None
@@ -32,12 +32,12 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together.
+    """One of the processes that train the model.
 
     Args:
-        rank: its number.
-        world: how many there are.
-        device: where it computes.
+        rank: number of this process.
+        world: number of processes.
+        device: device of this process.
     """
 
     rank: int
@@ -46,11 +46,11 @@ class Process:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that prints and writes."""
+        """Whether this process prints and writes files."""
         return self.rank == 0
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        """A model that averages its gradients over the processes; itself if there is but one."""
+        """The model in DistributedDataParallel; the model itself if there is one process."""
         if self.world == 1:
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
@@ -60,8 +60,13 @@ class Process:
 def choose_device(options: Options, local_rank: int, alone: bool) -> torch.device:
     """The device of a process.
 
+    Args:
+        options: the flags.
+        local_rank: number of the process on this node.
+        alone: whether the device is taken as given; otherwise each process on CUDA takes the GPU of its local rank.
+
     Raises:
-        UserError: there is no such device.
+        UserError: this machine has no such device.
     """
     if options.gpu is not None:
         wanted = f"cuda:{options.gpu}"
@@ -79,7 +84,14 @@ def choose_device(options: Options, local_rank: int, alone: bool) -> torch.devic
 
 
 def launch(job: Callable[[Any, Process], Any], options: Options) -> Any:
-    """Run a job in as many processes as the flags or torchrun ask for; returns what it returns in the first one."""
+    """Run a job in as many processes as the flags or torchrun ask for.
+
+    Returns:
+        The result of the job; None if it ran in processes that were started here.
+
+    Raises:
+        UserError: flags that have no effect here, or too few images for each process.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return run_one(int(os.environ["LOCAL_RANK"]), job, options, rank, world, "env://")
@@ -91,7 +103,7 @@ def launch(job: Callable[[Any, Process], Any], options: Options) -> Any:
         return job(options, Process(0, 1, choose_device(options, 0, alone=True)))
     nodes, local = nodes_and_processes(options)
     if options.batch_size < nodes * local:
-        raise UserError(f"-b {options.batch_size} is less than one image for each of {nodes * local} processes")
+        raise UserError(f"-b {options.batch_size} gives less than one image to each of {nodes * local} processes")
     url = options.dist_url or f"tcp://127.0.0.1:{free_port()}"
     first = max(0, options.rank) * local
     place = (job, options, first, nodes * local, url)
@@ -107,9 +119,9 @@ def launch(job: Callable[[Any, Process], Any], options: Options) -> Any:
 
 @contextmanager
 def leaving_signals_to(processes: list[Any]) -> Iterator[None]:
-    """Wait for processes that were started here while they write their checkpoint.
+    """In the block, leave signals to the child processes, which then write their checkpoint.
 
-    They get Ctrl-C from the terminal, as this process does, and SIGTERM from here.
+    The terminal sends Ctrl-C to all processes, so this one ignores it; SIGTERM is passed on.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -126,22 +138,28 @@ def leaving_signals_to(processes: list[Any]) -> Iterator[None]:
 
 
 def nodes_and_processes(options: Options) -> tuple[int, int]:
-    """How many nodes there are, and processes on this one.
+    """The number of nodes, and of processes on this one.
 
-    On a GPU one process for each of them; on the CPU one if `--rank` says that it is one node of several, else all.
+    With GPUs: one process for each GPU. On the CPU: one process per node if `--rank` is given; otherwise all
+    `--world-size` processes run here.
+
+    Raises:
+        UserError: `--rank` or `--dist-url` is missing or does not fit.
     """
     on_gpu, nodes = choose_device(options, 0, alone=True).type == "cuda", max(1, options.world_size)
     if options.rank < 0 and not on_gpu:
         return 1, nodes
     if nodes > 1 and (options.rank < 0 or not options.dist_url):
-        raise UserError("--world-size above 1 needs --rank (the number of this node) and --dist-url (where all meet)")
+        raise UserError(
+            "--world-size above 1 needs --rank (the number of this node) and --dist-url (where the nodes connect)"
+        )
     if options.rank >= nodes:
-        raise UserError(f"--rank {options.rank}: the nodes of --world-size {nodes} are numbered from 0")
+        raise UserError(f"--rank {options.rank}: --world-size {nodes} numbers its nodes from 0 to {nodes - 1}")
     return nodes, torch.cuda.device_count() if on_gpu else 1
 
 
 def spawned(local_rank: int, job: Callable[[Any, Process], Any], options: Options, *place: Any) -> None:
-    """What a process that was started here does; a user's error leaves with its line, as in one process."""
+    """Run the job in a child process; a user error ends it with one line, as in a single process."""
     first, world, url = place
     rank = first + local_rank
     with leaving(rank):
@@ -151,7 +169,7 @@ def spawned(local_rank: int, job: Callable[[Any, Process], Any], options: Option
 def run_one(
     local_rank: int, job: Callable[[Any, Process], Any], options: Options, rank: int, world: int, url: str
 ) -> Any:
-    """Join the others, run the job, and leave them."""
+    """Join the process group, run the job, and leave the group."""
     device = choose_device(options, local_rank, alone=False)
     if options.sync_bn and device.type == "cpu":
         raise UserError("--sync-bn: torch's SyncBatchNorm does not train on the CPU; drop the flag")
@@ -169,14 +187,17 @@ def run_one(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """A free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def load_in_first(process: Process, model: torch.nn.Module, load: Callable[[], Any]) -> None:
-    """Load a file that the first process wrote, which others may not see, and give all of them what it holds."""
+    """Call `load` in the first process, which wrote the file, and broadcast the model's tensors to the others.
+
+    Other nodes may not see the file.
+    """
     if process.is_first:
         load()
     if process.world > 1:

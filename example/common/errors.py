@@ -1,4 +1,4 @@
-"""How a run ends early: what the user can put right is told in one line, without a traceback."""
+"""How a run ends early: an error that the user can fix is one line, without a traceback."""
 
 import signal
 import sys
@@ -9,14 +9,14 @@ from fxqat.errors import FxqatError
 
 
 class UserError(Exception):
-    """Something that the user can put right."""
+    """An error that the user can fix."""
 
 
 class Interrupted(Exception):  # noqa: N818  it is not an error
-    """A training was asked to end; its checkpoint is written.
+    """A signal ended a training; the checkpoint is written.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -26,9 +26,9 @@ class Interrupted(Exception):  # noqa: N818  it is not an error
 
 @contextmanager
 def leaving(rank: int = 0) -> Iterator[None]:
-    """End the process of a rank where an error of the user's, or a signal, comes out of the block, in a line.
+    """Turn a user error or a signal in the block into an exit with a one-line message.
 
-    Each process tells its own error, since others may have none; a signal is told by the first.
+    Every process prints its own error, since others may have none; only the first one reports a signal.
     """
     try:
         yield
@@ -36,14 +36,14 @@ def leaving(rank: int = 0) -> Iterator[None]:
         sys.exit(f"error{f' in process {rank}' if rank else ''}: {one_line(error)}")
     except Interrupted as interrupted:
         if not rank:
-            print(f"{interrupted}: a checkpoint is written; go on with --resume", file=sys.stderr)
+            print(f"{interrupted}: the checkpoint is saved; continue with --resume", file=sys.stderr)
         sys.exit(128 + interrupted.number)
-    except KeyboardInterrupt:  # outside of a training there is nothing to save
+    except KeyboardInterrupt:  # outside of training there is nothing to save
         sys.exit(128 + signal.SIGINT)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message; of one that came out of a process that loads images, what that process said."""
+    """An error's message in one line; if it comes from a DataLoader worker, the worker's message."""
     text = str(error).strip()
     last = text.splitlines()[-1] if text else type(error).__name__
     return last.partition("UserError: ")[2] if "UserError: " in last else " ".join(text.split())

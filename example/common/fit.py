@@ -1,4 +1,4 @@
-"""The loop of a training: epochs of steps, with what it says, and a checkpoint when it is interrupted."""
+"""The training loop: epochs and steps, with log lines, and a checkpoint when it is interrupted."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -8,18 +8,17 @@ from typing import Any, NamedTuple, Protocol
 from distributed import Process
 from errors import Interrupted, UserError
 from interrupts import Interrupt, catching
-from logs import LOG, Board, Meter, quiet
+from logs import LOG, Board, Meter, progress
 from torch import Tensor, nn
-from tqdm import tqdm
 from training import Precision, Training
 
 from fxqat.tools import NaNGuard
 
-BAD_STEPS = 5  # in a row, after which a training is given up
+BAD_STEPS = 5  # so many steps in a row that are not finite end the training
 
 
 class Step(NamedTuple):
-    """What a task makes of a batch: the loss, the model's inputs, figures to print, and how many items these are of."""
+    """The result of one batch: the loss, the model's inputs, figures to print, and the number of items."""
 
     loss: Tensor
     inputs: Tensor
@@ -28,7 +27,7 @@ class Step(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """How good a model is: a score, higher is better; the same in words, and in figures by name."""
+    """How good a model is: a score (higher is better), a line to print, and figures by name."""
 
     score: float
     text: str
@@ -36,36 +35,36 @@ class Evaluation(NamedTuple):
 
 
 class Task(Protocol):
-    """What is trained; `figures` are the names and formats of those of a step."""
+    """What is trained; `figures` are the names and formats of a step's figures."""
 
     figures: tuple[tuple[str, str], ...]
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
 
     def batches(self, epoch: int, first: int) -> Iterable[Any]:
-        """Those of an epoch, from one of them on."""
+        """The batches of an epoch, beginning with number `first`."""
 
     def step(self, model: nn.Module, batch: Any) -> Step:
         """The loss of a batch."""
 
     def evaluate(self, model: nn.Module, precision: Precision) -> Evaluation:
-        """How good the model is; it is in eval mode afterwards."""
+        """How good the model is; leaves it in eval mode."""
 
 
 @dataclass
 class Fit:
-    """A training with what it runs on.
+    """The loop of one training.
 
     Args:
         training: the optimizer and its state.
-        wrapped: the model in the wrappers that it is trained through.
+        wrapped: the model as it is trained: in DistributedDataParallel or compiled.
         task: what is trained.
-        process: this one among all.
-        board: the curves.
-        print_freq: a line every so many steps.
-        guard: leaves steps out that are not finite; of a quantized model.
+        process: this process.
+        board: TensorBoard curves.
+        print_freq: steps between two log lines.
+        guard: skips steps that are not finite; for a quantized model.
     """
 
     training: Training
@@ -77,7 +76,12 @@ class Fit:
     guard: NaNGuard | None = None
 
     def run(self, save: Callable[[bool], None]) -> None:
-        """Train until all epochs are done; call `save(is_best)` after each, and `save(False)` when interrupted."""
+        """Train the remaining epochs; call `save(is_best)` after each one, and `save(False)` when interrupted.
+
+        Raises:
+            Interrupted: a signal came.
+            UserError: the loss is not finite.
+        """
         with catching(self.process) as interrupt:
             while self.training.epochs_done < self.training.epochs:
                 number = self.epoch(interrupt)
@@ -87,7 +91,7 @@ class Fit:
                     raise Interrupted(number)
 
     def finish_epoch(self) -> bool:
-        """Evaluate the epoch, and tell whether it is the best so far."""
+        """Evaluate after an epoch; returns whether it is the best so far."""
         training = self.training
         found = self.task.evaluate(training.evaluated, training.precision)
         LOG.info(" * %s", found.text)
@@ -99,7 +103,7 @@ class Fit:
         return is_best
 
     def epoch(self, interrupt: Interrupt) -> int:
-        """The rest of one epoch; the number of a signal that came, or 0."""
+        """Train the rest of one epoch; returns the number of a signal that came, or 0."""
         self.wrapped.train()
         training, steps = self.training, self.task.steps_per_epoch
         names = (("Time", ".3f"), ("Data", ".3f"), ("Loss", ".4e"), *self.task.figures)
@@ -111,8 +115,8 @@ class Fit:
             bad_steps = 0 if accepted else bad_steps + 1
             if bad_steps == BAD_STEPS:
                 raise UserError(
-                    f"the last {BAD_STEPS} steps were not finite, see the warnings above: lower the learning rate, or "
-                    "leave the layer named there float with --quant-config; the last good checkpoint is kept"
+                    f"the last {BAD_STEPS} steps were not finite (see the warnings above): lower the learning rate, or "
+                    "leave the layer named there in float with --quant-config; the last good checkpoint is kept"
                 )
             loss = done.loss.detach()
             figures = (time.perf_counter() - start, data_time, loss, *done.figures)
@@ -130,7 +134,7 @@ class Fit:
         return 0
 
     def step(self, batch: Any) -> tuple[Step, bool]:
-        """One step; returns what the task made of the batch, and whether the step was taken."""
+        """One step; returns the task's result for the batch, and whether the weights were updated."""
         training = self.training
         with training.precision.autocast():
             done = self.task.step(self.wrapped, batch)
@@ -144,8 +148,3 @@ class Fit:
             )
         training.step(accepted)
         return done, accepted
-
-
-def progress(batches: Iterable[Any], title: str) -> "tqdm[Any]":
-    """A progress bar over batches that leaves nothing behind."""
-    return tqdm(batches, desc=title, leave=False, unit="batch", disable=quiet())

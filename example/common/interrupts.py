@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a training: the step that runs is finished, a checkpoint is written, and the run ends."""
+"""Ctrl-C and SIGTERM in training: finish the current step, write a checkpoint, end the run."""
 
 import signal
 from collections.abc import Iterator
@@ -8,23 +8,23 @@ from types import FrameType
 import torch
 from distributed import Process, add_up
 
-AGREE_EVERY = 10  # steps; the processes ask each other whether one of them was interrupted
+AGREE_EVERY = 10  # steps after which the processes ask each other for signals
 
 
 class Interrupt:
-    """Remembers a signal until the training asks for it; a second one ends the process at once."""
+    """Keeps a signal until the training asks for it; a second signal ends the process at once."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.number = 0
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler."""
+        """Signal handler."""
         self.number = number
         signal.signal(number, signal.SIG_DFL)
 
     def arrived(self, step: int) -> int:
-        """The number of the signal that one of the processes got, 0 if none; all have to ask at the same steps."""
+        """The number of a signal that any process received, or 0; all processes must ask at the same steps."""
         if self.process.world == 1:
             return self.number
         if step % AGREE_EVERY:
@@ -36,7 +36,7 @@ class Interrupt:
 
 @contextmanager
 def catching(process: Process) -> Iterator[Interrupt]:
-    """Catch both signals in the block."""
+    """Catch SIGINT and SIGTERM in the block."""
     interrupt = Interrupt(process)
     before = {number: signal.signal(number, interrupt.note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,6 +1,7 @@
-"""What a run says while it goes on: lines through the progress bars, and TensorBoard."""
+"""Output of a run: log lines, progress bars, running averages, TensorBoard."""
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ LOG_LEVELS = {0: "debug", 1: "info", 2: "warning", 3: "error"}
 
 
 class ThroughBars(logging.Handler):
-    """Prints lines without tearing the progress bars apart."""
+    """Prints log lines above the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one."""
+        """Print one line."""
         tqdm.write(self.format(record))
 
 
 def set_up_logging(level: int, first: bool) -> None:
-    """Lines of an example and of fxqat from a level on; processes other than the first only tell errors."""
+    """Print log lines of the example and of fxqat from a level on; processes other than the first print only errors."""
     for name in (LOG.name, "fxqat"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [ThroughBars()]
@@ -29,13 +30,18 @@ def set_up_logging(level: int, first: bool) -> None:
         logger.propagate = False
 
 
-def quiet() -> bool:
-    """Whether progress bars are left out, too."""
-    return LOG.getEffectiveLevel() > logging.INFO
+def shows_progress() -> bool:
+    """Whether the log level allows progress bars."""
+    return LOG.getEffectiveLevel() <= logging.INFO
+
+
+def progress(items: Iterable[Any], title: str, unit: str = "batch") -> "tqdm[Any]":
+    """A progress bar over items, erased at the end; hidden if the output is no terminal."""
+    return tqdm(items, desc=title, leave=False, unit=unit, disable=None if shows_progress() else True)
 
 
 class Meter:
-    """The latest value of a figure and its average, weighted by count; tensors are read when they are printed."""
+    """The latest value of a figure and its weighted average; tensors are read only when they are printed."""
 
     def __init__(self, name: str, form: str) -> None:
         self.name, self.form = name, form
@@ -44,14 +50,14 @@ class Meter:
         self.count = 0
 
     def add(self, value: float | Tensor, count: int = 1) -> None:
-        """Take a value that `count` items have on average."""
+        """Add the average value of `count` items."""
         self.value = value
         self.total = self.total + value * count
         self.count += count
 
     @property
     def average(self) -> float:
-        """The average over all items so far."""
+        """The average over all items."""
         return float(self.total) / max(self.count, 1)
 
     def __str__(self) -> str:
@@ -59,7 +65,7 @@ class Meter:
 
 
 class Board:
-    """TensorBoard's files in a folder; without a folder, nothing."""
+    """Writes TensorBoard files to a folder; does nothing without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self.writer: Any = None
@@ -74,12 +80,12 @@ class Board:
                 raise UserError(f"--tensorboard {folder} cannot be written: {error.strerror}") from error
 
     def add(self, step: int, **values: float) -> None:
-        """One point of each curve; `__` in a name stands for `/`."""
+        """Add one point to each curve; `__` in a name stands for `/`."""
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(name.replace("__", "/"), value, step)
 
     def close(self) -> None:
-        """Write what is not yet written."""
+        """Write buffered points."""
         if self.writer is not None:
             self.writer.close()

@@ -1,4 +1,4 @@
-"""ONNX files: float ones are written; all are run with ONNX Runtime, and measured."""
+"""ONNX files: export of float models, inference with ONNX Runtime, latency."""
 
 import statistics
 import time
@@ -11,20 +11,22 @@ import onnx.version_converter
 import onnxruntime as ort
 import torch
 from errors import UserError
-from logs import quiet
+from logs import progress
 from torch import Tensor, nn
-from tqdm import tqdm
 
-EXPORTER_OPSET = 18  # the oldest of torch's exporter; a conversion to older ones fails for many models
+EXPORTER_OPSET = 18  # the oldest opset that torch's exporter writes; converting to an older one often fails
 LATENCY_WARMUP, LATENCY_RUNS, LATENCY_SECONDS = 10, 300, 20.0
 
 
 class OnnxModel:
-    """An ONNX file in ONNX Runtime on the CPU, called with batches of any size.
+    """An ONNX file in ONNX Runtime on the CPU; takes batches of any size.
 
     Args:
         path: a file with one input (batch, 3, height, width).
-        optimize: let ONNX Runtime rewrite the graph for speed.
+        optimize: whether ONNX Runtime may rewrite the graph for speed.
+
+    Raises:
+        UserError: ONNX Runtime cannot load the file.
     """
 
     def __init__(self, path: Path, *, optimize: bool = True) -> None:
@@ -35,26 +37,30 @@ class OnnxModel:
         options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         try:
             self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's have no other base class
-            raise UserError(f"ONNX Runtime {ort.__version__} does not take {path}: {error}") from error
+        except Exception as error:  # ONNX Runtime's errors have no other base class
+            raise UserError(f"ONNX Runtime {ort.__version__} cannot load {path}: {error}") from error
         self.input = self.session.get_inputs()[0].name
         self.batch = self.session.get_inputs()[0].shape[0]
         self.metadata: dict[str, str] = self.session.get_modelmeta().custom_metadata_map
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The first output for the images of a file of fixed batch size; the last batch is filled up with copies."""
+        """The first output for images (any number, 3, height, width); copies fill the last batch of a fixed size."""
         padding = -len(images) % self.batch
         padded = torch.cat([images, images[-1:].expand(padding, -1, -1, -1)]).numpy()
         outputs = [self.run(padded[i : i + self.batch])[0] for i in range(0, len(padded), self.batch)]
         return torch.from_numpy(np.concatenate(outputs)[: len(images)])
 
     def run(self, batch: np.ndarray) -> list[np.ndarray]:
-        """All outputs of one call of the session, with a batch of exactly its size."""
+        """All outputs of one call, with a batch of the file's size."""
         return self.session.run(None, {self.input: batch})
 
 
 def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: int) -> None:
-    """Write a float model as ONNX with torch's exporter, the baseline of size and latency."""
+    """Write a float model as ONNX with torch's exporter: the baseline for size and latency.
+
+    Raises:
+        UserError: ONNX cannot convert the model to the opset.
+    """
     model.eval()
     native = max(opset_version, EXPORTER_OPSET)
     with warnings.catch_warnings():
@@ -72,7 +78,7 @@ def export_float(model: nn.Module, example: Tensor, path: Path, opset_version: i
 
 
 def measure_latency(paths: list[Path], example: Tensor) -> list[float]:
-    """Median milliseconds of one call of each file, run in turn so that a busy moment meets all of them alike.
+    """Median milliseconds of one call of each file; the files take turns, so other load affects them equally.
 
     Args:
         paths: ONNX files of the same input.
@@ -81,7 +87,7 @@ def measure_latency(paths: list[Path], example: Tensor) -> list[float]:
     models, batch = [OnnxModel(path) for path in paths], example.cpu().numpy()
     times: list[list[float]] = [[] for _ in models]
     deadline = time.perf_counter() + LATENCY_SECONDS
-    for _ in tqdm(range(LATENCY_WARMUP + LATENCY_RUNS), desc="latency", leave=False, disable=quiet()):
+    for _ in progress(range(LATENCY_WARMUP + LATENCY_RUNS), "latency", "run"):
         for model, taken in zip(models, times, strict=True):
             start = time.perf_counter()
             model.run(batch)

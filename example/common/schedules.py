@@ -1,9 +1,9 @@
-"""How the learning rate goes over the epochs."""
+"""Learning rate schedules."""
 
 import math
 from collections.abc import Callable
 
-# Factor of the learning rate at `epoch` (with its fraction) of `epochs`.
+# Factor of the learning rate at `epoch`, a real number, of `epochs`.
 SCHEDULES: dict[str, Callable[[float, int], float]] = {
     "cosine": lambda epoch, epochs: 0.5 * (1 + math.cos(math.pi * min(epoch / max(epochs, 1), 1.0))),
     "step": lambda epoch, epochs: 0.1 ** (epoch // 30),
@@ -12,6 +12,6 @@ SCHEDULES: dict[str, Callable[[float, int], float]] = {
 
 
 def lr_factor(schedule: str, warmup_epochs: float, epoch: float, epochs: int) -> float:
-    """The factor of the learning rate, which rises to the schedule's in a line over the first epochs."""
+    """The factor of the learning rate; it rises linearly over the warmup epochs."""
     rising = min(1.0, epoch / warmup_epochs) if warmup_epochs else 1.0
     return rising * SCHEDULES[schedule](epoch, epochs)

@@ -1,4 +1,4 @@
-"""What a training consists of beside the model: optimizer, rates, scaler, averaged weights, and where it stands."""
+"""The state of a training besides the model: optimizer, schedule, loss scaler, averaged weights, progress."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 class Options(Protocol):
-    """What the command line says of a training: the flags of these names, see `imagenet_example/main.py -h`."""
+    """The flags about training; see `imagenet_example/main.py -h`."""
 
     lr: float
     lr_schedule: str
@@ -31,14 +31,14 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """Automatic mixed precision: the device's type, and the type of the layers' inputs, None for float32."""
+    """Automatic mixed precision: the type of the device, and the dtype under autocast (None: float32)."""
 
     device: str
     dtype: torch.dtype | None
 
     @classmethod
     def of(cls, options: Options, device: torch.device) -> "Precision":
-        """As the flags ask for it."""
+        """The precision that the flags ask for."""
         default = "float16" if device.type == "cuda" else "bfloat16"
         return cls(device.type, getattr(torch, options.amp_dtype or default) if options.amp else None)
 
@@ -48,16 +48,16 @@ class Precision:
 
 
 class Training:
-    """Optimizer, learning rate, scaler, averaged weights, and how far one training is.
+    """Optimizer, learning rate, loss scaler, averaged weights, and progress of one training.
 
-    Biases, batch norm and scales, which have one dimension or none, do not decay.
+    Weight decay leaves out parameters with one dimension or none: biases, batch norm, scales.
 
     Args:
-        model: what is trained, without wrappers.
-        options: rates, schedule and the rest.
-        precision: of the forward passes; float16 needs the loss to be scaled.
-        steps_per_epoch: batches of an epoch.
-        extra: further parameters that are trained, as those of a distillation.
+        model: the trained model, without wrappers.
+        options: the flags.
+        precision: precision of the forward passes; float16 scales the loss.
+        steps_per_epoch: batches in an epoch.
+        extra: more parameters to train, such as the regressors of a distillation.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Training:
             self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.ema))
         self.epochs = options.epochs
         self.epochs_done = options.start_epoch
-        self.steps_done = 0  # of the epoch that is not done
+        self.steps_done = 0  # in the current epoch
         self.best = -math.inf  # score
 
     @property
     def evaluated(self) -> nn.Module:
-        """The model that is evaluated, saved as the best and exported: the averaged one, if there is one."""
+        """The model that is evaluated, exported and saved as the best: the averaged one, if there is one."""
         return self.model if self.average is None else self.average.module
 
     @property
@@ -104,7 +104,7 @@ class Training:
         return float(self.scheduler.get_last_lr()[0])
 
     def step(self, accepted: bool) -> None:
-        """The optimizer's step after `backward`; one that is not accepted only counts."""
+        """Update the weights after `backward`; a step that is not accepted is only counted."""
         if accepted:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -114,7 +114,7 @@ class Training:
         self.steps_done += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on beside the model, in tensors and plain values."""
+        """Everything except the model that the next step depends on, as tensors and plain values."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -128,7 +128,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any], rank: int = 0) -> None:
-        """Continue where `state_dict` was taken; "rng" holds the random state of each process."""
+        """Restore what `state_dict` returned; "rng" holds the random state of each process."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
@@ -143,13 +143,13 @@ class Training:
             torch.cuda.set_rng_state_all([rng.cpu() for rng in state["rng_cuda"]])
 
     def resume(self, checkpoint: Path, state: dict[str, Any], folder: Path, rank: int) -> None:
-        """Go on in a folder as the process of a rank, from the state that a checkpoint holds."""
+        """Continue from the state in a checkpoint, as the process of a rank, with `folder` for the output."""
         self.load_state_dict(state, rank)
         if checkpoint.resolve().parent != folder.resolve():
-            self.best = -math.inf  # the best of before is not in this folder
+            self.best = -math.inf  # the best model so far is not in this folder
         LOG.info("resuming %s after %d of %d epochs", checkpoint, self.epochs_done, self.epochs)
 
 
 def plain_state(module: nn.Module) -> dict[str, Any]:
-    """A state dict as `torch.load(..., weights_only=True)` reads it."""
+    """A state dict that `torch.load(..., weights_only=True)` can read."""
     return dict(module.state_dict())

@@ -1,4 +1,4 @@
-"""How well a classifier does."""
+"""Accuracy of a classifier."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from data import Batch
 from distributed import add_up
-from fit import progress
+from logs import progress
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import Precision
 
 
 class Accuracy(NamedTuple):
-    """Share of images, in percent, whose class is the first, or among the first five, of the model's."""
+    """Percent of images whose label is the model's first class (`acc1`), or one of its first five (`acc5`)."""
 
     acc1: float
     acc5: float
@@ -23,10 +23,13 @@ class Accuracy(NamedTuple):
 
 
 def ranks_hit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """For each image 1 or 0: is its class the first, is it among the first five.
+    """For each image 1 or 0: whether its label is first, and whether it is among the first five.
 
-    Of equal outputs, common in 8 bits, the lower class is first, as in `argmax`. output: (batch, classes); target:
-    (batch,).
+    Equal outputs, common in 8 bits, rank by class number, as in `argmax`.
+
+    Args:
+        output: logits (batch, classes).
+        target: labels (batch,).
     """
     ranked = output.argsort(dim=1, descending=True, stable=True)[:, :5]
     hits = ranked.eq(target.unsqueeze(1))
@@ -37,7 +40,7 @@ def ranks_hit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def evaluate(
     model: nn.Module, loader: DataLoader[Batch], device: torch.device, precision: Precision | None = None
 ) -> Accuracy:
-    """Accuracy of a model in eval mode, over the images of all processes."""
+    """Accuracy of a model over the images of all processes; leaves the model in eval mode."""
     model.eval()
     precision = precision or Precision(device.type, None)
 
@@ -50,9 +53,12 @@ def evaluate(
 
 @torch.no_grad()
 def count_hits(function: Callable[[Tensor], Tensor], loader: DataLoader[Batch], title: str) -> Tensor:
-    """How many images have their class first, how many among the first five, and how many there are.
+    """The number of images with their label first, with their label among the first five, and of all images.
 
-    function: gives logits (batch, classes) for images (batch, 3, height, width).
+    Args:
+        function: maps images (batch, 3, height, width) to logits (batch, classes).
+        loader: images with labels.
+        title: of the progress bar.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     for images, target in progress(loader, title):
@@ -62,6 +68,6 @@ def count_hits(function: Callable[[Tensor], Tensor], loader: DataLoader[Batch], 
 
 
 def accuracy_of(hits: Tensor) -> Accuracy:
-    """The accuracy of what `count_hits` gave."""
+    """The accuracy from the numbers of `count_hits`."""
     first, fifth, count = hits.tolist()
     return Accuracy(100 * first / count, 100 * fifth / count)

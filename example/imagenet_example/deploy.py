@@ -1,4 +1,4 @@
-"""The exported file beside the model: its accuracy, and where its outputs differ."""
+"""The exported file compared with the model: its accuracy, and the share of outputs that differ."""
 
 import copy
 from pathlib import Path
@@ -8,7 +8,7 @@ import onnx
 import torch
 from accuracy import Accuracy, accuracy_of, count_hits
 from data import Batch
-from fit import progress
+from logs import progress
 from onnx_files import OnnxModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,10 +17,10 @@ COMPARED_IMAGES = 1000
 
 
 class OffByAStep(NamedTuple):
-    """Share (0 .. 1) of the model's output values that ONNX Runtime gives at least a quantization step away."""
+    """Share (0 .. 1) of output values for which ONNX Runtime is off by a quantization step or more."""
 
-    plain: float  # graph optimizations off: the file as it is written
-    optimized: float  # all optimizations: the file as it is deployed
+    plain: float  # without graph optimizations: the file as written
+    optimized: float  # with all optimizations: the file as deployed
     images: int
 
 
@@ -31,14 +31,14 @@ def evaluate_onnx(path: Path, loader: DataLoader[Batch]) -> Accuracy:
 
 @torch.no_grad()
 def compare_outputs(model: nn.Module, path: Path, loader: DataLoader[Batch]) -> OffByAStep:
-    """How far ONNX Runtime is from the fake-quant model, over the first images of validation.
+    """Compare the outputs of ONNX Runtime with those of the fake-quant model.
 
-    A step is the scale of the output where the file quantizes it, else 1/127 of the largest output.
+    A step is the scale of the output if the file quantizes it, otherwise 1/127 of the largest output.
 
     Args:
         model: the fake-quant model that was exported.
         path: its ONNX file.
-        loader: images; at most `COMPARED_IMAGES` are taken.
+        loader: validation images; the first `COMPARED_IMAGES` are used.
     """
     reference = copy.deepcopy(model).cpu().eval()
     plain, optimized = OnnxModel(path, optimize=False), OnnxModel(path)
@@ -60,7 +60,7 @@ def compare_outputs(model: nn.Module, path: Path, loader: DataLoader[Batch]) -> 
 
 
 def output_step(path: Path) -> float | None:
-    """The scale of a file's first output, if a DequantizeLinear gives it."""
+    """The scale of a file's first output, if it comes from a DequantizeLinear node; otherwise None."""
     graph = onnx.load(path).graph
     producer = next(node for node in graph.node if graph.output[0].name in node.output)
     if producer.op_type != "DequantizeLinear":

@@ -1,13 +1,14 @@
-"""Knowledge distillation: what a quantized model learns from a float one, beside the labels.
+"""Knowledge distillation: a quantized student learns from a float teacher in addition to the labels.
 
-The teacher is prepared like the student, with all of its fake-quants off: it computes in float, and its layers are cut
-where the student's are, so that features can be compared. It is in eval mode, and no gradient reaches it.
+The teacher is prepared like the student, with all fake-quants off: it computes in float, and its layers correspond to
+the student's, so that their features can be compared. It stays in eval mode and gets no gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from errors import UserError
@@ -18,13 +19,13 @@ from fxqat import disable_all
 from fxqat.nn.qat import QATLayer
 
 Features = dict[str, Tensor]
-DKD_BETA = 8.0  # of the paper, for ImageNet 0.5 to 2 and CIFAR 6 to 8; here over the sum of both weights
+DKD_BETA = 8.0  # the paper uses 0.5 to 2 for ImageNet and 6 to 8 for CIFAR
 
 
 def logits(student: Tensor, teacher: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """Divergence of the softened probabilities, times the temperature squared.
+    """KL divergence of the softened probabilities, times the temperature squared.
 
-    student, teacher: (batch, classes). Source: Hinton et al. 2015 (arXiv:1503.02531), section 2.
+    student, teacher: logits (batch, classes). Source: Hinton et al. 2015 (arXiv:1503.02531), section 2.
     """
     soft = F.log_softmax(student / temperature, 1)
     return (
@@ -33,10 +34,10 @@ def logits(student: Tensor, teacher: Tensor, target: Tensor, temperature: float)
 
 
 def decoupled(student: Tensor, teacher: Tensor, target: Tensor, temperature: float) -> Tensor:
-    """The divergence of target against rest, and that among the rest, weighted apart.
+    """Decoupled KL divergence: the target class against the rest, plus `DKD_BETA` times that among the other classes.
 
-    student, teacher: (batch, classes); target: (batch,). Source: Zhao et al. 2022 (arXiv:2203.08679), equation 7, with
-    alpha 1 and beta 8.
+    student, teacher: logits (batch, classes); target: labels (batch,). Source: Zhao et al. 2022 (arXiv:2203.08679),
+    equation 7, with alpha 1 and beta 8.
     """
     hit = F.one_hot(target, student.shape[1]).bool()
     parts = []
@@ -55,10 +56,10 @@ def decoupled(student: Tensor, teacher: Tensor, target: Tensor, temperature: flo
 
 
 def hints(student: Features, teacher: Features, regressors: nn.ModuleDict) -> Tensor:
-    """Mean squared difference of features, of the student's behind a linear map where the widths differ.
+    """Mean squared difference of features; a linear map adapts the student's where the channels differ.
 
-    Each is divided by the teacher's mean square, so that all layers count alike. Source: FitNets, Romero et al. 2015
-    (arXiv:1412.6550), equation 3.
+    Each layer's term is divided by the mean square of the teacher's features, so that all layers have equal weight.
+    Source: FitNets, Romero et al. 2015 (arXiv:1412.6550), equation 3.
     """
     total = torch.zeros((), device=next(iter(student.values())).device)
     for name, found in student.items():
@@ -69,7 +70,7 @@ def hints(student: Features, teacher: Features, regressors: nn.ModuleDict) -> Te
 
 
 def attention(student: Features, teacher: Features, regressors: nn.ModuleDict) -> Tensor:
-    """Squared distance of the normalized attention maps, where a map is the mean square over channels.
+    """Squared distance of the normalized attention maps; a map is the mean square over channels.
 
     Source: Zagoruyko and Komodakis 2017 (arXiv:1612.03928), equation 2, with p = 2.
     """
@@ -81,25 +82,25 @@ def attention(student: Features, teacher: Features, regressors: nn.ModuleDict) -
 
 
 METHODS: dict[str, Callable[..., Tensor]] = {"logits": logits, "dkd": decoupled, "hints": hints, "attention": attention}
-OF_FEATURES = ("hints", "attention")
+FEATURE_METHODS = ("hints", "attention")
 
 
 class Distiller:
-    """The teacher's part of the loss.
+    """The loss with a teacher.
+
+    Features are the outputs of the last layer of each feature map size, such as `layer2` of a ResNet. Layers of student
+    and teacher are paired by the size of their maps.
 
     Args:
-        student: the model that is trained, prepared.
-        teacher: the float model that it learns from, prepared.
-        example: one batch of images, to find the layers that are compared.
+        student: the prepared model that is trained.
+        teacher: the prepared model to learn from; its fake-quants are disabled.
+        example: one batch of images, used to find the layers to compare.
         method: a name in `METHODS`.
-        alpha: share of the teacher; the labels' loss has the rest.
+        alpha: share of the teacher in the loss; the labels have the rest.
         temperature: of `logits` and `dkd`.
 
-    Features are those of the last layer before each change of the grid, as `layer2` of a ResNet gives them; layers of
-    student and teacher are paired by the size of the grid.
-
     Raises:
-        UserError: the two have no grid in common, or not the same classes.
+        UserError: student and teacher differ in the number of classes, or have no map size in common.
     """
 
     def __init__(
@@ -110,15 +111,16 @@ class Distiller:
         self.method, self.alpha, self.temperature = method, alpha, temperature
         self.regressors = nn.ModuleDict()
         self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
-        ours, theirs = grids(student, example), grids(teacher, example)
-        if ours.pop("output") != theirs.pop("output"):
-            raise UserError("--distill-method: the teacher has other classes than the model")
-        if method in OF_FEATURES:
+        ours, theirs = map_layers(student, example), map_layers(teacher, example)
+        classes = ours.pop("output"), theirs.pop("output")
+        if classes[0] != classes[1]:
+            raise UserError(f"--distill-method: the teacher has {classes[1]} classes, the model {classes[0]}")
+        if method in FEATURE_METHODS:
             self.pairs = {name: (ours[name][0], theirs[name][0]) for name in ours if name in theirs}
             if not self.pairs:
                 raise UserError(
-                    f"--distill-method {method}: teacher and model have no layers of one size: theirs {list(theirs)}, "
-                    f"ours {list(ours)}; take a method that compares logits"
+                    f"--distill-method {method}: teacher and model have no feature maps of the same size: the teacher "
+                    f"has {list(theirs)}, the model {list(ours)}; use logits or dkd"
                 )
         for name in self.pairs if method == "hints" else ():  # attention maps have no channels
             widths = ours[name][1], theirs[name][1]
@@ -127,15 +129,15 @@ class Distiller:
 
     @contextmanager
     def watching(self) -> Iterator[Features]:
-        """The student's features of the forward passes in the block, by grid."""
+        """Record the student's features in the block, by the size of the map."""
         with recording({name: pair[0] for name, pair in self.pairs.items()}) as features:
             yield features
 
     def loss(self, images: Tensor, output: Tensor, features: Features, target: Tensor, hard: Tensor) -> Tensor:
-        """The whole loss of a batch: `(1 - alpha) * hard + alpha * (the teacher's part)`."""
+        """The loss of a batch: `(1 - alpha) * hard + alpha * soft`; `hard` is the loss of the labels."""
         with torch.no_grad(), recording({name: pair[1] for name, pair in self.pairs.items()}) as wanted:
             answer = self.teacher(images)
-        if self.method in OF_FEATURES:
+        if self.method in FEATURE_METHODS:
             soft = METHODS[self.method](features, wanted, self.regressors)
         else:
             soft = METHODS[self.method](output.float(), answer.float(), target, self.temperature)
@@ -144,7 +146,7 @@ class Distiller:
 
 @contextmanager
 def recording(layers: dict[str, nn.Module]) -> Iterator[Features]:
-    """What some layers give in the forward passes of the block, (batch, channels, places)."""
+    """Record the outputs of layers in the block, as (batch, channels, *positions)."""
     found: Features = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -162,9 +164,9 @@ def recording(layers: dict[str, nn.Module]) -> Iterator[Features]:
 
 
 @torch.no_grad()
-def grids(model: nn.Module, example: Tensor) -> dict[str, object]:
-    """For each size of the grid the last layer that gives it, with its channels; and the classes, as "output"."""
-    found: dict[str, object] = {}
+def map_layers(model: nn.Module, example: Tensor) -> dict[str, Any]:
+    """For each feature map size the last layer with that output and its channels; "output": the number of classes."""
+    found: dict[str, Any] = {}
 
     def note(layer: nn.Module, args: object, output: Tensor) -> None:
         features = channels_first(layer, output)
@@ -186,5 +188,5 @@ def grids(model: nn.Module, example: Tensor) -> dict[str, object]:
 
 
 def channels_first(layer: nn.Module, output: Tensor) -> Tensor:
-    """A layer's output with the channels behind the batch; a linear layer has them last."""
+    """A layer's output as (batch, channels, ...); a linear layer has the channels last."""
     return output.movedim(-1, 1) if output.dim() > 2 and layer.weight.dim() == 2 else output

@@ -1,4 +1,4 @@
-"""What is done with batches of images and classes: train, evaluate, calibrate."""
+"""Classification as a task of the training loop."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -8,21 +8,20 @@ import torch
 from accuracy import evaluate, ranks_hit
 from data import Batch, Loaders
 from distillation import Distiller
-from fit import Evaluation, Step, progress
+from fit import Evaluation, Step
 from torch import nn
-from torch.utils.data import DataLoader
 from training import Precision
 
 
 @dataclass
 class Classification:
-    """The task of a `Fit`: the classes of images.
+    """The task of a `Fit`: image classification.
 
     Args:
         loaders: the images.
-        device: where the model is.
+        device: device of the model.
         label_smoothing: of the cross entropy.
-        distiller: the teacher, if there is one.
+        distiller: the loss with a teacher, if there is one.
     """
 
     loaders: Loaders
@@ -34,11 +33,11 @@ class Classification:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         return self.loaders.steps_per_epoch
 
     def batches(self, epoch: int, first: int) -> Iterable[Batch]:
-        """Those of an epoch, from one of them on."""
+        """The batches of an epoch, beginning with number `first`."""
         return self.loaders.train(epoch, first)
 
     def step(self, model: nn.Module, batch: Batch) -> Step:
@@ -56,11 +55,3 @@ class Classification:
         """The accuracy on the validation images."""
         accuracy = evaluate(model, self.loaders.val, self.device, precision)
         return Evaluation(accuracy.acc1, str(accuracy), {"acc1": accuracy.acc1, "acc5": accuracy.acc5})
-
-
-@torch.no_grad()
-def calibrate(model: nn.Module, loader: DataLoader[Batch], device: torch.device) -> None:
-    """Show the observers of a model, which must be enabled, the calibration images."""
-    model.eval()
-    for images, _ in progress(loader, "calibrate"):
-        model(images.to(device))

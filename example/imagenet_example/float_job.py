@@ -1,4 +1,4 @@
-"""The float model: trained, evaluated, exported; and the training that comes first where no weights are given."""
+"""The float model: trained, evaluated and exported; or trained before quantization if no weights are given."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def run_float(job: Job, model: nn.Module) -> list[Row]:
-    """Train, or with -e only evaluate, the float model."""
+    """Train the float model, or with -e only evaluate it; returns its row of the table."""
     options, files = job.options, job.files
     if not options.evaluate:
         fit = job.fit(model, options)
@@ -40,12 +40,12 @@ def run_float(job: Job, model: nn.Module) -> list[Row]:
 
 
 def float_baseline(job: Job, model: nn.Module, resumed: dict[str, Any] | None) -> None:
-    """Note the accuracy of the float model, which is trained first if no weights were given.
+    """Train the float model if no weights are given, and evaluate it.
 
     Args:
-        job: what is run.
+        job: the run.
         model: the float model.
-        resumed: what the checkpoint of this training held, if it was interrupted.
+        resumed: the extra content of the checkpoint, if this training was interrupted.
     """
     options = job.options
     if options.model_path is None and not options.pretrained:

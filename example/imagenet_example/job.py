@@ -1,4 +1,4 @@
-"""What every part of a run needs."""
+"""The objects that all stages of a run share."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from training import Precision, Training
 
 @dataclass
 class Job:
-    """What every part of a run needs; `example` is one batch as the ONNX files take it."""
+    """The objects that all stages of a run share; `example` is a batch with the input shape of the ONNX files."""
 
     options: Options
     process: Process
@@ -30,7 +30,7 @@ class Job:
     accuracies: dict[str, Accuracy] = field(default_factory=dict)
 
     def fit(self, model: nn.Module, options: Options, distiller: Distiller | None = None) -> Fit:
-        """A training of the model as the options ask for it."""
+        """The training loop for a model, built from the options."""
         device = self.process.device
         extra = distiller.regressors if distiller else None
         precision = Precision.of(options, device)
@@ -40,11 +40,11 @@ class Job:
         return Fit(training, self.process.wrapped(wrapped), task, self.process, self.board, options.print_freq)
 
     def resume(self, training: Training, extra: dict[str, Any]) -> None:
-        """Continue the training whose checkpoint held `extra`."""
+        """Continue a training from the extra content of its checkpoint."""
         training.resume(self.options.resume, extra["training"], self.files.folder, self.process.rank)
 
     def extra(self, training: Training, quantized: bool) -> dict[str, Any]:
-        """What a checkpoint holds beside the model; all processes have to ask for it."""
+        """The content of a checkpoint besides the model; all processes must call this."""
         return {
             "options": self.options.state_dict(),
             "training": training.state_dict() | {"rng": gather(torch.get_rng_state())},
@@ -53,6 +53,6 @@ class Job:
         }
 
     def evaluate(self, name: str, model: nn.Module) -> None:
-        """Note the accuracy of a model for the table."""
+        """Evaluate a model and keep its accuracy for the table."""
         self.accuracies[name] = evaluate(model, self.loaders.val, self.process.device)
         LOG.info("%s: * %s", name, self.accuracies[name])

@@ -1,8 +1,7 @@
-r"""Quantize an image classifier, from float training to a proven ONNX file.
+r"""Quantize an image classifier: from float training to a verified ONNX file.
 
-Without arguments: trains a small float model on scikit-learn's handwritten digits, quantizes and finetunes it, exports
-a QDQ ONNX file with its JSON, runs that with ONNX Runtime, and prints one table. `--data PATH` takes an ImageFolder
-tree.
+Without arguments it trains a float model on scikit-learn's handwritten digits, quantizes and finetunes it, exports a
+QDQ ONNX file with its JSON, runs the file in ONNX Runtime, and prints a table. `--data PATH` takes an ImageFolder tree.
 
     python example/imagenet_example/main.py
     python example/imagenet_example/main.py -a mobilenet_v3_small --data imagenet --model-path float.pth \
@@ -29,6 +28,7 @@ from model_zoo import build_model, load_weights
 from options import Options, parse_options
 from quantized_job import run_quantized
 from summary import make_table
+from torch import nn
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,13 +39,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: Options, process: Process) -> None:
-    """Set up one run in this process, do it, and print the table of it."""
+    """Do one run in this process and print its table."""
     set_up_logging(options.log_level, process.is_first)
+    job, model = start(options, process)
+    rows = run_float(job, model) if options.not_qat else run_quantized(job, model)
+    job.board.close()
+    if process.is_first:
+        print(make_table(rows, options.onnx_batch))
+
+
+def start(options: Options, process: Process) -> tuple[Job, nn.Module]:
+    """The run's shared objects and its float model, with weights if the flags name some.
+
+    Raises:
+        UserError: data, model, weights or output folder do not fit the flags.
+    """
     torch.manual_seed(options.seed + process.rank)
     files = open_output(options.output_dir, options.arch)
     data = open_data(options.data, options.seed, options.image_size, options.workers)
     if options.num_classes not in (None, data.num_classes):
-        raise UserError(f"-nc {options.num_classes}: {options.data or 'the digits'} has {data.num_classes} classes")
+        raise UserError(
+            f"-nc {options.num_classes}: {options.data or 'the digits data set'} has {data.num_classes} classes"
+        )
     LOG.info(
         "%s on %s: %d training and %d validation images of %d px, %d classes; %s, seed %d",
         *(options.arch, options.data or "the embedded digits", len(data.train), len(data.val), data.image_size),
@@ -65,11 +80,7 @@ def run(options: Options, process: Process) -> None:
     loaders = Loaders(data, options.batch_size, options.seed, process.rank, process.world)
     board = Board(options.tensorboard if process.is_first else None)
     example = loaders.example(options.onnx_batch, process.device)
-    job = Job(options, process, loaders, files, board, example)
-    rows = run_float(job, model) if options.not_qat else run_quantized(job, model)
-    board.close()
-    if process.is_first:
-        print(make_table(rows, options.onnx_batch))
+    return Job(options, process, loaders, files, board, example), model
 
 
 if __name__ == "__main__":

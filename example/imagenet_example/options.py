@@ -10,12 +10,12 @@ import yaml
 from combinations import check_combination, remembered_options
 from errors import UserError
 from flags import CHECKPOINTS, build_parser
-from recipes import DIGITS_FLOAT, DIGITS_QAT, GUIDE
+from recipes import DIGITS_FLOAT, DIGITS_QAT, IMAGE_FOLDER
 
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of one run; see `main.py -h`. None where there is no default."""
+    """The flags of one run; see `main.py -h`. None: no default."""
 
     data: Path | None
     model_zoo: str
@@ -68,14 +68,14 @@ class Options:
     output_dir: Path
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint remembers of them, so that `--resume` needs no other flag."""
-        state = {name: value for name, value in asdict(self).items() if name not in FORGOTTEN}
+        """The options that a checkpoint stores, so that `--resume` needs no other flag."""
+        state = {name: value for name, value in asdict(self).items() if name not in NOT_STORED}
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in state.items()}
 
     @property
     def float_first(self) -> "Options":
-        """Those of the float training that comes first when no weights are given: SGD, with the rate for that."""
-        recipe = DIGITS_FLOAT if self.data is None else replace(GUIDE, epochs=self.epochs)
+        """The options of the float training before quantization, if no weights are given: SGD with its default rate."""
+        recipe = DIGITS_FLOAT if self.data is None else replace(IMAGE_FOLDER, epochs=self.epochs)
         return replace(self, epochs=recipe.epochs, start_epoch=0, optim="sgd", momentum=0.9, lr=recipe.lr["sgd"])
 
 
@@ -103,8 +103,8 @@ DEFAULTS: Mapping[str, Any] = {
     "output_dir": CHECKPOINTS,
 }
 
-# What concerns one run and its machine, not the training that is resumed.
-FORGOTTEN = (
+# These concern one run and its machine, not the training.
+NOT_STORED = (
     *("model_path", "pretrained", "resume", "output_dir", "evaluate", "profile", "workers", "print_freq"),
     *("device", "gpu", "multiprocessing_distributed", "world_size", "rank", "dist_url", "dist_backend"),
     *("log_level", "tensorboard"),
@@ -112,10 +112,10 @@ FORGOTTEN = (
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Read the command line and the file that it names.
+    """Read the command line and the `--config` file.
 
     Raises:
-        UserError: flags do not go together, or not with the checkpoint that is resumed.
+        UserError: flags do not fit each other or the checkpoint that is resumed.
     """
     parser = build_parser()
     config = parser.parse_known_args(argv)[0].config
@@ -126,7 +126,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def flags_of_file(path: Path) -> list[str]:
-    """The flags that a YAML file stands for: `lr: 0.1` for `--lr 0.1`, and `amp: true` for `--amp`."""
+    """The flags in a YAML file: `lr: 0.1` is `--lr 0.1`, and `amp: true` is `--amp`."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -136,19 +136,19 @@ def flags_of_file(path: Path) -> list[str]:
     flags: list[str] = []
     for name, value in content.items():
         if isinstance(value, (dict, list)):
-            raise UserError(f"--config {path}: {name} is not one value")
+            raise UserError(f"--config {path}: expected a single value for {name}, got {type(value).__name__}")
         if value is not None and value is not False:
             flags += [f"--{str(name).replace('_', '-')}"] + ([] if value is True else [str(value)])
     return flags
 
 
 def fill_defaults(flags: Mapping[str, Any], remembered: Mapping[str, Any]) -> Options:
-    """The value of each flag: as given, else as the checkpoint remembers it, else the default for the data."""
+    """All options: the flag if given, otherwise the checkpoint's value, otherwise the default for the data."""
     known = {name: value for name, value in remembered.items() if name in DEFAULTS}
     known.update((name, value) for name, value in flags.items() if value is not None)
     data = known.get("data")
     digits = DIGITS_FLOAT if known.get("not_qat") else DIGITS_QAT
-    recipe = digits if data is None else GUIDE
+    recipe = digits if data is None else IMAGE_FOLDER
     by_data = {
         "epochs": recipe.epochs,
         "batch_size": recipe.batch_size,

@@ -1,4 +1,4 @@
-"""The quantized model: prepared, calibrated, finetuned, exported, and compared with the float model."""
+"""The quantized model: prepare, calibrate, finetune, export, compare with the float model."""
 
 from pathlib import Path
 from typing import Any
@@ -8,18 +8,17 @@ from checkpointing import copy_file, read_extra
 from deploy import compare_outputs, evaluate_onnx
 from distillation import Distiller
 from distributed import load_in_first
-from engine import calibrate
 from float_job import float_baseline
 from job import Job
-from logs import LOG
+from logs import LOG, shows_progress
 from model_zoo import build_model, load_weights
 from onnx_files import EXPORTER_OPSET, export_float, measure_latency
 from summary import Row
 from torch import nn
 
 from fxqat import (
+    calibrate,
     convert_export,
-    enable_calibration,
     enable_quantization,
     load_checkpoint,
     prepare_by_platform,
@@ -31,14 +30,14 @@ PROFILED_IMAGES, PROFILED_ROWS = 8, 20
 
 
 def run_quantized(job: Job, model: nn.Module) -> list[Row]:
-    """Prepare, calibrate, finetune, export, and compare with the float model."""
+    """Prepare, calibrate, finetune and export the model; returns the rows of the table."""
     options, files = job.options, job.files
     resumed = read_extra(options.resume) if options.resume else None
     if resumed is None or not resumed["quantized"]:
         float_baseline(job, model, resumed)
         resumed = None
     else:
-        model.load_state_dict(resumed["float_state_dict"])  # not what the checkpoint's training made of it
+        model.load_state_dict(resumed["float_state_dict"])  # the checkpoint's own weights are the finetuned ones
         job.accuracies |= {name: Accuracy(*values) for name, values in resumed["accuracies"].items()}
     if job.process.is_first:
         export_float(model, job.example, files.float_onnx, max(options.opset_version or 0, EXPORTER_OPSET))
@@ -46,8 +45,7 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
     gm = prepared(job, model)
     distiller = make_distiller(job, model, gm) if options.distill_method and not options.evaluate else None
     if resumed is None:
-        enable_calibration(gm)
-        calibrate(gm, job.loaders.calibration(options.calib_batches), job.process.device)
+        calibrate(gm, job.loaders.calibration(options.calib_batches), progress=shows_progress())
         enable_quantization(gm)
         job.evaluate("fake-quant, calibrated", gm)
     else:
@@ -56,7 +54,7 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
         write_profile(job, gm)
 
     onnx_file = files.onnx
-    export_quantized(job, gm)  # before training too: what cannot be exported shows now, not after an epoch
+    export_quantized(job, gm)  # before training: a model that cannot be exported fails now, not after an epoch
     if not options.evaluate:
         finetune(job, gm, model, distiller, resumed)
         load_in_first(job.process, gm, lambda: load_checkpoint(gm, files.best))
@@ -67,13 +65,13 @@ def run_quantized(job: Job, model: nn.Module) -> list[Row]:
 
 
 def prepared(job: Job, model: nn.Module) -> Any:
-    """The model with its fake-quants."""
+    """The model with fake-quants, as the flags configure them."""
     config = str(job.options.quant_config) if job.options.quant_config else None
     return prepare_by_platform(model, job.options.backend, config, example_inputs=(job.example,))
 
 
 def make_distiller(job: Job, model: nn.Module, gm: nn.Module) -> Distiller:
-    """The teacher that the flags ask for; by default the float model as it is now."""
+    """The loss with the teacher that the flags name; by default the float model with its current weights."""
     options = job.options
     teacher = model
     if options.teacher_arch or options.teacher_path:
@@ -89,7 +87,7 @@ def make_distiller(job: Job, model: nn.Module, gm: nn.Module) -> Distiller:
 
 
 def finetune(job: Job, gm: Any, model: nn.Module, distiller: Distiller | None, resumed: dict[str, Any] | None) -> None:
-    """Quantization-aware training; every epoch leaves a checkpoint and an ONNX file, the best one a second pair."""
+    """Quantization-aware training; each epoch writes a checkpoint, each new best one also ONNX and `model_best`."""
     files, options = job.files, job.options
     fit = job.fit(gm, options, distiller)
     training = fit.training
@@ -115,21 +113,21 @@ def finetune(job: Job, gm: Any, model: nn.Module, distiller: Distiller | None, r
 
 
 def export_quantized(job: Job, gm: Any) -> list[Path]:
-    """Write and verify the QDQ ONNX file with its JSON, in the first process; returns all files written."""
+    """Write and verify the QDQ ONNX file and its JSON, in the first process; returns the files written."""
     if not job.process.is_first:
         return []
     path, opset_version = job.files.onnx, job.options.opset_version
     report = convert_export(gm, (job.example,), path, path.with_suffix(".json"), opset_version=opset_version)
     parity = report.certificate
-    first = f", the first of them in {parity.first_diverging}" if parity.first_diverging else ""
+    first = f", the first one in {parity.first_diverging}" if parity.first_diverging else ""
     LOG.info("%s: verified; %.3f%% of its quantized values off by a step%s", path.name, 100 * parity.off_share, first)
     written = (report.onnx_path, report.json_path, report.certificate_path)
     return [file for file in written if file is not None]
 
 
 def write_profile(job: Job, gm: Any) -> None:
-    """Compare every layer with float, on some validation images."""
-    found = profile(gm, [job.loaders.example(PROFILED_IMAGES, job.process.device)], progress=True)
+    """Compare every layer with the float model, on a few validation images."""
+    found = profile(gm, [job.loaders.example(PROFILED_IMAGES, job.process.device)], progress=shows_progress())
     found.write_csv(job.files.profile_csv)
     found.write_html(job.files.profile_page, title=f"{job.options.arch}: quantized against float")
     files = job.files.profile_csv, job.files.profile_page
@@ -137,7 +135,7 @@ def write_profile(job: Job, gm: Any) -> None:
 
 
 def compare(job: Job, gm: Any, onnx_file: Path) -> list[Row]:
-    """Measure the ONNX files; returns the rows of the table, the float model first and the exported file last."""
+    """Measure the ONNX files; returns the rows of the table, from the float model to the exported file."""
     loaders, float_file, accuracies = job.loaders.alone(), job.files.float_onnx, job.accuracies
     float_latency, latency = measure_latency([float_file, onnx_file], job.example)
     accuracy, off_by_a_step = evaluate_onnx(onnx_file, loaders.val), compare_outputs(gm, onnx_file, loaders.val)

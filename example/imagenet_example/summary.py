@@ -1,4 +1,4 @@
-"""The one table at the end of a run."""
+"""The table at the end of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from prettytable import PrettyTable
 
 @dataclass(frozen=True)
 class Row:
-    """One form of the model; what does not apply to it is None.
+    """One form of the model; None for figures that it does not have.
 
     Args:
-        name: what it is.
+        name: name of the form.
         accuracy: on the validation images.
-        size: bytes of its ONNX file.
-        latency: milliseconds of one call in ONNX Runtime.
-        off_by_a_step: its outputs compared with those of the fake-quant model.
+        size: bytes of the ONNX file.
+        latency: milliseconds per call in ONNX Runtime.
+        off_by_a_step: outputs compared with those of the fake-quant model.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def make_table(rows: Sequence[Row], onnx_batch: int) -> str:
-    """The rows as text, with a line below on what the last columns mean."""
+    """The rows as text, with an explanation of the last columns below."""
     table = PrettyTable(
         [
             "model",
@@ -60,5 +60,6 @@ def make_table(rows: Sequence[Row], onnx_batch: int) -> str:
         return str(table)
     return (
         f"{table}\nOff by a step: share of the output values, over {compared.images} validation images, for which ONNX "
-        "Runtime is a quantization\nstep or more away from the fake-quant model; with graph optimizations off, and on."
+        "Runtime differs from\nthe fake-quant model by a quantization step or more; without and with graph "
+        "optimizations."
     )

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 from errors import UserError
-from logs import LOG, quiet
+from logs import LOG, progress
 from PIL import Image
-from tqdm import tqdm
 
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -124,7 +123,7 @@ def scan(place: Path, num_classes: int) -> list[Picture]:
     found: list[Picture] = []
     count: Counter[str] = Counter()
     files = [file for file in files_in(place) if file.name.lower().endswith(SUFFIXES)]
-    for file in tqdm(files, desc=f"Scanning labels {place}", leave=False, disable=quiet()):
+    for file in progress(files, f"Scanning labels {place}", "file"):
         try:
             with file.open() as opened:
                 size = Image.open(opened).size

@@ -11,8 +11,8 @@ from dataset import Picture
 from detection import HEADLINE, Scores
 from detector import OnnxDetector, export, prepared
 from distributed import Process, gather, load_in_first
-from fit import Fit, progress
-from logs import LOG, Board
+from fit import Fit
+from logs import LOG, Board, shows_progress
 from model import Yolo
 from options import Options
 from task import Detection, evaluate
@@ -20,7 +20,7 @@ from torch import nn
 from training import Precision, Training
 from weights import read_weights
 
-from fxqat import enable_calibration, enable_quantization, load_checkpoint, save_checkpoint
+from fxqat import calibrate, enable_quantization, load_checkpoint, save_checkpoint
 from fxqat.tools import NaNGuard
 
 
@@ -70,10 +70,8 @@ class Run:
             load_checkpoint(gm, options.resume)
         else:
             self.scores("float", model, task)
-            enable_calibration(gm.eval())
-            with torch.no_grad():
-                for batch in progress(task.calibration(options.calib_pictures), "calibrate"):
-                    gm(batch.images.to(self.process.device).float() / 255)
+            images = (batch.images.float() / 255 for batch in task.calibration(options.calib_pictures))
+            calibrate(gm, images, progress=shows_progress())
             enable_quantization(gm)
             training.best = self.scores("fake-quant, calibrated", gm, task).map
 

@@ -9,9 +9,9 @@ from dataset import Picture
 from detection import HEADLINE, Scores, detect, score
 from detector import Detector, TorchDetector
 from distributed import Process, gather
-from fit import Evaluation, Step, progress
+from fit import Evaluation, Step
 from hyperparameters import Hyperparameters
-from logs import LOG
+from logs import LOG, progress
 from loss import detection_loss, distillation_loss
 from pictures import Augmented, Batch, Letterboxed, collate
 from torch import nn

@@ -44,3 +44,16 @@ class WithoutBatchNorm(nn.Module):
 def not_a_classifier(num_classes: int) -> nn.Module:
     """Gives a map, not logits."""
     return nn.Conv2d(3, num_classes, 1)
+
+
+class Small(nn.Module):
+    """Two convolutions, wide enough to learn the digits."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 5, 4, 2, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(16, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+        self.fc = nn.Linear(64 * 16, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(torch.flatten(self.body(self.stem(x)), 1))
