@@ -2,6 +2,8 @@
 
 Weights and BatchNorm statistics are random. Prints the table and, with ``--output``, writes the page.
 
+``docs/parity.rst`` was last written on 2026-11-21; the next run removes its note about that.
+
     python tests/benchmarks/zoo/parity.py --output docs/parity.rst
 """
 
