@@ -8,14 +8,14 @@ from fxqat.tools.mixed_precision.latency import layer_latency
 from fxqat.tools.mixed_precision.pareto import Pareto, sweep
 from fxqat.tools.mixed_precision.sensitivity import Sensitivity, read_sensitivity, sensitivity
 from fxqat.tools.mixed_precision.skip_until import Skipped, skip_until
-from fxqat.tools.post_training.adaround_loop import Reconstruction
 from fxqat.tools.post_training.correct_bias import correct_bias
 from fxqat.tools.post_training.equalize import equalize
 from fxqat.tools.post_training.ptq import ptq
-from fxqat.tools.post_training.reconstruct import reconstruct
+from fxqat.tools.post_training.reconstruct import Reconstruction, reconstruct
 from fxqat.tools.profile import Profile, profile
 from fxqat.tools.to_float import to_float
 from fxqat.tools.training.batch_norm import reestimate_batch_norm
+from fxqat.tools.training.dampening import dampening_loss
 from fxqat.tools.training.nan_guard import NaNGuard, first_not_finite
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "average_weight_bits",
     "bit_operations",
     "correct_bias",
+    "dampening_loss",
     "equalize",
     "file_bytes",
     "first_not_finite",

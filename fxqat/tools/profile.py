@@ -1,11 +1,11 @@
-"""Where accuracy is lost: every quantized tensor of a model, compared with float.
+"""Find where accuracy is lost: compare every quantized tensor of a model with float.
 
-Three differences are measured for each:
+Three differences are measured for each tensor:
 
-1. *own*: its float value against the rounding of that, the error that this quantizer makes;
-2. *output*: the float model's outputs against those of the model in which this tensor alone is quantized, what that
-   error does;
-3. *cumulative*: its float value against the quantized model's, all that happened up to here.
+1. *own*: its float value and the rounded float value: the error of this quantizer;
+2. *output*: the outputs of the float model and of the model in which only this tensor is quantized: the effect of that
+   error;
+3. *cumulative*: its values in the float and in the quantized model: all errors up to here.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fxqat.fake_quantize.state import disable_all, enable_quantization
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.post_training.correct_bias import require_float_biases
 from fxqat.tools.profiling.compare import Difference
-from fxqat.tools.profiling.measure import Measured, find_subjects, histograms_of, switches_kept
-from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.measure import Measurements, find_quantized, histograms_of, switches_kept
+from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.files import atomic_path
@@ -37,13 +37,13 @@ MEASURES = ("cosine", "sqnr", "max_error")
 
 @dataclass(frozen=True)
 class Profile:
-    """The tensors of a model, the worst first; prints as a table.
+    """The quantized tensors of a model, the worst first; prints as a table.
 
     Args:
-        backend: the backend's name.
-        tensors: sorted by ``ProfiledTensor.badness``.
-        output: everything quantized, at the model's outputs.
-        histograms: of the worst tensors, by name.
+        backend: name of the backend.
+        tensors: sorted by ``ProfiledTensor.sort_key``.
+        output: difference at the model's outputs when everything is quantized.
+        histograms: histograms of the worst tensors, by name.
     """
 
     backend: str
@@ -58,7 +58,7 @@ class Profile:
         return len(self.tensors)
 
     def table(self, rows: int | None = None) -> str:
-        """The worst tensors as text, all of them by default."""
+        """The worst tensors as text; all of them by default."""
         kinds = [f"{kind}: {measure}" for kind in DIFFERENCES for measure in ("cosine", "dB", "max error")]
         table = PrettyTable(["tensor", *kinds, "lost", "dead", "outlier"], align="r")
         table.align["tensor"] = "l"
@@ -74,7 +74,7 @@ class Profile:
         return f"{self.backend}, all quantized, at the outputs: {self.output}\n{self.table()}"
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
-        """One row a tensor, the worst first, numbers in full.
+        """Write one row per tensor, the worst first, with all digits.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -91,7 +91,7 @@ class Profile:
                 writer.writerow([rank, tensor.name, tensor.kind, tensor.order, tensor.scheme, *values, *counts])
 
     def write_html(self, path: str | os.PathLike[str], title: str = "Quantization profile") -> None:
-        """One page that needs no other file: the curves, the table, and the worst tensors' histograms and channels.
+        """Write one self-contained page: curves, table, and the histograms and channels of the worst tensors.
 
         Raises:
             ConfigError: the file cannot be written, or matplotlib is not installed.
@@ -108,29 +108,30 @@ class Profile:
 def profile(gm: QuantGraphModule, batches: Iterable[Any], *, worst: int = 10, progress: bool = False) -> Profile:
     """Compare every quantized tensor with float.
 
-    It takes two forward passes and one for each tensor, of every batch: a few images tell enough.
+    Each batch takes two forward passes and one per tensor, so use few batches: a few images are enough.
 
     Args:
-        gm: a prepared and calibrated model; its mode and switches stay as they are.
-        batches: inputs of the model, each a tensor or a tuple. All quantized values of one batch are kept at a time.
-        worst: of how many tensors histograms are taken.
-        progress: show a progress bar.
+        gm: a prepared and calibrated model; its mode and switches are unchanged.
+        batches: batches of inputs, see :func:`fxqat.calibrate`. All quantized values of one batch are kept.
+        worst: number of tensors to take histograms of.
+        progress: show a progress bar if the output is a terminal.
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: no batches, or a model with corrected biases, which without its fake-quants is not the float model.
+        ConfigError: there are no batches, one does not fit the model, or the biases of the model were corrected (then
+            it is not the float model without its fake-quants).
     """
     require_float_biases(gm, "profile")
     inputs = read_batches(gm, batches, "profile")
     with eval_mode(gm), switches_kept(gm), torch.no_grad():
         enable_quantization(gm)
         disable_all(gm)
-        subjects = find_subjects(gm)
-        found = Measured(gm, subjects)
-        passes = len(inputs) * (len(subjects) + 2)
+        quantized = find_quantized(gm)
+        measurements = Measurements(gm, quantized)
+        passes = len(inputs) * (len(quantized) + 2)
         with tqdm(total=passes, desc="profile", leave=False, disable=None if progress else True) as bar:
             for batch in inputs:
-                found.add(batch, bar)
-        tensors = sorted(found.tensors(), key=lambda tensor: tensor.badness)
-        histograms = histograms_of(gm, inputs, subjects, tensors[:worst])
-    return Profile(gm.quant_report.backend, tuple(tensors), found.all_quantized.difference(), histograms)
+                measurements.add(batch, bar)
+        tensors = sorted(measurements.tensors(), key=lambda tensor: tensor.sort_key)
+        histograms = histograms_of(gm, inputs, quantized, tensors[:worst])
+    return Profile(gm.quant_report.backend, tuple(tensors), measurements.all_quantized.difference(), histograms)

@@ -1,4 +1,4 @@
-"""AdaRound: whether each weight is rounded up or down is learned.
+"""AdaRound: learn whether each weight is rounded up or down.
 
 Source: Nagel et al. 2020 (arXiv:2004.10568), equations 21 to 24::
 
@@ -19,13 +19,13 @@ ZETA, GAMMA = 1.1, -0.1
 
 
 class AdaRoundFakeQuantize(FakeQuantizeBase):
-    """Takes the place of a weight's fake-quant while its rounding is learned; scale and zero point stand still.
+    """Replaces a weight's fake-quant while its rounding is learned; scale and zero point are fixed.
 
-    It starts where it rounds nothing: ``h(V)`` is the part of each weight that is less than a step.
+    At the start it returns the weight itself: ``h(V)`` is the fractional part of ``W / s``.
 
     Args:
         quant: the calibrated fake-quant.
-        weight: the (folded) weight that is rounded.
+        weight: the (folded) weight to round.
 
     Attributes:
         rounding: ``V``, of the weight's shape.
@@ -39,28 +39,28 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         self.register_buffer("zero_point", zero_point)
         steps = weight.detach() / per_axis(self.scale, weight.dim(), self.axis)
         self.register_buffer("floor", steps.floor())
-        part = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
-        self.rounding = nn.Parameter(torch.logit(part))
+        fraction = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
+        self.rounding = nn.Parameter(torch.logit(fraction))
 
     floor: Tensor
 
     def fraction(self) -> Tensor:
-        """``h(V)``: how far up each weight is rounded, 0 to 1."""
+        """``h(V)``: how far each weight is rounded up, 0 to 1."""
         return torch.clamp(torch.sigmoid(self.rounding) * (ZETA - GAMMA) + GAMMA, 0.0, 1.0)
 
     def regularization(self, beta: float) -> Tensor:
-        """``f(V)``, which draws every fraction to 0 or 1; the harder, the smaller ``beta``."""
+        """``f(V)``: pulls every fraction to 0 or 1, the smaller ``beta`` the stronger."""
         return (1.0 - (2.0 * self.fraction() - 1.0).abs().pow(beta)).sum()
 
     def quantize(
         self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
     ) -> Tensor:
-        """The weight as it is rounded so far. ``x`` is the constructor's."""
+        """The softly rounded weight. ``x`` must be the constructor's weight."""
         return self._dequantized(self.fraction())
 
     @torch.no_grad()
     def rounded(self) -> Tensor:
-        """The weight with every rounding decided."""
+        """The weight with every fraction rounded to 0 or 1."""
         return self._dequantized((self.fraction() >= 0.5).float())
 
     def _dequantized(self, fraction: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""Bias correction: the mean error that quantization brings to each channel is taken out of the bias.
+"""Bias correction: subtract the mean error that quantization causes in each channel from the bias.
 
-Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2 and appendix D: ``E[y] = E[y_q] - E[error]`` (equation 17),
-with both expectations measured on data before the activation, layer by layer, behind layers that are corrected already.
+Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2 and appendix D: ``E[y] = E[y_q] - E[error]`` (equation 17).
+Both means are measured on data, before the activation, layer by layer, with all earlier layers already corrected.
 
-The float expectation is that of the prepared model without its fake-quants. Its biases are others afterwards, so a
-model is corrected once, and what compares with the float model (``reconstruct``) comes before.
+The float means are those of the prepared model with its fake-quants off. Correction changes its biases, so a model can
+be corrected only once, and tools that compare with the float model (``reconstruct``, ``profile``) must run before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.post_training.segments import Segment, Values, inputs_of, needed_after, split
+from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 
@@ -32,46 +32,46 @@ def correct_bias(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, floa
 
     Args:
         gm: a prepared and calibrated model; afterwards its fake-quants are on.
-        batches: the model's inputs.
+        batches: batches of inputs, see :func:`fxqat.calibrate`.
 
     Returns:
         The largest correction of each corrected layer, in units of its output, by path.
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: its biases are corrected already.
+        ConfigError: its biases were corrected before, there are no batches, or a batch does not fit the model.
     """
     require_float_biases(gm, "correct_bias")
     inputs = read_batches(gm, batches, "correct_bias")
     enable_quantization(gm)
-    gm.provenance.bias_corrected = True  # before the first: an interrupt leaves some of them corrected
+    gm.provenance.bias_corrected = True  # set first: an interrupt may leave some biases corrected
     found: dict[str, float] = {}
     with eval_mode(gm):
         segments = split(gm, max_layers=1)
-        exact = [inputs_of(gm, batch) for batch in inputs]
-        rounded = [dict(values) for values in exact]
+        float_inputs = [named_inputs(gm, batch) for batch in inputs]
+        quant_inputs = [dict(values) for values in float_inputs]
         for i, segment in enumerate(segments):
-            targets = segment.run(exact, quantized=False)
-            found |= shift_means(segment, rounded, channel_means(segment, exact, quantized=False))
-            exact = needed_after(segments[i:], exact, targets)
-            rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
+            targets = segment.run(float_inputs, quantized=False)
+            found |= correct_means(segment, quant_inputs, channel_means(segment, float_inputs, quantized=False))
+            float_inputs = values_read_later(segments[i:], float_inputs, targets)
+            quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
     return found
 
 
-def require_float_biases(gm: QuantGraphModule, who: str) -> None:
-    """Raise if the biases of a model are corrected, so that without its fake-quants it is not the float model."""
+def require_float_biases(gm: QuantGraphModule, caller: str) -> None:
+    """Raise if the biases of a model were corrected: with its fake-quants off it is not the float model."""
     if gm.provenance.bias_corrected:
         raise ConfigError(
-            f"{who}: the biases of this model were corrected for its errors of quantization, so that with its "
-            "fake-quants off it is not the float model any more. Prepare and calibrate it anew, and correct it last; "
-            "to reconstruct and to correct, use reconstruct(..., correct_bias=True)"
+            f"{caller}: the biases of this model were corrected for quantization errors, so with its fake-quants off "
+            "it is no longer the float model. Prepare and calibrate the model again, and correct biases last; to "
+            "reconstruct and correct, use reconstruct(..., correct_bias=True)"
         )
 
 
 def channel_means(segment: Segment, batches: list[Values], quantized: bool) -> dict[str, Tensor]:
-    """The mean of each channel of what its layers give before their activations, ``(channels,)``, by path.
+    """The channel means of each layer's output before its activation, ``(channels,)``, by path.
 
-    Only of layers that can be corrected: those with a bias or a BatchNorm.
+    Only layers that can be corrected are measured: those with a bias or a BatchNorm.
     """
     layers = {path: layer for path, layer in segment.layers.items() if layer.bias is not None or layer.bn is not None}
     with ExitStack() as stack:
@@ -80,28 +80,28 @@ def channel_means(segment: Segment, batches: list[Values], quantized: bool) -> d
     return {path: torch.stack(values).mean(0).to(layers[path].weight.dtype) for path, values in means.items()}
 
 
-def shift_means(segment: Segment, batches: list[Values], wanted: Mapping[str, Tensor]) -> dict[str, float]:
-    """Correct the layers of a segment, one behind the other.
+def correct_means(segment: Segment, batches: list[Values], targets: Mapping[str, Tensor]) -> dict[str, float]:
+    """Correct the biases of a segment's layers in order, in place.
 
     Args:
-        segment: of a calibrated model.
-        batches: what it reads in the quantized model.
-        wanted: its means in the float model, see :func:`channel_means`.
+        segment: a segment of a calibrated model.
+        batches: its inputs in the quantized model.
+        targets: the float model's means of the layers to correct, see :func:`channel_means`.
 
     Returns:
         The largest correction of each layer.
     """
     found: dict[str, float] = {}
-    for path, means in wanted.items():
+    for path, means in targets.items():
         error = channel_means(segment, batches, quantized=True)[path] - means
-        _shift(segment.layers[path], -error)
+        _shift_output(segment.layers[path], -error)
         found[path] = float(error.abs().max())
     return found
 
 
 @contextmanager
 def _recorded(layer: QATLayer) -> Iterator[list[Tensor]]:
-    """The channel means of what a layer gives before its activation, call by call."""
+    """Record the channel means of a layer's output before its activation, call by call."""
     activation = layer.activation
     recorder = _Recorder(activation, -1 if layer.weight.dim() == 2 else 1)
     layer.activation = recorder
@@ -112,7 +112,7 @@ def _recorded(layer: QATLayer) -> Iterator[list[Tensor]]:
 
 
 class _Recorder(nn.Module):
-    """An activation, or nothing, that notes the channel means of what it gets."""
+    """An activation (or none) that records the channel means of its input."""
 
     def __init__(self, activation: nn.Module | None, axis: int) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class _Recorder(nn.Module):
         return y if self.activation is None else self.activation(y)
 
 
-def _shift(layer: QATLayer, by: Tensor) -> None:
-    """Add to what the layer gives before its activation."""
+def _shift_output(layer: QATLayer, by: Tensor) -> None:
+    """Add a vector to the layer's output before its activation."""
     bn = layer.bn
     if bn is None:
         assert layer.bias is not None

@@ -1,21 +1,19 @@
-"""Cross-layer equalization: ranges of weights are moved between consecutive layers without changing the function.
+"""Cross-layer equalization: move weight ranges between consecutive layers without changing the model's function.
 
 Source: Nagel et al. 2019 (arXiv:1906.04721). With an activation for which ``f(s x) = s f(x)``, output channel i of a
 layer can be divided by ``s_i`` and input channel i of the next multiplied by it (equations 5 to 7);
 ``s_i = sqrt(r1_i * r2_i) / r2_i`` makes both ranges equal (equation 11). High biases are absorbed by the next layer
-(equations 12 to 15): ``c = max(0, beta - 3 |gamma|)`` passes a ReLU unchanged, but for one value in a thousand.
+(equations 12 to 15): ``c = max(0, beta - 3 |gamma|)`` passes a ReLU unchanged, except for one value in a thousand.
 
-The paper replaces ReLU6 by ReLU, which can cost more than it gains. Here a ReLU6 may stay: on data, a channel that is
-often clipped keeps its factor 1, and no other is made so large that it would be clipped.
+The paper replaces ReLU6 by ReLU, which can cost more accuracy than it gains. Here a ReLU6 can stay if there is data: a
+channel that is often clipped keeps the factor 1, and no other channel is scaled so far that it would be clipped.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +27,7 @@ from fxqat.ops.identify import identify
 from fxqat.ops.table import IDENTITY
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.batches import check_batches, read_batch
-from fxqat.utils.contexts import eval_mode
+from fxqat.utils.contexts import eval_mode, hooked
 from fxqat.utils.fx_graph import called_module, calls_of, only_user
 
 HOMOGENEOUS = frozenset(
@@ -37,19 +35,19 @@ HOMOGENEOUS = frozenset(
     + ("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
     + ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 )
-"""Ops that a positive factor of each channel passes through."""
+"""Ops with ``f(s x) = s f(x)`` for a positive factor per channel."""
 CLIP = 6.0
-OFTEN = 0.01
-"""Part of a channel's values that ReLU6 clips, from which on the channel is not scaled."""
+CLIPPED_OFTEN = 0.01
+"""A channel is not scaled if ReLU6 clips a larger fraction of its values."""
 
 
 class Pair(NamedTuple):
-    """Two layers of which the second reads what the first gives, and nobody else does.
+    """Two layers; the output of the first is read by the second only.
 
     Args:
         first: path of the first.
         second: path of the second.
-        absorbs: whether a shift of channels passes from the one to the other: there is nothing but a ReLU between.
+        absorbs: whether the second can absorb high biases of the first: there is only a ReLU between them.
     """
 
     first: str
@@ -58,19 +56,19 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class Room:
-    """How far the channels that a ReLU6 gives can be scaled.
+class ClipLimit:
+    """How far the output channels of a ReLU6 can be scaled up.
 
     Args:
-        peak: the largest value of each channel, ``(channels,)``, at most 6; divided by what the channel is divided by.
+        peak: the largest value of each channel so far, ``(channels,)``, at most 6.
         clipped: which channels are clipped often, ``(channels,)``.
     """
 
     peak: Tensor
     clipped: Tensor
 
-    def limited(self, factor: Tensor) -> Tensor:
-        """The nearest divisors of the channels that clip nothing more; they count as applied."""
+    def limit_(self, factor: Tensor) -> Tensor:
+        """Limit the divisors of the channels so that no more values are clipped; update the peaks."""
         factor = torch.where(self.clipped, torch.ones_like(factor), torch.maximum(factor, self.peak / CLIP))
         self.peak = self.peak / factor
         return factor
@@ -88,30 +86,31 @@ def equalize(
 
     Args:
         gm: a prepared model that is not calibrated yet.
-        batches: inputs of the model, each a tensor or a tuple, to see what each ReLU6 clips. Without them no ReLU6 is
-            between two layers of a pair.
-        iterations: times that all pairs are gone through: a layer may be in two of them.
-        absorb_bias: let the second layer take over high biases of the first. With zero padding this changes a little at
-            the border.
-        replace_relu6: make each ReLU6 between two layers a ReLU, which is what most values see. Others stay apart.
+        batches: batches of inputs, see :func:`fxqat.calibrate`, to measure what each ReLU6 clips. Without them, layers
+            with a ReLU6 between them are not equalized.
+        iterations: passes over all pairs; a layer may be in two of them.
+        absorb_bias: let the second layer absorb high biases of the first. With zero padding this changes the output
+            slightly at the border.
+        replace_relu6: replace each ReLU6 between two layers by ReLU, which computes the same below 6.
 
     Returns:
-        The pairs.
+        The equalized pairs.
 
     Raises:
-        CalibrationError: the model is calibrated already; its ranges would not fit any more.
+        CalibrationError: the model is calibrated already; its ranges would no longer fit.
+        ConfigError: a batch does not fit the model.
     """
     if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
-        raise CalibrationError("equalize changes the ranges of weights and values: call it before calibration")
+        raise CalibrationError("equalize changes the ranges of weights and activations: call it before calibration")
     check_batches(batches, "equalize")
     if replace_relu6:
         _replace_relu6(gm)
     with torch.no_grad():
-        rooms = _rooms(gm, batches)
-        pairs = list(_pairs(gm, rooms))
+        limits = _clip_limits(gm, batches)
+        pairs = list(_pairs(gm, limits))
         for _ in range(iterations):
             for pair in pairs:
-                _balance(_layer(gm, pair.first), _layer(gm, pair.second), rooms.get(pair.first))
+                _equalize_pair(_layer(gm, pair.first), _layer(gm, pair.second), limits.get(pair.first))
         for pair in pairs if absorb_bias else ():
             if pair.absorbs:
                 _absorb(_layer(gm, pair.first), _layer(gm, pair.second))
@@ -131,32 +130,31 @@ def _replace_relu6(gm: QuantGraphModule) -> None:
             layer.activation = nn.ReLU().train(layer.training)
 
 
-def _rooms(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, Room]:
-    """By path, of the layers with a ReLU6 that ran."""
+def _clip_limits(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, ClipLimit]:
+    """Measure the layers with a ReLU6, by path."""
     peaks: dict[str, list[Tensor]] = defaultdict(list)
     clipped: dict[str, list[Tensor]] = defaultdict(list)
 
-    def watch(path: str, layer: QATLayer, _: Any, output: Tensor) -> None:
-        rows = output.movedim(-1 if layer.weight.dim() == 2 else 1, 0).flatten(1)
-        peaks[path].append(rows.amax(1))
-        clipped[path].append((rows >= CLIP).float().mean(1))
+    layers = {layer: path for path, layer in gm.named_modules() if isinstance(layer, QATLayer)}
+    clipping = {layer: path for layer, path in layers.items() if type(layer.activation) is nn.ReLU6}
 
-    layers = {path: layer for path, layer in gm.named_modules() if isinstance(layer, QATLayer)}
-    clipping = {path: layer for path, layer in layers.items() if type(layer.activation) is nn.ReLU6}
-    with eval_mode(gm), ExitStack() as stack:
-        for path, layer in clipping.items():
-            stack.callback(layer.register_forward_hook(partial(watch, path)).remove)
+    def measure(layer: QATLayer, _: Any, output: Tensor) -> None:
+        channels = output.movedim(-1 if layer.weight.dim() == 2 else 1, 0).flatten(1)
+        peaks[clipping[layer]].append(channels.amax(1))
+        clipped[clipping[layer]].append((channels >= CLIP).float().mean(1))
+
+    with eval_mode(gm), hooked(clipping, measure):
         for batch in batches if clipping else ():
             gm(*read_batch(gm, batch, "equalize"))
-    means = {path: torch.stack(shares).mean(0) for path, shares in clipped.items()}
-    return {path: Room(torch.stack(seen).amax(0), means[path] > OFTEN) for path, seen in peaks.items()}
+    means = {path: torch.stack(fractions).mean(0) for path, fractions in clipped.items()}
+    return {path: ClipLimit(torch.stack(seen).amax(0), means[path] > CLIPPED_OFTEN) for path, seen in peaks.items()}
 
 
-def _pairs(gm: QuantGraphModule, rooms: Mapping[str, Room]) -> Iterator[Pair]:
+def _pairs(gm: QuantGraphModule, limits: Mapping[str, ClipLimit]) -> Iterator[Pair]:
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
     for node in gm.graph.nodes:
         first, reader = called_module(node), _reader(node)
-        if not isinstance(first, QATLayer) or reader is None or not _can_be_scaled(first, str(node.target) in rooms):
+        if not isinstance(first, QATLayer) or reader is None or not _can_be_scaled(first, str(node.target) in limits):
             continue
         second = called_module(reader)
         assert isinstance(second, QATLayer)
@@ -165,20 +163,20 @@ def _pairs(gm: QuantGraphModule, rooms: Mapping[str, Room]) -> Iterator[Pair]:
             yield Pair(str(node.target), str(reader.target), directly and _can_absorb(first, second))
 
 
-def _can_be_scaled(first: QATLayer, has_room: bool) -> bool:
-    """Whether a factor for each output channel can be written into the layer, and passes its activation."""
+def _can_be_scaled(first: QATLayer, has_limit: bool) -> bool:
+    """Whether the layer can absorb a factor per output channel, and its activation is homogeneous or limited."""
     normalized = first.bn is None or first.bn.weight is not None
-    return normalized and (has_room or type(first.activation) in (type(None), nn.ReLU, nn.LeakyReLU))
+    return normalized and (has_limit or type(first.activation) in (type(None), nn.ReLU, nn.LeakyReLU))
 
 
 def _can_absorb(first: QATLayer, second: QATLayer) -> bool:
-    """Whether the statistics of the first layer's channels are known, and the second can take a shift of them."""
-    has_place = second.op.axis == 0 and (second.bias is not None or second.bn is not None)
-    return first.bn is not None and isinstance(first.activation, nn.ReLU) and has_place
+    """Whether the statistics of the first layer's channels are known, and the second layer can absorb a shift."""
+    can_shift = second.op.axis == 0 and (second.bias is not None or second.bn is not None)
+    return first.bn is not None and isinstance(first.activation, nn.ReLU) and can_shift
 
 
 def _reader(node: fx.Node) -> fx.Node | None:
-    """The layer that alone reads the value of a node, through homogeneous ops."""
+    """The only layer that reads the value of a node, through homogeneous ops; None if there is no such layer."""
     reader = only_user(node)
     while reader is not None and not isinstance(called_module(reader), QATLayer):
         op = identify(reader)
@@ -194,11 +192,11 @@ def _between(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
         following = only_user(following)
 
 
-def _balance(first: QATLayer, second: QATLayer, room: Room | None) -> None:
-    """Equation 11 for one pair, as far as there is room.
+def _equalize_pair(first: QATLayer, second: QATLayer, limit: ClipLimit | None) -> None:
+    """Equation 11 for one pair, within the limits of a ReLU6.
 
-    Of a channel that is all zero on one side, any factor does: its other side is made no larger than what is largest
-    elsewhere. A dead channel may be read with weights far beyond all others.
+    For a channel that is all zero on one side every factor is right. It is scaled so that its other side is no larger
+    than the largest equalized range, because a dead channel may be read with weights far beyond all others.
     """
     outgoing, incoming = _by_output(first).abs().amax((1, 2)), _by_input(second).abs().amax((1, 2))
     equalized = torch.sqrt(outgoing * incoming)
@@ -208,8 +206,8 @@ def _balance(first: QATLayer, second: QATLayer, room: Room | None) -> None:
     factor = torch.where(outgoing > 0, torch.clamp(outgoing / largest, min=1.0), torch.clamp(largest / incoming, max=1))
     factor = torch.where(equalized > 0, equalized / incoming, factor)
     factor = torch.where((outgoing > 0) | (incoming > 0), factor, torch.ones_like(factor))
-    if room is not None:
-        factor = room.limited(factor)
+    if limit is not None:
+        factor = limit.limit_(factor)
     if first.bn is not None:
         first.bn.weight.div_(factor)
         first.bn.bias.div_(factor)

@@ -1,18 +1,19 @@
-"""GPTQ: the error of each rounded weight is made up for by the weights that are rounded behind it.
+"""GPTQ: round the weights column by column, and let the columns that are left compensate each rounding error.
 
-Source: Frantar et al. 2022 (arXiv:2210.17323), equations 2 and 3 and section 3.3. With ``X`` what a layer reads in the
-quantized model, columns being samples::
+Source: Frantar et al. 2022 (arXiv:2210.17323), equations 2 and 3 and section 3.3. ``X`` holds the layer's inputs in the
+quantized model, one column per sample::
 
-    H = X X^T + lambda I                       (damped: lambda is a part of the mean of H's diagonal)
+    H = X X^T + lambda I                       (lambda = damping * mean of H's diagonal)
     U^T U = H^-1, U upper triangular
     for each column j:  E = (w_j - quant(w_j)) / U_jj;   W_k = W_k - E U_jk  for k > j
 
-Columns go by falling ``H_jj``. It starts from ``W*``, with which the layer would give what the float model gives
-(:mod:`fxqat.tools.post_training.input_moments`); Li et al. 2025 (GPTAQ, arXiv:2504.02692) have the same aim column by column.
+Columns are taken in order of decreasing ``H_jj``. The start is not the weight but ``W*``, which best reproduces the
+float model's outputs (:mod:`fxqat.tools.post_training.input_moments`). Li et al. 2025 (GPTAQ, arXiv:2504.02692) pursue
+the same target column by column.
 
-Of each scale some multiples (:data:`FACTORS`) are tried, and that is taken which leaves the least error, which is
-``(Q - W*) H (Q - W*)^T`` for the integers of a row times their scale, ``Q``. Behind that, each column is rounded again
-where the error is least with all others as they are (coordinate descent, as Behdin et al. 2023, arXiv:2309.01885)::
+Several multiples of each scale (:data:`SCALE_FACTORS`) are tried, and the one with the least error
+``(Q - W*) H (Q - W*)^T`` is kept, where ``Q`` is the quantized weight. Coordinate descent follows (Behdin et al. 2023,
+arXiv:2309.01885): each column is rounded again to where the error is least with all other columns fixed::
 
     w_j = q_j - ((Q - W*) H)_j / H_jj
 """
@@ -25,77 +26,98 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fxqat.errors import ConfigError
 from fxqat.numerics import per_axis, valid_scale
-from fxqat.tools.post_training.input_moments import damped, halves, towards_float
-from fxqat.tools.post_training.layer_matrices import from_rows, rows, summed_along
+from fxqat.tools.post_training.input_moments import damped, moments_of_halves, weight_towards_float
+from fxqat.tools.post_training.layer_matrices import sum_along_axis, weight_from_matrices, weight_to_matrices
 from fxqat.tools.post_training.segments import Segment, Values
 
-FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
-"""What a scale is multiplied by; of equal errors the first is taken."""
+SCALE_FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
+"""Factors on a scale that are tried; of equal errors the first wins."""
 
-PASSES = 2
-"""Of the coordinate descent, through all columns."""
+DESCENT_PASSES = 2
+"""Passes of the coordinate descent through all columns."""
 
 BLOCK = 64
-"""Columns after which those behind them are updated, all at once (section 3.3, step 2)."""
+"""Columns after which the later columns are updated at once (section 3.3, step 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQ:
+    """Settings of GPTQ.
+
+    Args:
+        gptq: whether GPTQ rounds the weights and chooses their scales.
+        damping: lambda, relative to the mean square of a layer's inputs.
+
+    Raises:
+        ConfigError: ``damping`` is not positive.
+    """
+
+    gptq: bool = False
+    damping: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.damping > 0:
+            raise ConfigError(f"damping must be positive, got {self.damping}")
 
 
 @torch.no_grad()
-def compensated(
+def gptq_weight(
     segment: Segment,
     path: str,
-    reference: Segment,
-    rounded: Sequence[Values],
-    exact: Sequence[Values],
+    float_segment: Segment,
+    quant_inputs: Sequence[Values],
+    float_inputs: Sequence[Values],
     damping: float,
     centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The folded weight of a layer that, rounded to the nearest, is what was found, and its scale.
+    """Find a folded weight whose nearest rounding is the solution of GPTQ, and its scale.
 
     Args:
-        segment: a calibrated one, in which the layers before this one are done.
-        path: of the layer.
-        reference: the same segment in the float model.
-        rounded: what the segment reads in the quantized model, batch by batch.
-        exact: what it reads in the float model.
-        damping: lambda, as a part of the mean of H's diagonal.
+        segment: a calibrated segment, in which the layers before this one are done.
+        path: path of the layer.
+        float_segment: the same segment in the float model.
+        quant_inputs: the segment's inputs in the quantized model, batch by batch.
+        float_inputs: its inputs in the float model.
+        damping: lambda, relative to the mean of H's diagonal.
         centred: whether the layer's bias is corrected afterwards.
 
     Returns:
-        The weight of which each element is as it was when it was rounded, of the weight's shape, and the scale in use,
-        of the scale's shape.
+        Each element of the weight as it was just before it was rounded, of the weight's shape; and the used scale, of
+        the scale's shape.
     """
     layer = segment.layers[path]
     op, (weight, _), quant = layer.op, layer.folded(), layer.weight_fake_quant
-    first, second = halves(segment, path, reference, rounded, exact)
+    first, second = moments_of_halves(segment, path, float_segment, quant_inputs, float_inputs)
     gram, _ = (first + second).averages(centred)
-    wanted = towards_float(rows(op, weight).double(), first, second, centred)
-    error = QuadraticError.around(wanted, damped(gram, damping))
+    target = weight_towards_float(weight_to_matrices(op, weight).double(), first, second, centred)
+    error = QuadraticError.of(target, damped(gram, damping))
     scale, zero_point = quant.qparams()
 
     def grid(scale: Tensor) -> Grid:
         values = (per_axis(t, weight.dim(), quant.axis).expand_as(weight) for t in (scale, zero_point))
-        step, zero = (rows(op, t)[..., :1].double() for t in values)
+        step, zero = (weight_to_matrices(op, t)[..., :1].double() for t in values)
         return Grid(step, zero, quant.scheme.quant_min, quant.scheme.quant_max)
 
-    scales = torch.stack([valid_scale(scale * factor, quant.scale_bits) for factor in FACTORS])
-    left = [error.left(gptq(error, values), values) for values in map(grid, scales)]
+    scales = torch.stack([valid_scale(scale * factor, quant.scale_bits) for factor in SCALE_FACTORS])
+    errors = [error.after_rounding(gptq(error, values), values) for values in map(grid, scales)]
     axis = quant.axis if scale.dim() else None
-    best = torch.stack([summed_along(op, values, weight.shape, axis) for values in left]).argmin(0)
+    best = torch.stack([sum_along_axis(op, values, weight.shape, axis) for values in errors]).argmin(0)
     scale = scales.gather(0, best[None])[0]
-    found = descended(error, gptq(error, grid(scale)), grid(scale))
-    return from_rows(op, found, weight.shape).to(weight.dtype), scale
+    found = coordinate_descent(error, gptq(error, grid(scale)), grid(scale))
+    return weight_from_matrices(op, found, weight.shape).to(weight.dtype), scale
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that the rows of some matrices can take.
+    """The values that quantized matrices can have.
 
     Args:
         scale: ``(groups, rows, 1)``.
         zero_point: of the same shape.
-        quant_min: the smallest integer.
-        quant_max: the largest one.
+        quant_min: smallest integer.
+        quant_max: largest integer.
     """
 
     scale: Tensor
@@ -104,62 +126,62 @@ class Grid:
     quant_max: int
 
     def nearest(self, weight: Tensor) -> Tensor:
-        """The nearest value of each element of ``(groups, rows, any)``."""
+        """Round each element of ``(groups, rows, any)`` to the nearest value."""
         integers = torch.clamp(torch.round(weight / self.scale) + self.zero_point, self.quant_min, self.quant_max)
         return (integers - self.zero_point) * self.scale
 
 
 @dataclass(frozen=True)
 class QuadraticError:
-    """The mean squared error of what some matrices give, as a function of the matrices.
+    """The mean squared error of a layer's outputs as a function of its weight matrices.
 
     Args:
-        wanted: where it is least, ``W*``, ``(groups, rows, columns)``.
+        target: the matrices of the least error, ``W*``, ``(groups, rows, columns)``.
         gram: ``H``, damped, ``(groups, columns, columns)``.
-        order: of the columns in GPTQ, ``(groups, columns)``.
-        upper: ``U`` of the columns in this order, of the gram's shape.
+        order: order of the columns in GPTQ, ``(groups, columns)``.
+        upper: ``U`` of the ordered columns, of the gram's shape.
     """
 
-    wanted: Tensor
+    target: Tensor
     gram: Tensor
     order: Tensor
     upper: Tensor
 
     @classmethod
-    def around(cls, wanted: Tensor, gram: Tensor) -> QuadraticError:
-        """From the first two of its arguments."""
+    def of(cls, target: Tensor, gram: Tensor) -> QuadraticError:
+        """Compute the order and ``U``."""
         order = gram.diagonal(dim1=-2, dim2=-1).argsort(-1, descending=True)
         ordered = gram.gather(-1, order[:, None, :].expand_as(gram)).gather(-2, order[:, :, None].expand_as(gram))
         upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(ordered)), upper=True)
-        return cls(wanted, gram, order, upper)
+        return cls(target, gram, order, upper)
 
-    def left(self, weight: Tensor, grid: Grid) -> Tensor:
-        """What is left of it when a weight is rounded, ``(groups, rows)``."""
-        distance = grid.nearest(weight) - self.wanted
+    def after_rounding(self, weight: Tensor, grid: Grid) -> Tensor:
+        """The error of each row of a weight that is rounded to the nearest, ``(groups, rows)``."""
+        distance = grid.nearest(weight) - self.target
         return ((distance @ self.gram) * distance).sum(-1)
 
 
 def gptq(error: QuadraticError, grid: Grid) -> Tensor:
-    """The weight as each column of it was when it was rounded, ``(groups, rows, columns)``."""
-    order = error.order[:, None, :].expand_as(error.wanted)
-    weight = error.wanted.gather(-1, order)
+    """Each column of the weight as it was just before it was rounded, ``(groups, rows, columns)``."""
+    order = error.order[:, None, :].expand_as(error.target)
+    weight = error.target.gather(-1, order)
     for start in range(0, weight.shape[-1], BLOCK):
         end = start + BLOCK
         block, corner = weight[..., start:end], error.upper[..., start:end, start:end]
         errors = torch.empty_like(block)
         for j in range(block.shape[-1]):
-            this, behind = slice(j, j + 1), slice(j + 1, None)
+            this, later = slice(j, j + 1), slice(j + 1, None)
             errors[..., this] = (block[..., this] - grid.nearest(block[..., this])) / corner[..., this, this]
-            block[..., behind] -= errors[..., this] * corner[..., this, behind]
+            block[..., later] -= errors[..., this] * corner[..., this, later]
         weight[..., end:] -= errors @ error.upper[..., start:end, end:]
     return torch.empty_like(weight).scatter_(-1, order, weight)
 
 
-def descended(error: QuadraticError, weight: Tensor, grid: Grid) -> Tensor:
-    """A weight after the coordinate descent, again as each column of it was when it was rounded."""
+def coordinate_descent(error: QuadraticError, weight: Tensor, grid: Grid) -> Tensor:
+    """Improve a rounded weight; the result again has each column as it was just before it was rounded."""
     weight, nearest = weight.clone(), grid.nearest(weight)
-    for _ in range(PASSES):
-        gradient = (nearest - error.wanted) @ error.gram
+    for _ in range(DESCENT_PASSES):
+        gradient = (nearest - error.target) @ error.gram
         for start in range(0, weight.shape[-1], BLOCK):
             end = start + BLOCK
             block, slope, corner = (

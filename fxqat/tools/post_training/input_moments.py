@@ -1,31 +1,30 @@
-"""What a layer reads, as second moments, and the weight with which it would give what the float model gives.
+"""Second moments of a layer's inputs, and the weight that best reproduces the float model's outputs.
 
-With ``X`` what a layer reads in the float model and ``X'`` what it reads in the quantized one, columns being samples::
+``X`` holds the layer's inputs in the float model and ``X'`` those in the quantized model, one column per sample::
 
     H  = X' X'^T,   C = (X - X') X'^T
-    W* = W + W C (H + lambda I)^-1             (where |W X - W* X'|^2 + lambda |W - W*|^2 is least)
+    W* = W + W C (H + lambda I)^-1             (minimizes |W X - W* X'|^2 + lambda |W - W*|^2)
 
-This is a ridge regression (Hoerl and Kennard 1970, doi:10.1080/00401706.1970.10488634). Few samples can be met exactly,
-and others are not then (Cha et al. 2026, arXiv:2602.05902, have another remedy). So lambda is that of :data:`DAMPINGS`,
-or infinite, with which the ``W*`` of each half of the samples does best on the other half. Where the biases are
-corrected afterwards, ``X`` and ``X'`` are taken without their means.
+This is a ridge regression (Hoerl and Kennard 1970, doi:10.1080/00401706.1970.10488634). With few samples it overfits
+(Cha et al. 2026, arXiv:2602.05902, have another remedy). So lambda is chosen by cross-validation: of :data:`DAMPINGS`
+and infinity, the one with which the ``W*`` of each half of the samples has the least error on the other half. If biases
+are corrected afterwards, the means of ``X`` and ``X'`` are subtracted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fxqat.nn.qat import QATLayer
-from fxqat.tools.post_training.layer_matrices import columns
+from fxqat.tools.post_training.layer_matrices import inputs_to_columns
 from fxqat.tools.post_training.segments import Segment, Values
+from fxqat.utils.contexts import hooked
 
 DAMPINGS = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01)
-"""Values of lambda, as parts of the mean of H's diagonal."""
+"""Candidates for lambda, relative to the mean of H's diagonal."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Moments:
     """Sums over samples, in float64.
 
     Args:
-        count: of the samples.
-        gram: of ``X' X'^T``, ``(groups, columns, columns)``.
-        cross: of ``(X - X') X'^T``, of the same shape.
-        mean: of ``X'``, ``(groups, columns, 1)``.
-        shift: of ``X - X'``, of the same shape.
+        count: number of samples.
+        gram: sum of ``X' X'^T``, ``(groups, columns, columns)``.
+        cross: sum of ``(X - X') X'^T``, of the same shape.
+        mean: sum of ``X'``, ``(groups, columns, 1)``.
+        shift: sum of ``X - X'``, of the same shape.
     """
 
     count: int
@@ -47,13 +46,13 @@ class Moments:
     shift: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, missing: Tensor) -> Moments:
-        """Those of ``X'`` and ``X - X'``, both ``(groups, columns, samples)``."""
-        means = (values.double().sum(-1, keepdim=True) for values in (x, missing))
-        return cls(x.shape[-1], (x @ x.mT).double(), (missing @ x.mT).double(), *means)
+    def of(cls, x: Tensor, difference: Tensor) -> Moments:
+        """The moments of ``X'`` and ``X - X'``, both ``(groups, columns, samples)``."""
+        sums = (values.double().sum(-1, keepdim=True) for values in (x, difference))
+        return cls(x.shape[-1], (x @ x.mT).double(), (difference @ x.mT).double(), *sums)
 
     def __add__(self, other: Moments) -> Moments:
-        """Those of all samples."""
+        """The moments of the samples of both."""
         return Moments(
             self.count + other.count,
             self.gram + other.gram,
@@ -63,61 +62,61 @@ class Moments:
         )
 
     def averages(self, centred: bool) -> tuple[Tensor, Tensor]:
-        """``H`` and ``C`` of one sample on average, with the means or without."""
+        """``H`` and ``C`` averaged over the samples; ``centred`` subtracts the means."""
         count = max(1, self.count)
         if not centred:
             return self.gram / count, self.cross / count
-        around = self.mean.mT / count
-        return (self.gram - self.mean @ around) / count, (self.cross - self.shift @ around) / count
+        mean = self.mean.mT / count
+        return (self.gram - self.mean @ mean) / count, (self.cross - self.shift @ mean) / count
 
 
-def halves(
-    segment: Segment, path: str, reference: Segment, rounded: Sequence[Values], exact: Sequence[Values]
+def moments_of_halves(
+    segment: Segment, path: str, float_segment: Segment, quant_inputs: Sequence[Values], float_inputs: Sequence[Values]
 ) -> tuple[Moments, Moments]:
-    """The moments of the first and of the second half of what a layer reads in each call.
+    """The moments of a layer's inputs: of the first and of the second half of the samples of each call.
 
     Args:
-        segment: a calibrated one.
-        path: of the layer.
-        reference: the same segment in the float model.
-        rounded: what the segment reads in the quantized model, batch by batch; not empty.
-        exact: what it reads in the float model.
+        segment: a calibrated segment.
+        path: path of the layer.
+        float_segment: the same segment in the float model.
+        quant_inputs: the segment's inputs in the quantized model, batch by batch; not empty.
+        float_inputs: its inputs in the float model.
     """
     layer = segment.layers[path]
     weight, _ = layer.folded()
-    samples = _samples(segment, path, rounded, quantized=True)
-    references = _samples(reference, path, exact, quantized=False)
+    ours = _layer_inputs(segment, path, quant_inputs, quantized=True)
+    theirs = _layer_inputs(float_segment, path, float_inputs, quantized=False)
     found: list[Moments] = []
-    for read, wanted in zip(samples, references, strict=True):
-        x, missing = (columns(layer.op, weight, values) for values in (read, wanted - read))
+    for read, target in zip(ours, theirs, strict=True):
+        x, difference = (inputs_to_columns(layer.op, weight, values) for values in (read, target - read))
         middle = x.shape[-1] // 2
-        parts = [Moments.of(x[..., part], missing[..., part]) for part in (slice(middle), slice(middle, None))]
-        found = [a + b for a, b in zip(found, parts, strict=True)] if found else parts
+        halves = [Moments.of(x[..., half], difference[..., half]) for half in (slice(middle), slice(middle, None))]
+        found = [a + b for a, b in zip(found, halves, strict=True)] if found else halves
     first, second = found
     return first, second
 
 
-def towards_float(weight: Tensor, first: Moments, second: Moments, centred: bool) -> Tensor:
-    """The weight with which a layer would give what the float model gives, ``W*``.
+def weight_towards_float(weight: Tensor, first: Moments, second: Moments, centred: bool) -> Tensor:
+    """``W*``: the weight that best reproduces the float model's outputs.
 
     Args:
         weight: ``(groups, rows, columns)``.
         first: the moments of one half of the samples.
-        second: those of the other half.
+        second: the moments of the other half.
         centred: whether the layer's bias is corrected afterwards.
     """
     a, b = first.averages(centred), second.averages(centred)
-    left = [0.0]  # without a step
+    errors = [0.0]  # of an infinite lambda: W* = W
     for damping in DAMPINGS:
         steps = ((_step(weight, *learned, damping), *other) for learned, other in ((a, b), (b, a)))
-        # |W (X - X') - S X'|^2 of a step S, without the first square
-        left.append(sum(float(((s @ gram) * s - 2 * s * (weight @ cross)).sum()) for s, gram, cross in steps))
-    best = left.index(min(left))
+        # |W (X - X') - S X'|^2 of a step S, without the term that does not depend on S
+        errors.append(sum(float(((s @ gram) * s - 2 * s * (weight @ cross)).sum()) for s, gram, cross in steps))
+    best = errors.index(min(errors))
     return weight + _step(weight, *(first + second).averages(centred), DAMPINGS[best - 1]) if best else weight
 
 
 def damped(gram: Tensor, damping: float) -> Tensor:
-    """A gram with a part of the mean of its diagonal added to that, so that it has an inverse."""
+    """``H + lambda I``, which has an inverse; lambda is ``damping`` times the mean of H's diagonal."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     added = (damping * diagonal.mean(-1, keepdim=True)).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
     return gram + torch.diag_embed(added.expand_as(diagonal))
@@ -129,26 +128,12 @@ def _step(weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Tensor
     return step
 
 
-def _samples(segment: Segment, path: str, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
-    """What a layer reads, call by call."""
-    with _recorded(segment.layers[path]) as inputs:
+def _layer_inputs(segment: Segment, path: str, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
+    """The inputs of a layer, call by call."""
+    inputs: list[Tensor] = []
+    with hooked([segment.layers[path]], lambda _, args: inputs.append(args[0]), pre=True):
         for values in batches:
-            segment.switch(quantized)
+            segment.set_quantized(quantized)
             segment(values)
             yield from inputs
             inputs.clear()
-
-
-@contextmanager
-def _recorded(layer: QATLayer) -> Iterator[list[Tensor]]:
-    """The inputs of a layer, as it is called."""
-    inputs: list[Tensor] = []
-
-    def record(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        inputs.append(args[0])
-
-    handle = layer.register_forward_pre_hook(record)
-    try:
-        yield inputs
-    finally:
-        handle.remove()

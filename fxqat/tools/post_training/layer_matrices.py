@@ -1,4 +1,4 @@
-"""A weighted layer as a product of matrices, whatever its kind."""
+"""A weighted layer of any type as a product of matrices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from fxqat.nn.weighted import TRANSPOSED, WeightedOp
 
 
-def rows(op: WeightedOp, weight: Tensor) -> Tensor:
-    """A weight as matrices, ``(groups, out_channels / groups, inputs of one output)``."""
+def weight_to_matrices(op: WeightedOp, weight: Tensor) -> Tensor:
+    """A weight as one matrix per group, ``(groups, out_channels / groups, inputs per output)``."""
     groups = int(op.arguments.get("groups", 1))
     if op.layer in TRANSPOSED:
         channels, inputs = weight.shape[1], weight.shape[0] // groups
@@ -17,33 +17,45 @@ def rows(op: WeightedOp, weight: Tensor) -> Tensor:
     return weight.reshape(groups, weight.shape[0] // groups, -1)
 
 
-def from_rows(op: WeightedOp, matrices: Tensor, shape: torch.Size) -> Tensor:
-    """The weight of some matrices, of a shape but for its number of output channels."""
+def weight_from_matrices(op: WeightedOp, matrices: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of :func:`weight_to_matrices`.
+
+    Args:
+        op: the layer's operation.
+        matrices: ``(groups, rows, inputs per output)``.
+        shape: the weight's shape; the number of output channels follows from the matrices instead.
+    """
     groups, channels, _ = matrices.shape
     if op.layer in TRANSPOSED:
         return matrices.reshape(groups, channels, shape[0] // groups, *shape[2:]).transpose(1, 2).flatten(0, 1)
     return matrices.reshape(groups * channels, *shape[1:])
 
 
-def summed_along(op: WeightedOp, values: Tensor, shape: torch.Size, axis: int | None) -> Tensor:
-    """Values of the rows of a weight's matrices, ``(groups, rows)``, added up along an axis of the weight.
+def sum_along_axis(op: WeightedOp, values: Tensor, shape: torch.Size, axis: int | None) -> Tensor:
+    """Give each weight the value of its matrix row, and sum over all dimensions of the weight but one.
+
+    Args:
+        op: the layer's operation.
+        values: one value for each row of the matrices, ``(groups, rows)``.
+        shape: the weight's shape.
+        axis: the dimension that is kept; None: sum over all.
 
     Returns:
-        One value for each place on that axis, or one in all if it is None.
+        ``(shape[axis],)``, or ``()`` without an axis.
     """
     inputs = shape.numel() // values.numel()
-    weight = from_rows(op, values[..., None].expand(*values.shape, inputs), shape)
+    weight = weight_from_matrices(op, values[..., None].expand(*values.shape, inputs), shape)
     return weight.sum() if axis is None else weight.movedim(axis, 0).flatten(1).sum(1)
 
 
-def columns(op: WeightedOp, weight: Tensor, x: Tensor) -> Tensor:
-    """What a layer multiplies its weight by, ``(groups, inputs of one output, samples)``.
+def inputs_to_columns(op: WeightedOp, weight: Tensor, x: Tensor) -> Tensor:
+    """The matrices that a layer multiplies its weight matrices by, ``(groups, inputs per output, samples)``.
 
-    It is what the layer gives with the identity for its matrices.
+    They are the layer's outputs when its weight matrices are the identity.
     """
-    groups, _, inputs = rows(op, weight).shape
+    groups, _, inputs = weight_to_matrices(op, weight).shape
     identity = torch.eye(inputs, dtype=x.dtype, device=x.device).expand(groups, -1, -1)
-    y = op(x, from_rows(op, identity, weight.shape), None)
+    y = op(x, weight_from_matrices(op, identity, weight.shape), None)
     y = y.movedim(-1 if weight.dim() == 2 else 1 - weight.dim(), 0)
-    found: Tensor = y.reshape(groups, inputs, -1)
-    return found
+    columns: Tensor = y.reshape(groups, inputs, -1)
+    return columns

@@ -1,4 +1,4 @@
-"""Quantization after training, from the float model to the calibrated one, in one call."""
+"""Post-training quantization: from the float model to the calibrated one in one call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.post_training.adaround_loop import Reconstruction
 from fxqat.tools.post_training.correct_bias import correct_bias as correct_every_bias
 from fxqat.tools.post_training.equalize import equalize as equalize_layers
+from fxqat.tools.post_training.reconstruct import Reconstruction
 from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
 from fxqat.utils.batches import check_batches, read_batch
 
@@ -38,34 +38,36 @@ def ptq(
     """Quantize a trained model without labels.
 
     1. ``prepare_by_platform`` with the first batch as example inputs;
-    2. cross-layer equalization, if asked for (``fxqat.tools.post_training.equalize``);
+    2. cross-layer equalization, on request (:mod:`fxqat.tools.post_training.equalize`);
     3. calibration;
-    4. reconstruction, if asked for (``fxqat.tools.post_training.reconstruct``), and bias correction (``fxqat.tools.post_training.correct_bias``):
-       with both, each segment is corrected before it is learned, and behind that where this helps.
+    4. reconstruction (:mod:`fxqat.tools.post_training.reconstruct`) and bias correction
+       (:mod:`fxqat.tools.post_training.correct_bias`), on request. With both, each segment is corrected before it is
+       learned, and after it where that lowers the error.
 
     Args:
         model: a float model; not changed.
-        batches: inputs of the model, each a tensor or a tuple; they are all kept in memory.
+        batches: batches of inputs, see :func:`fxqat.calibrate`; all are kept in memory.
         backend: as for :func:`fxqat.prepare_by_platform`.
         prepare_custom_config_dict: the same.
         equalize: equalize consecutive layers and absorb high biases.
-        replace_relu6: for the equalization, make each ReLU6 between two layers a ReLU.
-        reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a setting of one's own.
+        replace_relu6: when equalizing, replace each ReLU6 between two layers by ReLU.
+        reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a :class:`Reconstruction`.
         correct_bias: correct the bias of every layer.
-        progress: show a progress bar.
+        progress: show progress bars if the output is a terminal.
 
     Returns:
-        The prepared and calibrated model, in eval mode, fake-quants on: to evaluate, finetune or export.
+        The prepared and calibrated model in eval mode with its fake-quants on: evaluate, finetune or export it.
 
     Raises:
-        ConfigError: no batches, ``replace_relu6`` without ``equalize``, or as ``prepare_by_platform``.
+        ConfigError: no batches, a batch that does not fit the model, ``replace_relu6`` without ``equalize``, or as
+            ``prepare_by_platform``.
     """
     check_batches(batches, "ptq")
     batches = list(batches)
     if not batches:
         raise ConfigError("ptq: needs at least one batch of inputs")
     if replace_relu6 and not equalize:
-        raise ConfigError("ptq: replace_relu6 is a part of the equalization: give equalize=True as well")
+        raise ConfigError("ptq: replace_relu6 is part of the equalization; set equalize=True as well")
     fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
     example = read_batch(model, batches[0], "ptq", fixed)
     gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()

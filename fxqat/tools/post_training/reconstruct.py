@@ -1,22 +1,23 @@
-"""Reconstruction: segment by segment, the quantized model is made to give what the float model gives.
+"""Reconstruction: segment by segment, make the quantized model reproduce the outputs of the float model.
 
-One loop, of which the published methods are settings (:data:`METHODS`):
+The published methods are settings of one procedure (:data:`METHODS`):
 
-* GPTQ: each layer by itself, without a loop: what the rounding of a weight takes away is made up for by the others.
-  Frantar et al. 2022 (arXiv:2210.17323), see :mod:`fxqat.tools.post_training.gptq`;
-* AdaRound: each layer by itself, the rounding of its weights is learned. Nagel et al. 2020 (arXiv:2004.10568),
-  equations 21 to 25;
-* BRECQ: blocks instead of layers, and the scales of activations are learned, too. Li et al. 2021 (arXiv:2102.05426),
-  equation 10, with the squared error of the output in place of the Fisher-weighted one;
-* QDrop: as BRECQ, with a random part of the activations left float. Wei et al. 2022 (arXiv:2203.05740), equation 8.
+* GPTQ: layer by layer, in closed form: the other weights compensate the rounding error of each weight. Frantar et al.
+  2022 (arXiv:2210.17323), see :mod:`fxqat.tools.post_training.gptq`;
+* AdaRound: layer by layer, the rounding of the weights is learned. Nagel et al. 2020 (arXiv:2004.10568), equations 21
+  to 25;
+* BRECQ: blocks instead of layers, and the scales of activations are learned as well. Li et al. 2021 (arXiv:2102.05426),
+  equation 10, with the squared error of the output instead of the Fisher-weighted error;
+* QDrop: BRECQ with a random part of the activations left float. Wei et al. 2022 (arXiv:2203.05740), equation 8.
 
-What was learned is written into the weights, which are then rounded to the nearest as ever.
+The result is written into the weights, so that rounding to the nearest gives the learned integers.
 
-At 4 bits and below most of the error before learning may be a shift of the means, which rounding alone can hardly undo.
-So the biases of a segment can be corrected (``fxqat.tools.post_training.correct_bias``) before it is learned, and again behind that.
+At 4 bits and below, most of the error before learning may be a shift of channel means, which the choice of rounding can
+hardly correct. So the biases of a segment can be corrected (:mod:`fxqat.tools.post_training.correct_bias`) before
+learning, and again after it.
 
-Of what it was before it was learned, behind that, and with its biases corrected again, a segment is left as it is when
-its error is least: few iterations may leave it worse than GPTQ does, and a correction may undo what was learned.
+Of three states of a segment (before learning, after it, after the last bias correction) the one with the least error is
+kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
@@ -38,13 +40,37 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.post_training.adaround_loop import Reconstruction, learn, write_folded
-from fxqat.tools.post_training.correct_bias import channel_means, require_float_biases, shift_means
-from fxqat.tools.post_training.gptq import compensated
-from fxqat.tools.post_training.segments import Segment, Values, inputs_of, needed_after, split
+from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding, write_folded_
+from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
+from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
+from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.tensors import flatten_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction(LearnedRounding, GPTQ):
+    """Settings of a reconstruction: GPTQ if ``gptq``, then learned rounding if ``iterations`` is not 0.
+
+    Args:
+        max_layers: most weighted layers in a segment, see :func:`fxqat.tools.post_training.segments.split`; 1: layer by
+            layer. All other arguments are those of :class:`~fxqat.tools.post_training.gptq.GPTQ` and of
+            :class:`~fxqat.tools.post_training.adaround_loop.LearnedRounding`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_layers: int = 6
+
+    def __post_init__(self) -> None:
+        GPTQ.__post_init__(self)
+        LearnedRounding.__post_init__(self)
+        least = 0 if self.gptq else 1
+        if not self.iterations >= least:
+            raise ConfigError(f"iterations must be at least {least} with gptq={self.gptq}, got {self.iterations}")
+
 
 METHODS: Mapping[str, Reconstruction] = MappingProxyType(
     {
@@ -65,75 +91,96 @@ def reconstruct(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, tuple[float, float]]:
-    """Choose the rounding of weights, and the scales of activations, on unlabelled data. In place.
+    """Choose the rounding of weights and the scales of activations on unlabelled data, in place.
 
     Args:
-        gm: a prepared and calibrated model; afterwards its fake-quants are on and it is in the mode it was in.
-        batches: the model's inputs; all values between the segments are kept for two segments at a time.
+        gm: a prepared and calibrated model; afterwards its fake-quants are on and its mode is unchanged.
+        batches: batches of inputs, see :func:`fxqat.calibrate`. They are kept in memory, with the values between two
+            segments of the float and of the quantized model.
         method: a name in :data:`METHODS`, or a setting.
-        correct_bias: correct the biases of each segment before it is learned, and behind that if its error falls by it.
-        seed: of the random numbers.
-        progress: show a progress bar.
+        correct_bias: correct the biases of each segment before learning, and after it where that lowers the error.
+        seed: seed of the random numbers.
+        progress: show a progress bar if the output is a terminal.
 
     Returns:
-        For each segment with weights, by the path of its last layer: the mean squared error of what it gives,
-        relative to the float model's mean square, before and after.
+        For each segment with weights, by the path of its last layer: the mean squared error of its outputs relative to
+        the mean square of the float model's, before and after.
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: unknown method, no batches, a weight's fake-quant that rounds something else than the weight, or a
-            model with corrected biases, which is no float model to come near to.
+        ConfigError: unknown method, no batches, a batch that does not fit the model, a weight fake-quant that rounds a
+            function of the weight, or a model whose biases were corrected before (without its fake-quants it is not the
+            float model).
     """
     setting = _setting(method)
     require_float_biases(gm, "reconstruct")
     inputs = read_batches(gm, batches, "reconstruct")
     enable_quantization(gm)
     _require_plain_weights(gm)
-    gm.provenance.bias_corrected = correct_bias  # before the first: an interrupt leaves some of them corrected
-    found: dict[str, tuple[float, float]] = {}
+    gm.provenance.bias_corrected = correct_bias  # set first: an interrupt may leave some biases corrected
+    errors: dict[str, tuple[float, float]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
         torch.manual_seed(seed)
         segments = split(gm, setting.max_layers)
-        exact = [inputs_of(gm, batch) for batch in inputs]
-        rounded = [dict(values) for values in exact]
+        float_inputs = [named_inputs(gm, batch) for batch in inputs]
+        quant_inputs = [dict(values) for values in float_inputs]
         for i, segment in enumerate(tqdm(segments, "reconstruct", leave=False, disable=None if progress else True)):
-            targets = segment.run(exact, quantized=False)
+            targets = segment.run(float_inputs, quantized=False)
             if segment.layers:
-                means = channel_means(segment, exact, quantized=False) if correct_bias else {}
-                before = _error(segment, rounded, targets)
-                if setting.gptq:
-                    _compensate(segment, exact, rounded, means, setting.damping)
-                else:
-                    shift_means(segment, rounded, means)
-                steps: list[Callable[[], object]] = []
-                if setting.iterations:
-                    steps.append(partial(learn, segment, exact, rounded, targets, setting, generator))
-                if setting.iterations and means:
-                    steps.append(partial(shift_means, segment, rounded, means))
-                after = _best(segment, rounded, targets, steps)
-                found[list(segment.layers)[-1]] = (before, after)
-            exact = needed_after(segments[i:], exact, targets)
-            rounded = needed_after(segments[i:], rounded, segment.run(rounded, quantized=True))
-    return found
+                means = channel_means(segment, float_inputs, quantized=False) if correct_bias else {}
+                before = _error(segment, quant_inputs, targets)
+                after = _reconstruct_(segment, float_inputs, quant_inputs, targets, means, setting, generator)
+                errors[list(segment.layers)[-1]] = (before, after)
+            float_inputs = values_read_later(segments[i:], float_inputs, targets)
+            quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
+    return errors
 
 
-def _compensate(
-    segment: Segment, exact: list[Values], rounded: list[Values], means: Mapping[str, Tensor], damping: float
+def _reconstruct_(
+    segment: Segment,
+    float_inputs: list[Values],
+    quant_inputs: list[Values],
+    targets: list[Values],
+    means: Mapping[str, Tensor],
+    setting: Reconstruction,
+    generator: torch.Generator,
+) -> float:
+    """Reconstruct one segment, and return its error; the arguments are those of :func:`learn_rounding`.
+
+    ``means`` has the channel means of the float model for the layers whose biases are corrected.
+    """
+    if setting.gptq:
+        _apply_gptq_(segment, float_inputs, quant_inputs, means, setting)
+    else:
+        correct_means(segment, quant_inputs, means)
+    steps: list[Callable[[], object]] = []
+    if setting.iterations:
+        steps.append(partial(learn_rounding, segment, float_inputs, quant_inputs, targets, setting, generator))
+    if setting.iterations and means:
+        steps.append(partial(correct_means, segment, quant_inputs, means))
+    return _keep_best_(segment, quant_inputs, targets, steps)
+
+
+def _apply_gptq_(
+    segment: Segment, float_inputs: list[Values], quant_inputs: list[Values], means: Mapping[str, Tensor], setting: GPTQ
 ) -> None:
-    """GPTQ of the layers of a segment, one behind the other; each bias is corrected before the next one is done."""
-    reference = copy.deepcopy(segment)
+    """Apply GPTQ to the layers of a segment in order, and correct the bias of each before the next one."""
+    float_segment = copy.deepcopy(segment)
     for path, layer in segment.layers.items():
-        weight, scale = compensated(segment, path, reference, rounded, exact, damping, centred=path in means)
-        write_folded(layer, weight)
+        centred = path in means
+        weight, scale = gptq_weight(
+            segment, path, float_segment, quant_inputs, float_inputs, setting.damping, centred=centred
+        )
+        write_folded_(layer, weight)
         layer.weight_fake_quant.set_qparams(scale, layer.weight_fake_quant.qparams()[1])
-        shift_means(segment, rounded, {path: means[path]} if path in means else {})
+        correct_means(segment, quant_inputs, {path: means[path]} if centred else {})
 
 
-def _best(
+def _keep_best_(
     segment: Segment, batches: list[Values], targets: list[Values], steps: Sequence[Callable[[], object]]
 ) -> float:
-    """Change a segment step by step, and leave it as it was when its error was least, which is returned."""
+    """Change a segment step by step, go back to its state with the least error, and return that error."""
     states = [(_error(segment, batches, targets), copy.deepcopy(segment.module.state_dict()))]
     for step in steps:
         step()
@@ -152,7 +199,7 @@ def _setting(method: str | Reconstruction) -> Reconstruction:
 
 
 def _require_plain_weights(gm: QuantGraphModule) -> None:
-    """Raise if a weight's fake-quant rounds another tensor: what is learned could not be written into the weight."""
+    """Raise if a weight fake-quant rounds a function of the weight: no result could be written into the weight."""
     for path, layer in gm.named_modules():
         if isinstance(layer, QATLayer) and type(layer.weight_fake_quant).target is not FakeQuantizeBase.target:
             raise ConfigError(
@@ -163,19 +210,19 @@ def _require_plain_weights(gm: QuantGraphModule) -> None:
 
 @contextmanager
 def _frozen(gm: nn.Module) -> Iterator[None]:
-    """No parameter wants a gradient, except for those that ask for it inside."""
-    wanting = [parameter for parameter in gm.parameters() if parameter.requires_grad]
-    for parameter in wanting:
+    """No parameter requires a gradient in the block, unless the block asks for it."""
+    trainable = [parameter for parameter in gm.parameters() if parameter.requires_grad]
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in wanting:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
 def _error(segment: Segment, batches: list[Values], targets: list[Values]) -> float:
-    """Mean squared error of the quantized segment over the mean square of the float one."""
+    """Mean squared error of the quantized segment relative to the mean square of the float one."""
     errors = squares = 0.0
     for values, target in zip(segment.run(batches, quantized=True), targets, strict=True):
         for a, b in zip(flatten_tensors(values), flatten_tensors(target), strict=True):

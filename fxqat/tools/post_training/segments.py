@@ -1,9 +1,9 @@
-"""A prepared model as a chain of segments, which can be run one by one on stored values.
+"""Split a prepared model into a chain of segments that run one after another on stored values.
 
-A segment ends where a single value goes on: behind a residual block, not inside of it. So the segments of a ResNet are
-its blocks and those of a transformer the halves of its layers, and no name is looked at. Layers that follow
-each other one by one are taken a few at a time. Where such a place is long in coming (a U-Net), the chain is cut
-anywhere, and several values go on.
+A segment ends where only one value is still needed: after a residual block, not inside it. So the segments of a ResNet
+are its blocks, and those of a transformer are the attention and the MLP of each layer; module names play no role.
+Single layers in a row are grouped by :data:`CHAIN`. Where no such place exists for long (a U-Net), the model is cut
+between any two layers, and several values are passed on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxqat.utils.fx_graph import called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 CHAIN = 3
-"""Layers in a row with a single value between them that make a segment: as many as an inverted residual block has."""
+"""Single layers in a row that form one segment: as many as an inverted residual block has."""
 
 Values = dict[str, Any]
-"""Values by name, as segments read and write them."""
+"""The values that segments read and write, by name."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Segment:
     """A part of a model, in eval mode.
 
     Args:
-        module: runs it on the values that it reads and gives a tuple of those that it writes; shares its modules with
-            the model.
-        reads: names of the values that it takes.
-        writes: names of the values that it gives.
+        module: takes the values in ``reads`` and returns a tuple of those in ``writes``; shares its modules with the
+            model.
+        reads: names of the input values.
+        writes: names of the output values.
         layers: its weighted layers by path, each once.
-        quantizers: the activation quantizers that round in it, by path, each once.
+        quantizers: its activation quantizers that round, by path, each once.
     """
 
     module: fx.GraphModule
@@ -49,18 +49,18 @@ class Segment:
     quantizers: Mapping[str, FakeQuantizeBase]
 
     def __call__(self, values: Values) -> Values:
-        """Run it on values by name."""
+        """Run the segment."""
         return dict(zip(self.writes, self.module(*(values[name] for name in self.reads)), strict=True))
 
-    def switch(self, quantized: bool) -> None:
-        """Its fake-quants on or off."""
+    def set_quantized(self, quantized: bool) -> None:
+        """Switch its fake-quants on or off."""
         for quant in (*self.quantizers.values(), *(layer.weight_fake_quant for layer in self.layers.values())):
             quant.fake_quant_enabled = quantized
 
     @torch.no_grad()
     def run(self, batches: Sequence[Values], quantized: bool) -> list[Values]:
-        """What it writes for each batch, with its fake-quants on or off."""
-        self.switch(quantized)
+        """Its outputs for each batch, with its fake-quants on or off."""
+        self.set_quantized(quantized)
         return [self(values) for values in batches]
 
 
@@ -68,12 +68,12 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     """Cut a prepared model into segments.
 
     Args:
-        gm: a prepared model. The segments compute what it does in eval mode.
-        max_layers: a segment with more weighted layers is cut between them, whatever goes on. With 1, each layer has a
-            segment of its own.
+        gm: a prepared model. The segments compute what it computes in eval mode.
+        max_layers: a segment with more weighted layers is cut between them, however many values are passed on. With 1,
+            each layer is in its own segment.
 
     Returns:
-        The segments in the order in which they run. The first values are the model's inputs, by name of the argument.
+        The segments in order of execution. The first values are the model's inputs, by argument name.
 
     Raises:
         ConfigError: ``max_layers`` is not positive.
@@ -81,12 +81,11 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     if max_layers < 1:
         raise ConfigError(f"max_layers must be at least 1, got {max_layers}")
     graph = graph_of_mode(gm.graph, training=False)
-    graph.owning_module = gm
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    going_on = _going_on(nodes)
+    live = _live_values(nodes)
     parts: list[list[fx.Node]] = []
-    in_chain = 0  # layers of the last part, if it is a chain of single ones
-    for block in _cut(nodes, [count == 1 for count in going_on], 1):
+    in_chain = 0  # layers of the last part, if all of them are single
+    for block in _cut(nodes, [count == 1 for count in live], 1):
         count = sum(map(_is_layer, block))
         if count == 1 and 0 < in_chain < min(CHAIN, max_layers):
             parts[-1] = parts[-1] + block
@@ -97,14 +96,20 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     return [_segment(gm, part) for part in parts]
 
 
-def inputs_of(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> Values:
-    """The arguments of a model's forward, in order, as the values that its first segments read."""
+def named_inputs(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> Values:
+    """The arguments of a model's forward, given in order, by name: the values that the first segments read."""
     names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
     return dict(zip(names, inputs, strict=False))
 
 
-def needed_after(segments: Sequence[Segment], batches: list[Values], written: list[Values]) -> list[Values]:
-    """What is still read behind the first of some segments, of the values before it and of those that it wrote."""
+def values_read_later(segments: Sequence[Segment], batches: list[Values], written: list[Values]) -> list[Values]:
+    """Of all values so far, those that the segments after the first one read.
+
+    Args:
+        segments: the segment that ran last, and those after it.
+        batches: the values before it ran, batch by batch.
+        written: its outputs.
+    """
     names = {name for segment in segments[1:] for name in segment.reads}
     pairs = zip(batches, written, strict=True)
     return [{name: value for name, value in (old | new).items() if name in names} for old, new in pairs]
@@ -114,8 +119,8 @@ def _is_layer(node: fx.Node) -> bool:
     return isinstance(called_module(node), QATLayer)
 
 
-def _going_on(nodes: list[fx.Node]) -> list[int]:
-    """For each node, how many values that a layer had a part in are read behind it, not counting the model's output."""
+def _live_values(nodes: list[fx.Node]) -> list[int]:
+    """For each node, the number of values computed by layers up to it that later nodes read (not the output node)."""
     place = {node: i for i, node in enumerate(nodes)}
     result = [0] * len(nodes)
     computed: set[fx.Node] = set()
@@ -129,10 +134,10 @@ def _going_on(nodes: list[fx.Node]) -> list[int]:
 
 
 def _cut(nodes: list[fx.Node], allowed: list[bool], layers: int) -> list[list[fx.Node]]:
-    """Cut behind allowed nodes so that parts have a number of layers, or more where nothing is allowed between them.
+    """Cut a list of nodes after allowed ones, so that each part has ``layers`` layers, or more if no cut is allowed.
 
-    Of the places between two layers the first before a quantizer is taken, so that a quantizer is in the segment that
-    reads what it rounds, and else the last.
+    Between two layers the cut is before the first quantizer, so that a quantizer is in the segment that reads the
+    rounded value; without a quantizer it is at the last allowed place.
     """
     parts: list[list[fx.Node]] = []
     start, count = 0, 0
@@ -152,7 +157,7 @@ def _cut(nodes: list[fx.Node], allowed: list[bool], layers: int) -> list[list[fx
 
 
 def _segment(gm: QuantGraphModule, nodes: list[fx.Node]) -> Segment:
-    """The segment of some nodes."""
+    """Make a segment of some nodes."""
     graph = fx.Graph()
     inside = set(nodes)
     copies: dict[fx.Node, fx.Node] = {}

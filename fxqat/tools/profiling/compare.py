@@ -1,4 +1,4 @@
-"""How far one tensor is from another: cosine, signal to noise, largest error, and what becomes of each channel."""
+"""Compare two tensors: cosine, signal to noise, largest error, and the channels that are lost."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 MOST_DB = 120.0
-"""The signal to noise ratio where there is no noise, so that all of them are finite."""
+"""The signal to noise ratio if there is no noise, so that all ratios are finite."""
 
 CONSTANT = 1e-12
-"""A channel whose variance is a smaller part of its mean square does not vary; that is float32's rounding."""
+"""A channel is constant if its variance relative to its mean square is smaller: that is float32 rounding."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an approximation x' is from a tensor x.
+    """Difference between a tensor x and its approximation x'.
 
     Args:
         cosine: ``x . x' / (|x| |x'|)``.
         sqnr: signal to quantization noise ratio in dB, ``10 log10(|x|^2 / |x - x'|^2)``, within +-120.
-        max_error: the largest ``|x - x'|``, in the tensor's unit.
+        max_error: largest ``|x - x'|``, in the tensor's unit.
     """
 
     cosine: float
@@ -32,13 +32,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Channels:
-    """The channels of a tensor x and what is left of them in an approximation x'.
+    """The channels of a tensor x, and which of them an approximation x' loses.
 
     Args:
-        count: how many there are.
-        dead: those that do not vary in x, in order.
-        lost: those that vary in x, by less than ``x - x'`` does.
-        ranges: the largest ``|x|`` of each.
+        count: number of channels.
+        dead: channels that are constant in x, in order.
+        lost: channels that vary in x, but less than their error ``x - x'`` does.
+        ranges: largest ``|x|`` of each channel.
     """
 
     count: int
@@ -48,26 +48,26 @@ class Channels:
 
     @property
     def lost_share(self) -> float:
-        """The part (0 .. 1) of the channels that vary which is lost."""
+        """Fraction (0 to 1) of the channels that vary which are lost."""
         return len(self.lost) / max(1, self.count - len(self.dead))
 
     @property
     def widest(self) -> int:
-        """The channel of the largest range."""
+        """The channel with the largest range."""
         return max(range(self.count), key=self.ranges.__getitem__)
 
     @property
     def outlier(self) -> float:
-        """The largest range over the median one, of the channels that are not all 0; 1 if there are none."""
+        """Largest range over the median range of the channels that are not all 0; 1 if there are none."""
         ranges = sorted(value for value in self.ranges if value > 0)
         return ranges[-1] / ranges[(len(ranges) - 1) // 2] if ranges else 1.0
 
 
 class Comparison:
-    """Compares pairs of tensors, one after another; nothing is read back from the device before the result.
+    """Compares pairs of tensors, added one by one; nothing is read back from the device before the result.
 
     Args:
-        axis: the channel axis, None if channels are not asked for.
+        axis: the channel axis; None: no results per channel.
     """
 
     def __init__(self, axis: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, exact: Tensor, found: Tensor) -> None:
-        """Take a pair of tensors of one shape; of the channel axis all pairs have the same size."""
+        """Add a pair of tensors of the same shape; the number of channels is the same for all pairs."""
         x, error = exact.double(), exact.double() - found.double()
         sums = torch.stack([x.square().sum(), error.square().sum(), (x * error).sum()])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -92,10 +92,10 @@ class Comparison:
             self._ranges = _larger(self._ranges, rows.abs().amax(1))
 
     def difference(self) -> Difference:
-        """Over all values of all pairs.
+        """The difference over all values of all pairs.
 
         Raises:
-            ValueError: there were none.
+            ValueError: no pair was added.
         """
         if self._sums is None or self._largest is None:
             raise ValueError("Comparison.difference: no tensors were compared; add some first")
@@ -105,10 +105,10 @@ class Comparison:
         return Difference(cosine, decibels(signal, noise), float(self._largest))
 
     def channels(self) -> Channels:
-        """Channel by channel.
+        """The result per channel.
 
         Raises:
-            ValueError: there were no tensors, or there is no axis.
+            ValueError: no pair was added, or there is no axis.
         """
         if self._moments is None or self._ranges is None:
             raise ValueError("Comparison.channels: no tensors were compared along a channel axis")

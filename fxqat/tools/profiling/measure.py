@@ -82,20 +82,20 @@ class Measurements:
 
     def add(self, batch: Sequence[Any], bar: tqdm[Any]) -> None:
         """Measure one batch; the fake-quants are off before and afterwards."""
-        exact: dict[str, Tensor] = {}
-        with _watching(self.gm, exact.__setitem__):
+        float_values: dict[str, Tensor] = {}
+        with _watching(self.gm, float_values.__setitem__):
             expected = self.gm(*batch)
         for tensor in self.quantized.values():
-            if subject.is_weight:
-                assert subject.layer is not None
-                exact[subject.name] = subject.layer.folded()[0]
-            if subject.name in exact:  # else it is an optional input that was not given
-                x = exact[subject.name]
-                own = self.own.setdefault(subject.name, Comparison(subject.channel_axis(x)))
-                own.add(x, subject.quant.quantize(x))
+            if tensor.is_weight:
+                assert tensor.layer is not None
+                float_values[tensor.name] = tensor.layer.folded()[0]
+            if tensor.name in float_values:  # else it is an optional input that was not given
+                x = float_values[tensor.name]
+                own = self.own.setdefault(tensor.name, Comparison(tensor.channel_axis(x)))
+                own.add(x, tensor.quant.quantize(x))
         bar.update()
         enable_quantization(self.gm)
-        with _watching(self.gm, lambda name, x: self.cumulative[name].add(exact[name], x), rounded=True):
+        with _watching(self.gm, lambda name, x: self.cumulative[name].add(float_values[name], x), rounded=True):
             _add_all(self.all_quantized, expected, self.gm(*batch))
         disable_all(self.gm)
         bar.update()
@@ -107,18 +107,18 @@ class Measurements:
     def tensors(self) -> list[ProfiledTensor]:
         """The results in the order of execution."""
         result = []
-        for order, (name, subject) in enumerate(self.quantized.items()):
+        for order, (name, tensor) in enumerate(self.quantized.items()):
             if name in self.own:
                 own = self.own[name].difference()
                 result.append(
                     ProfiledTensor(
                         name=name,
-                        kind="weight" if subject.quant.kind == WEIGHT else "activation",
+                        kind="weight" if tensor.quant.kind == WEIGHT else "activation",
                         order=order,
-                        scheme=str(subject.quant.scheme),
+                        scheme=str(tensor.quant.scheme),
                         own=own,
                         output=self.output[name].difference(),
-                        cumulative=own if subject.is_weight else self.cumulative[name].difference(),
+                        cumulative=own if tensor.is_weight else self.cumulative[name].difference(),
                         channels=self.own[name].channels(),
                     )
                 )
@@ -171,9 +171,12 @@ def _add_all(comparison: Comparison, expected: Any, found: Any) -> None:
 
 
 def histograms_of(
-    gm: QuantGraphModule, batches: Sequence[Any], subjects: Mapping[str, Subject], tensors: Sequence[ProfiledTensor]
+    gm: QuantGraphModule,
+    batches: Sequence[Any],
+    quantized: Mapping[str, QuantizedTensor],
+    tensors: Sequence[ProfiledTensor],
 ) -> dict[str, Histogram]:
-    """The float values of some tensors, over all batches."""
+    """Histograms of the float values of some tensors, over all batches."""
     limits = {tensor.name: max(tensor.channels.ranges) or 1.0 for tensor in tensors}
     counts = {name: torch.zeros(BINS, dtype=torch.int64) for name in limits}
 
@@ -186,12 +189,12 @@ def histograms_of(
         for batch in batches:
             gm(*batch)
     for name in counts:
-        layer = subjects[name].layer
-        if layer is not None and subjects[name].is_weight:
+        layer = quantized[name].layer
+        if layer is not None and quantized[name].is_weight:
             count(name, layer.folded()[0])
     result = {}
     for name, limit in limits.items():
-        quant = subjects[name].quant
+        quant = quantized[name].quant
         low, high = covered_range(*quant.qparams(), quant.scheme)
         grid = float(low.min()), float(high.max())
         result[name] = Histogram(-limit, limit, tuple(counts[name].tolist()), grid)

@@ -1,4 +1,4 @@
-"""The page of a profile: HTML with drawings in it, which needs no other file."""
+"""The HTML page of a profile, self-contained with its drawings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fxqat.tools.profiling.compare import MOST_DB, Difference
-from fxqat.tools.profiling.quantized_tensors import Histogram, ProfiledTensor
+from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 OUTLIER = 10.0
-"""A tensor whose widest channel has this many times the median range is named among the findings."""
+"""The findings name each tensor whose widest channel has at least this many times the median range."""
 
-NAMED = 0.05
-"""So is one that loses this part of its channels."""
+LOST_CHANNELS = 0.05
+"""They also name each tensor that loses at least this fraction of its channels."""
 
 OWN, OUTPUT, CUMULATIVE, NEUTRAL = "#1b7837", "#c51b7d", "#2166ac", "#777777"
 STYLE: dict[Any, Any] = {
@@ -43,11 +43,11 @@ def render(
     """The page as text.
 
     Args:
-        title: its heading.
-        backend: the backend's name.
+        title: heading of the page.
+        backend: name of the backend.
         tensors: the worst first.
-        output: everything quantized, at the model's outputs.
-        histograms: of the tensors that are drawn one by one.
+        output: difference at the model's outputs when everything is quantized.
+        histograms: histograms of the tensors that are drawn one by one.
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters["db"] = lambda value: "exact" if value >= MOST_DB else f"{value:.1f}"
@@ -65,7 +65,7 @@ def render(
         details=details,
         drawn={tensor.name for tensor in drawn},
         strongest=sorted(tensors, key=lambda tensor: tensor.output.sqnr)[:3],
-        lost=[tensor for tensor in tensors if tensor.channels.lost_share >= NAMED],
+        lost=[tensor for tensor in tensors if tensor.channels.lost_share >= LOST_CHANNELS],
         dead=[tensor for tensor in tensors if tensor.channels.dead],
         outliers=sorted(outliers, key=lambda tensor: -tensor.channels.outlier),
         outlier=OUTLIER,
@@ -73,7 +73,7 @@ def render(
 
 
 def _svg(figure: Figure) -> str:
-    """A figure as an element of HTML."""
+    """A figure as an HTML element."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None}, bbox_inches="tight")
     text = file.getvalue()
@@ -81,7 +81,7 @@ def _svg(figure: Figure) -> str:
 
 
 def _curves(tensors: Sequence[ProfiledTensor]) -> Figure:
-    """The three signal to noise ratios over the order of execution."""
+    """The three signal to noise ratios in the order of execution."""
     figure = Figure(figsize=(11, 4))
     axes: Axes = figure.subplots()
     ordered = sorted(tensors, key=lambda tensor: tensor.order)
@@ -101,7 +101,7 @@ def _curves(tensors: Sequence[ProfiledTensor]) -> Figure:
 
 
 def _histogram(tensor: ProfiledTensor, histogram: Histogram) -> Figure:
-    """How the float values are spread, with the ends of the grid."""
+    """Histogram of the float values, with the ends of the quantized range."""
     figure = Figure(figsize=(5.4, 2.6))
     axes: Axes = figure.subplots()
     width = (histogram.high - histogram.low) / len(histogram.counts)
@@ -111,13 +111,13 @@ def _histogram(tensor: ProfiledTensor, histogram: Histogram) -> Figure:
     for end in histogram.grid:
         axes.axvline(end, color=OUTPUT, linewidth=1, linestyle="--")
     axes.set_xlim(*_with_margin(min(histogram.low, histogram.grid[0]), max(histogram.high, histogram.grid[1])))
-    axes.set_xlabel("float values; dashed: the ends of what the integers reach")
-    axes.set_ylabel("how many")
+    axes.set_xlabel("float values; dashed: ends of the quantized range")
+    axes.set_ylabel("count")
     return figure
 
 
 def _ranges(tensor: ProfiledTensor) -> Figure:
-    """The range of each channel, and which are lost or dead."""
+    """The range of each channel; lost and dead channels are marked."""
     figure = Figure(figsize=(5.4, 2.6))
     axes: Axes = figure.subplots()
     ranges = tensor.channels.ranges

@@ -1,7 +1,7 @@
-"""BatchNorm re-estimation: after finetuning, the running statistics are measured anew, under quantization.
+"""BatchNorm re-estimation: measure the running statistics again after finetuning, on the quantized model.
 
-Source: Nagel et al. 2022 (arXiv:2203.11086), section 4.4: at low bit widths, weights that oscillate make the moving
-averages lag behind the statistics that the network has.
+Source: Nagel et al. 2022 (arXiv:2203.11086), section 4.4: at low bit widths, oscillating weights make the moving
+averages differ from the statistics of the final network.
 """
 
 from __future__ import annotations
@@ -17,53 +17,62 @@ from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import BN_TRAIN, QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.batches import read_batches
-from fxqat.utils.contexts import eval_mode
+from fxqat.utils.contexts import eval_mode, hooked
 from fxqat.utils.torch_compat import BatchNorm
 
 
 @torch.no_grad()
 def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
-    """Set the running statistics to the mean over some batches, in place; the model is quantized as it is.
+    """Set the running statistics of every BatchNorm to their mean over some batches, in place.
 
-    While they are measured every BatchNorm normalizes with the statistics of the batch, and the folded weights keep the
-    old ones. Per-channel scales of weights follow the new ones, so that the integers stay what they were trained to be
-    (to the significant bits of a scale).
+    During the measurement every BatchNorm normalizes with the statistics of the batch, and the folded weights keep the
+    old ones. Per-channel weight scales are changed with the statistics, so that the trained integers stay the same (up
+    to the precision of a scale).
 
     Args:
-        gm: a prepared model; its mode and switches stay as they are.
-        batches: the model's inputs, of a size as in training.
+        gm: a prepared model; its mode and switches are unchanged.
+        batches: batches of inputs, see :func:`fxqat.calibrate`, of the batch size of the training.
 
     Returns:
-        How many BatchNorms have new statistics.
+        The number of BatchNorms with new statistics.
 
     Raises:
-        ConfigError: no batches.
+        ConfigError: there are no batches, or one does not fit the model.
     """
     inputs = read_batches(gm, batches, "reestimate_batch_norm")
     layers = [layer for layer in gm.modules() if isinstance(layer, QATLayer) and layer.bn is not None]
     norms = [bn for bn in gm.modules() if isinstance(bn, BatchNorm) and bn.running_mean is not None]
-    sums: dict[BatchNorm, tuple[Any, Any, int]] = {}
+    sums: dict[nn.Module, tuple[Any, Any, int]] = {}
+
+    def measure(bn: nn.Module, args: tuple[Tensor, ...]) -> None:
+        dims = [d for d in range(args[0].dim()) if d != 1]
+        variance, mean = torch.var_mean(args[0].double(), dims)
+        mean_so_far, variance_so_far, count = sums.get(bn, (0.0, 0.0, 0))
+        sums[bn] = mean_so_far + mean, variance_so_far + variance, count + 1
+
     with eval_mode(gm), ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_with_live_statistics(layer))
+            stack.enter_context(_unfolded(layer))
         for bn in norms:
-            stack.enter_context(_measuring(bn, sums))
+            stack.enter_context(_batch_statistics(bn))
+        stack.enter_context(hooked(norms, measure, pre=True))
         for batch in inputs:
             gm(*batch)
     old = {layer: bn_factor(layer.bn) for layer in layers if layer.bn is not None}
     for bn, (mean, variance, count) in sums.items():
+        assert isinstance(bn, BatchNorm)
         assert bn.running_mean is not None
         assert bn.running_var is not None
         bn.running_mean.copy_(mean / count)
         bn.running_var.copy_(variance / count)
     for layer, factor in old.items():
-        _let_scale_follow(layer, factor)
+        _rescale_(layer, factor)
     return len(sums)
 
 
 @contextmanager
-def _with_live_statistics(layer: QATLayer) -> Iterator[None]:
-    """A layer runs its BatchNorm behind the convolution, as in training."""
+def _unfolded(layer: QATLayer) -> Iterator[None]:
+    """A layer runs its BatchNorm after the convolution, as in training."""
     mode, layer.bn_mode = layer.bn_mode, BN_TRAIN
     layer.training = True
     try:
@@ -73,29 +82,20 @@ def _with_live_statistics(layer: QATLayer) -> Iterator[None]:
 
 
 @contextmanager
-def _measuring(bn: BatchNorm, sums: dict[BatchNorm, tuple[Any, Any, int]]) -> Iterator[None]:
-    """Add up the statistics of each batch; the BatchNorm normalizes with them and does not take note of them."""
-
-    def measure(module: nn.Module, args: tuple[Any, ...]) -> None:
-        dims = [d for d in range(args[0].dim()) if d != 1]
-        variance, mean = torch.var_mean(args[0].double(), dims)
-        mean_so_far, variance_so_far, count = sums.get(bn, (0.0, 0.0, 0))
-        sums[bn] = mean_so_far + mean, variance_so_far + variance, count + 1
-
+def _batch_statistics(bn: BatchNorm) -> Iterator[None]:
+    """A BatchNorm normalizes with the statistics of the batch, and its running statistics do not change."""
     momentum, counted = bn.momentum, None if bn.num_batches_tracked is None else bn.num_batches_tracked.clone()
     bn.momentum, bn.training = 0.0, True
-    handle = bn.register_forward_pre_hook(measure)
     try:
         yield
     finally:
-        handle.remove()
         bn.momentum, bn.training = momentum, False
         if counted is not None and bn.num_batches_tracked is not None:
             bn.num_batches_tracked.copy_(counted)
 
 
-def _let_scale_follow(layer: QATLayer, old: Tensor) -> None:
-    """Change the scales of a layer's weight by as much as its folded weight has changed."""
+def _rescale_(layer: QATLayer, old: Tensor) -> None:
+    """Multiply the scales of a layer's weight by the change of its folding factor."""
     quant = layer.weight_fake_quant
     if layer.bn is None or quant.scale.dim() == 0 or layer.op.groups > 1:
         return

@@ -1,4 +1,4 @@
-"""Dampening: a loss that draws weights to the middle of their steps.
+"""Dampening: a loss that pulls weights to the values they are rounded to.
 
 Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training" (arXiv:2203.11086), section 4.2, equation 5.
 """
@@ -15,22 +15,22 @@ from fxqat.numerics import fake_quantize, per_axis
 
 
 def dampening_loss(model: nn.Module) -> Tensor:
-    """The sum over all quantized weights of the squared distance to the value they are rounded to.
+    """Sum over all quantized weights of the squared distance to the value that the weight is rounded to.
 
-    Formula: ``sum (w_hat - clip(w, low, high))**2`` with low and high the ends of the range, so that a weight outside
-    is not drawn; w is the weight with its BatchNorm folded in, which is what is rounded. ``w_hat``, the scale and the
-    BatchNorm are constants: the gradient reaches the weights only. The paper lets the coefficient of this loss grow
-    from 0 by a cosine.
+    Formula: ``sum (w_hat - clip(w, low, high))**2``, with ``low`` and ``high`` the ends of the range, so that a weight
+    outside the range has no gradient. ``w`` is the weight with its BatchNorm folded in, which is what is rounded.
+    ``w_hat``, the scale and the BatchNorm are constants: only the weights get gradients. In the paper, the coefficient
+    of this loss grows from 0 along a cosine.
 
     Args:
         model: a prepared and calibrated model, also wrapped by DDP or ``torch.compile``. Weights may have any
-            fake-quant; those whose fake-quant is off have no share.
+            fake-quant; a weight whose fake-quant is off is left out.
 
     Returns:
-        ``()``, to be multiplied by a coefficient and added to the loss.
+        ``()``; multiply it by a coefficient and add it to the loss.
 
     Raises:
-        CalibrationError: the fake-quant of no weight is on.
+        CalibrationError: no weight has its fake-quant on.
 
     Source: Nagel et al. 2022 (arXiv:2203.11086), equation 5.
     """
@@ -38,8 +38,8 @@ def dampening_loss(model: nn.Module) -> Tensor:
     losses = [_layer_loss(layer) for layer in layers if layer.weight_fake_quant.fake_quant_enabled]
     if not losses:
         raise CalibrationError(
-            f"dampening_loss: of {len(layers)} quantized layers none has its weight's fake-quant on. Calibrate the "
-            "model and call enable_quantization(model) first."
+            f"dampening_loss: none of {len(layers)} quantized layers has its weight fake-quant on. Calibrate the model "
+            "and call enable_quantization(model) first."
         )
     return torch.stack(losses).sum()
 

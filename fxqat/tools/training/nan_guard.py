@@ -1,4 +1,4 @@
-"""Training steps that are not finite: found, left out, and the layer in which they began named."""
+"""Skip training steps with NaN or infinity, and name the layer where they first appear."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fxqat.utils.train_eval_graph import graph_of_mode
 
 
 class NaNGuard:
-    """Leaves out training steps whose loss or gradients are NaN or infinite.
+    """Skips training steps whose loss or gradients are NaN or infinite.
 
-    A batch of NaN also ruins what a forward pass updates, such as the running statistics of BatchNorm: they are set
-    back. Asking whether a step is finite waits for the device, once a step; a copy of all buffers is kept.
+    A batch with NaN also corrupts the buffers that a forward pass updates, such as the running statistics of BatchNorm:
+    they are restored. The check synchronizes with the device once per step, and a copy of all buffers is kept.
 
     Args:
         model: a prepared model, also wrapped by DDP or ``torch.compile``.
 
     Attributes:
-        skipped: how many steps were left out so far.
+        skipped: number of steps skipped so far.
 
     Example:
         >>> from fxqat import prepare_by_platform
@@ -45,26 +45,25 @@ class NaNGuard:
         """Whether the optimizer may take this step; call it after ``backward``.
 
         Args:
-            loss: what was differentiated, ``()``.
-            inputs: what the model was called with; it is called again to find the layer.
-            gradients: whether gradients have to be finite, too; False beside a ``GradScaler``, which looks at them
-                itself.
+            loss: the loss, ``()``.
+            inputs: the model's inputs; after a step that is not finite the model is called again to find the layer.
+            gradients: whether to check the gradients as well; False with a ``GradScaler``, which checks them itself.
 
         Returns:
-            True for a finite step. After any other, on one rank or on all, the buffers are what they were before it, no
-            parameter has a gradient, and a ``RuntimeWarning`` names the place where NaN or infinity first appears.
+            True if the step is finite. If it is not, on one rank or on all, the buffers are restored, all gradients are
+            None, and a ``RuntimeWarning`` names the place where NaN or infinity first appears.
         """
         with torch.no_grad():
             if self._is_finite(loss, gradients):
                 self._keep()
                 return True
             self._restore()
-            place = first_not_finite(self.gm, *inputs) or self._behind_the_model(loss)
+            place = first_not_finite(self.gm, *inputs) or self._place_after_model(loss)
             self._restore()
         self.gm.zero_grad(set_to_none=True)
         self.skipped += 1
         warnings.warn(
-            f"Training step left out ({self.skipped} so far): NaN or infinity first appears in {place}. Look at this "
+            f"Training step skipped ({self.skipped} so far): NaN or infinity first appears in {place}. Check this "
             "batch; if it happens again, lower the learning rate or leave that layer float.",
             RuntimeWarning,
             stacklevel=2,
@@ -72,7 +71,7 @@ class NaNGuard:
         return False
 
     def _is_finite(self, loss: Tensor, gradients: bool) -> bool:
-        """Whether loss and gradients are, on every rank."""
+        """Whether loss and gradients are finite on every rank."""
         found = [parameter.grad for parameter in self.gm.parameters() if parameter.grad is not None]
         total = loss.detach().float().clone()  # it is added up in place
         if gradients and found:
@@ -82,7 +81,7 @@ class NaNGuard:
         return bool(total.isfinite())
 
     def _keep(self) -> None:
-        """Remember the buffers. Batch norm does not count its updates as versions of a tensor, so all are copied."""
+        """Copy all buffers: BatchNorm's updates do not change a tensor's version, so no copy can be saved."""
         for name, buffer in self.gm.named_buffers():
             self._kept[name].copy_(buffer)
 
@@ -90,28 +89,28 @@ class NaNGuard:
         for name, buffer in self.gm.named_buffers():
             buffer.copy_(self._kept[name])
 
-    def _behind_the_model(self, loss: Tensor) -> str:
-        """Where it can be if what the model gives is finite."""
+    def _place_after_model(self, loss: Tensor) -> str:
+        """Where NaN or infinity appears if the model's output is finite."""
         for name, parameter in self.gm.named_parameters():
             if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                return f"the gradient of {name}: what the model gives is finite"
+                return f"the gradient of {name}: the model's output is finite"
         if not bool(loss.isfinite()):
-            return "the loss: what the model gives is finite"
-        return "the norm of all gradients, each of which is finite, or on another rank"
+            return "the loss: the model's output is finite"
+        return "the norm of all gradients (each is finite), or on another rank"
 
 
 @torch.no_grad()
 def first_not_finite(model: nn.Module, *inputs: Any) -> str:
-    """Where NaN first appears in a forward pass; without any, where infinity in the output comes from.
+    """Where NaN first appears in a forward pass; if it does not, where infinity in the output first appears.
 
-    The pass is in the mode that the model is in. Infinity that goes away again, as that of a mask does, does not count.
+    The model runs in its current mode. Infinity that does not reach the output, as that of a mask, does not count.
 
     Args:
         model: a prepared model, also wrapped.
-        inputs: what it is called with. Buffers are updated as in any call.
+        inputs: the model's inputs. Buffers are updated as in any call.
 
     Returns:
-        ``"layer1.0.conv1"`` and the like, or ``""`` if what the model gives is finite.
+        For example ``"layer1.0.conv1"``; ``""`` if the output is finite.
     """
     gm = unwrap(model)
     search = _Search(gm, graph=graph_of_mode(gm.graph, gm.training))  # type: ignore[arg-type]
@@ -120,7 +119,7 @@ def first_not_finite(model: nn.Module, *inputs: Any) -> str:
 
 
 class _Search(fx.Interpreter):
-    """Runs a model and remembers where values that are not finite come from."""
+    """Runs a graph and records where NaN and infinity first appear."""
 
     place = ""
 
@@ -135,7 +134,7 @@ class _Search(fx.Interpreter):
         tensors = [tensor for tensor in flatten_tensors(result) if tensor.is_floating_point()]
         source = next((self.infinite[node] for node in n.all_input_nodes if node in self.infinite), "")
         if any(bool(tensor.isnan().any()) for tensor in tensors):
-            self.place = self._name(n) + (f", computed from the infinity that {source} gives" if source else "")
+            self.place = self._name(n) + (f", computed from infinity in {source}" if source else "")
         elif any(bool(tensor.isinf().any()) for tensor in tensors):
             self.infinite[n] = source or self._name(n)
             if n.op == "output":
@@ -150,5 +149,5 @@ class _Search(fx.Interpreter):
             path = module_path(node)
             return f"{node.name} of {path}" if path else node.name
         parameters = self.fetch_attr(target).named_parameters()
-        ruined = next((name for name, tensor in parameters if not bool(tensor.isfinite().all())), "")
-        return f"{target}, whose {ruined} is not finite" if ruined else target
+        broken = next((name for name, tensor in parameters if not bool(tensor.isfinite().all())), "")
+        return f"{target}, whose {broken} is not finite" if broken else target

@@ -109,7 +109,9 @@ def test_reconstruction_corrects_each_segment_before_it_is_learned(monkeypatch):
     paths = ["0", "3.conv1", "3.conv2", "4", "7"]
     expected = {path: means(gm, batches, False, path) for path in paths}
     before = {path: means(gm, batches, True, path) for path in paths}
-    monkeypatch.setattr(importlib.import_module("fxqat.tools.post_training.reconstruct"), "learn", lambda *args: None)
+    monkeypatch.setattr(
+        importlib.import_module("fxqat.tools.post_training.reconstruct"), "learn_rounding", lambda *args: None
+    )
     found = reconstruct(gm, batches, Reconstruction(iterations=30), correct_bias=True)
     assert all(after < before for before, after in found.values())
     for path in paths:

@@ -11,7 +11,15 @@ from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import valid_scale
 from fxqat.tools import Reconstruction, reconstruct
-from fxqat.tools.post_training.gptq import BLOCK, FACTORS, Grid, QuadraticError, compensated, descended, gptq
+from fxqat.tools.post_training.gptq import (
+    BLOCK,
+    SCALE_FACTORS,
+    Grid,
+    QuadraticError,
+    coordinate_descent,
+    gptq,
+    gptq_weight,
+)
 from fxqat.tools.post_training.input_moments import damped
 from fxqat.tools.post_training.reconstruct import METHODS
 from tests.models import build, calibrate, inputs
@@ -64,7 +72,7 @@ def toy():
 def test_it_is_the_papers(bits, toy):
     weight, gram, scale = toy
     values = grid(scale, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    found = values.nearest(gptq(QuadraticError.around(weight, damped(gram, 0.01)), values))
+    found = values.nearest(gptq(QuadraticError.of(weight, damped(gram, 0.01)), values))
     extended = gram + 0.01 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(gram.shape[1])
     for group in range(2):
         tensors = (t[group].numpy() for t in (weight, extended, scale))
@@ -77,14 +85,14 @@ def test_it_is_the_papers(bits, toy):
 
 def test_no_column_alone_is_better_behind_the_descent(toy, monkeypatch):
     weight, gram, scale = toy
-    error, values = QuadraticError.around(weight, damped(gram, 0.01)), grid(scale, -2, 1)
+    error, values = QuadraticError.of(weight, damped(gram, 0.01)), grid(scale, -2, 1)
     first = gptq(error, values)
-    before = error.left(first, values)
+    before = error.after_rounding(first, values)
     torch.testing.assert_close(before, quadratic(values.nearest(first) - weight, error.gram))
-    assert (error.left(descended(error, first, values), values) <= before + 1e-12).all()
-    assert error.left(descended(error, first, values), values).sum() < before.sum()
-    monkeypatch.setattr(gptq_module, "PASSES", 50)
-    last = values.nearest(descended(error, first, values))
+    assert (error.after_rounding(coordinate_descent(error, first, values), values) <= before + 1e-12).all()
+    assert error.after_rounding(coordinate_descent(error, first, values), values).sum() < before.sum()
+    monkeypatch.setattr(gptq_module, "DESCENT_PASSES", 50)
+    last = values.nearest(coordinate_descent(error, first, values))
     least = quadratic(last - weight, error.gram)
     for j in range(weight.shape[-1]):
         for step in (-1, 1):
@@ -96,9 +104,9 @@ def test_no_column_alone_is_better_behind_the_descent(toy, monkeypatch):
 def test_inputs_that_are_always_zero_leave_the_weights_alone():
     weight, zeros = random(1, 3, 4), torch.zeros(1, 4, 4, dtype=torch.float64)
     values = grid(torch.full((1, 3, 1), 0.5, dtype=torch.float64), -8, 7)
-    error = QuadraticError.around(weight, damped(zeros, 0.01))
+    error = QuadraticError.of(weight, damped(zeros, 0.01))
     assert torch.equal(gptq(error, values), weight)
-    assert torch.equal(values.nearest(descended(error, weight, values)), values.nearest(weight))
+    assert torch.equal(values.nearest(coordinate_descent(error, weight, values)), values.nearest(weight))
 
 
 def low_bit(name, backend="TSQAT", observer="MSE", **scheme):
@@ -128,10 +136,10 @@ def test_the_error_falls_and_the_integers_are_those_that_were_found(name, monkey
     found = {}
 
     def remember(segment, path, *args, **kwargs):
-        found[path] = compensated(segment, path, *args, **kwargs)
+        found[path] = gptq_weight(segment, path, *args, **kwargs)
         return found[path]
 
-    monkeypatch.setattr(reconstruct_module, "compensated", remember)
+    monkeypatch.setattr(reconstruct_module, "gptq_weight", remember)
     errors = reconstruct(gm, batches, "GPTQ")
     before, after = (sum(values) for values in zip(*errors.values(), strict=True))
     assert 0 < after < before
@@ -157,11 +165,11 @@ SCHEMES = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_scales_are_those_of_the_least_error(name, scheme, monkeypatch):
     errors = {}
-    for factors in ((1.0,), FACTORS):
+    for factors in ((1.0,), SCALE_FACTORS):
         model, gm, batches = low_bit(name, observer="MinMax", **SCHEMES[scheme])
         before = [layer.weight_fake_quant.used_scale().clone() for layer in layers_of(gm)]
         zero_points = [layer.weight_fake_quant.qparams()[1] for layer in layers_of(gm)]
-        monkeypatch.setattr(gptq_module, "FACTORS", factors)
+        monkeypatch.setattr(gptq_module, "SCALE_FACTORS", factors)
         reconstruct(gm, batches, "GPTQ")
         errors[factors] = error(gm, model, batches)
         for layer, scale, zero_point in zip(layers_of(gm), before, zero_points, strict=True):
@@ -172,7 +180,7 @@ def test_the_scales_are_those_of_the_least_error(name, scheme, monkeypatch):
             assert torch.equal(quant.qparams()[1], zero_point)
             assert bool((zero_point != 0).any()) == (scheme == "asymmetric")
     if scheme not in ("per tensor", "power of two"):  # with little to choose from, a layer's gain may be lost behind it
-        assert errors[FACTORS] < 0.9 * errors[1.0,]
+        assert errors[SCALE_FACTORS] < 0.9 * errors[1.0,]
 
 
 @pytest.mark.parametrize("correct_bias", [False, True])
@@ -224,6 +232,9 @@ def test_what_it_gives_is_exported(tmp_path):
 
 def test_settings():
     assert METHODS["GPTQ"] == Reconstruction(max_layers=1, gptq=True, iterations=0)
-    for wrong in ({"iterations": 0}, {"gptq": True, "iterations": -1}, {"gptq": True, "damping": 0.0}):
-        with pytest.raises(ConfigError, match=r"iterations \(at least 1, or 0 with gptq=True\) and damping"):
-            Reconstruction(**wrong)
+    with pytest.raises(ConfigError, match="iterations must be at least 1 with gptq=False, got 0"):
+        Reconstruction(iterations=0)
+    with pytest.raises(ConfigError, match="iterations must be at least 0 with gptq=True, got -1"):
+        Reconstruction(gptq=True, iterations=-1)
+    with pytest.raises(ConfigError, match="damping must be positive, got 0.0"):
+        Reconstruction(gptq=True, damping=0.0)

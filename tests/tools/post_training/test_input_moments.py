@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fxqat
-from fxqat.tools.post_training.input_moments import DAMPINGS, Moments, damped, halves, towards_float
-from fxqat.tools.post_training.layer_matrices import columns
-from fxqat.tools.post_training.segments import inputs_of, split
+from fxqat.tools.post_training.input_moments import DAMPINGS, Moments, damped, moments_of_halves, weight_towards_float
+from fxqat.tools.post_training.layer_matrices import inputs_to_columns
+from fxqat.tools.post_training.segments import named_inputs, split
 from tests.models import build, calibrate, inputs
 
 
@@ -39,7 +39,7 @@ def test_with_many_samples_it_is_least_squares(monkeypatch):
     monkeypatch.setattr("fxqat.tools.post_training.input_moments.DAMPINGS", (*DAMPINGS, 1e-9))
     x, weight = correlated(6, 4000), random(4, 6, seed=3)
     changed = x + 0.3 * random(6, 6, seed=5) @ x
-    found = towards_float(weight[None], *(moments(x[:, k::2], changed[:, k::2]) for k in (0, 1)), centred=False)
+    found = weight_towards_float(weight[None], *(moments(x[:, k::2], changed[:, k::2]) for k in (0, 1)), centred=False)
     expected = np.linalg.lstsq(changed.T.numpy(), (weight @ x).T.numpy(), rcond=None)[0].T
     np.testing.assert_allclose(found[0].numpy(), expected, atol=1e-5)
     assert not np.allclose(found[0].numpy(), weight.numpy(), atol=0.05)
@@ -57,7 +57,7 @@ def test_it_goes_as_far_as_each_half_helps_the_other(samples):
     x, weight = correlated(8, samples), random(3, 8, seed=3)
     changed = x + 0.4 * random(8, 8, seed=5) @ x + 0.8 * random(8, samples, seed=9)
     parts = [(x[:, part], changed[:, part]) for part in (slice(samples // 2), slice(samples // 2, None))]
-    found = towards_float(weight[None], *(moments(*part) for part in parts), centred=False)
+    found = weight_towards_float(weight[None], *(moments(*part) for part in parts), centred=False)
     w, (a, b) = weight.numpy(), [tuple(t.numpy() for t in part) for part in parts]
     ways = [lambda x, y: w, *(lambda x, y, d=d: ridge(w, x, y, d) for d in DAMPINGS)]
     errors = [
@@ -72,7 +72,7 @@ def test_one_sample_is_no_reason_to_change_a_weight():
     weight = random(1, 3, 4)
     alone = moments(random(4, 1), random(4, 1, seed=2))
     nothing = moments(random(4, 0), random(4, 0))
-    assert torch.equal(towards_float(weight, nothing, alone, centred=True), weight)
+    assert torch.equal(weight_towards_float(weight, nothing, alone, centred=True), weight)
 
 
 def test_a_damped_gram_has_an_inverse():
@@ -84,15 +84,15 @@ def test_a_damped_gram_has_an_inverse():
 def test_halves_are_of_what_the_layer_reads():
     gm = fxqat.prepare_by_platform(build("conv_bn_relu"), "TSQAT")
     batches = [inputs("conv_bn_relu", seed=i) for i in range(2)]
-    values = [inputs_of(calibrate(gm, *batches).eval(), batch) for batch in batches]
+    values = [named_inputs(calibrate(gm, *batches).eval(), batch) for batch in batches]
     segment = split(gm)[0]
     path, layer = next(iter(segment.layers.items()))
-    first, second = halves(segment, path, copy.deepcopy(segment), values, values)
+    first, second = moments_of_halves(segment, path, copy.deepcopy(segment), values, values)
     fxqat.enable_quantization(gm)
     quant = next(iter(segment.quantizers.values()))
     with torch.no_grad():
-        read = [columns(layer.op, layer.weight, quant(batch[0])) for batch in batches]
-        exact = [columns(layer.op, layer.weight, batch[0]) for batch in batches]
+        read = [inputs_to_columns(layer.op, layer.weight, quant(batch[0])) for batch in batches]
+        exact = [inputs_to_columns(layer.op, layer.weight, batch[0]) for batch in batches]
     for found, which in ((first, 0), (second, 1)):
         x, wanted = (torch.cat([t.chunk(2, -1)[which] for t in tensors], -1) for tensors in (read, exact))
         expected = Moments.of(x, wanted - x)

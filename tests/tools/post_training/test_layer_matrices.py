@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from fxqat.nn.weighted import weighted_op
-from fxqat.tools.post_training.layer_matrices import columns, from_rows, rows, summed_along
+from fxqat.tools.post_training.layer_matrices import (
+    inputs_to_columns,
+    sum_along_axis,
+    weight_from_matrices,
+    weight_to_matrices,
+)
 
 LAYERS = {
     "Linear": (nn.Linear(6, 5), (4, 6)),
@@ -25,8 +30,10 @@ LAYERS = {
 def test_every_layer_is_a_product_of_matrices(name):
     layer, shape = LAYERS[name]
     op, weight, x = weighted_op(layer), layer.weight.detach(), torch.randn(shape)
-    assert torch.equal(from_rows(op, rows(op, weight), weight.shape), weight)
-    product = (rows(op, weight) @ columns(op, weight, x)).flatten(0, 1)  # (out_channels, samples)
+    assert torch.equal(weight_from_matrices(op, weight_to_matrices(op, weight), weight.shape), weight)
+    product = (weight_to_matrices(op, weight) @ inputs_to_columns(op, weight, x)).flatten(
+        0, 1
+    )  # (out_channels, samples)
     expected = op(x, weight, None).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
     torch.testing.assert_close(product, expected.flatten(1), atol=1e-5, rtol=1e-5)
 
@@ -35,9 +42,9 @@ def test_every_layer_is_a_product_of_matrices(name):
 def test_what_is_added_up_along_an_axis_of_the_weight(name):
     layer, _ = LAYERS[name]
     op, weight = weighted_op(layer), layer.weight.detach()
-    values = torch.arange(layer.bias.numel(), dtype=torch.float64).view(rows(op, weight).shape[:2])
+    values = torch.arange(layer.bias.numel(), dtype=torch.float64).view(weight_to_matrices(op, weight).shape[:2])
     inputs = weight.numel() // values.numel()
-    assert float(summed_along(op, values, weight.shape, None)) == inputs * float(values.sum())
+    assert float(sum_along_axis(op, values, weight.shape, None)) == inputs * float(values.sum())
     transposed = "Transpose" in name  # there, channels of several groups share a place on the axis
     expected = values.sum(0) if transposed else values.flatten()
-    assert torch.equal(summed_along(op, values, weight.shape, int(transposed)), inputs * expected)
+    assert torch.equal(sum_along_axis(op, values, weight.shape, int(transposed)), inputs * expected)

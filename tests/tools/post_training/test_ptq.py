@@ -55,7 +55,7 @@ def test_wrong_arguments_are_errors():
     model, batches = model_and_data()
     with pytest.raises(ConfigError, match="at least one batch"):
         ptq(model, [])
-    with pytest.raises(ConfigError, match="replace_relu6 is a part of the equalization"):
+    with pytest.raises(ConfigError, match="replace_relu6 is part of the equalization"):
         ptq(model, batches, replace_relu6=True)
     with pytest.raises(ConfigError, match="unknown reconstruction 'brecq'"):
         ptq(model, batches, reconstruct="brecq")

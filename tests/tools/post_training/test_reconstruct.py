@@ -14,9 +14,9 @@ from fxqat.errors import CalibrationError, ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.tools import Reconstruction, reconstruct
 from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
-from fxqat.tools.post_training.adaround_loop import _some_of
+from fxqat.tools.post_training.adaround_loop import _mix_randomly
 from fxqat.tools.post_training.reconstruct import METHODS
-from fxqat.tools.post_training.segments import inputs_of, split
+from fxqat.tools.post_training.segments import named_inputs, split
 from tests.builders import INT8_WEIGHT, make_fake_quant
 from tests.models import build, calibrate, inputs
 
@@ -63,7 +63,7 @@ def test_the_exponent_falls_from_beta_to_beta():
     assert setting.beta_at(20) == 20.0
     assert setting.beta_at(60) == pytest.approx(11.0)
     assert setting.beta_at(99) == pytest.approx(2.0, abs=0.02)
-    assert setting.rest_at(50) == pytest.approx(0.5)
+    assert setting.scale_lr_factor(50) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs"])
@@ -103,7 +103,7 @@ def test_a_segment_that_learning_makes_worse_is_left_as_it_was(correct, monkeypa
         for quant in segment.quantizers.values():
             quant.set_qparams(2 * quant.used_scale(), quant.qparams()[1])
 
-    monkeypatch.setattr(reconstruct_module, "learn", spoil)
+    monkeypatch.setattr(reconstruct_module, "learn_rounding", spoil)
     found = reconstruct(gm, batches, QUICK, correct_bias=correct)
     changed = changed_since(before, gm)
     assert all(key.endswith(".bias") for key in changed)
@@ -134,7 +134,7 @@ def test_a_segment_is_left_in_the_best_of_its_states(least):
     gm, batches = low_bit()
     fxqat.enable_quantization(gm)
     segment = split(gm)[0]
-    values = [inputs_of(gm, batch) for batch in batches]
+    values = [named_inputs(gm, batch) for batch in batches]
     layer = next(iter(segment.layers.values()))
     weights = [layer.weight.detach() * factor for factor in (1.0, 2.0, 3.0)]
 
@@ -145,7 +145,7 @@ def test_a_segment_is_left_in_the_best_of_its_states(least):
     become(least)
     targets = segment.run(values, quantized=True)
     become(0)
-    found = reconstruct_module._best(segment, values, targets, [lambda: become(1), lambda: become(2)])
+    found = reconstruct_module._keep_best_(segment, values, targets, [lambda: become(1), lambda: become(2)])
     assert found == 0.0
     assert torch.equal(layer.weight, weights[least])
 
@@ -198,6 +198,6 @@ def test_wrong_settings_are_errors(name, value):
 def test_the_share_of_values_that_are_dropped(share, expected):
     torch.manual_seed(0)
     a, b = torch.zeros(301, 333), torch.ones(301, 333)
-    chosen = _some_of(a, b, share)
+    chosen = _mix_randomly(a, b, share)
     assert set(chosen.unique().tolist()) <= {0.0, 1.0}
     assert abs(float(chosen.mean()) - expected) <= 4 * math.sqrt(expected * (1 - expected) / a.numel())

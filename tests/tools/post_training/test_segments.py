@@ -7,7 +7,7 @@ from torch import nn
 from fxqat import prepare_by_platform
 from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
-from fxqat.tools.post_training.segments import inputs_of, needed_after, split
+from fxqat.tools.post_training.segments import named_inputs, split, values_read_later
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -16,11 +16,11 @@ from tests.models import TOYS, BasicBlock, calibrate, calibrated, inputs
 
 def chained(gm, segments, batch):
     """All values that are written, from running one segment behind the other."""
-    values, written = [inputs_of(gm, batch)], {}
+    values, written = [named_inputs(gm, batch)], {}
     for i, segment in enumerate(segments):
         results = segment.run(values, quantized=True)
         written |= results[0]
-        values = needed_after(segments[i:], values, results)
+        values = values_read_later(segments[i:], values, results)
     assert values == [{}]
     return written
 

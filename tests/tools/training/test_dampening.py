@@ -49,6 +49,6 @@ def test_it_draws_weights_to_the_middle() -> None:
 
 def test_without_fake_quant_there_is_nothing_to_dampen() -> None:
     layer = make_qat_layer(CASES[-1])
-    with pytest.raises(CalibrationError, match="of 1 quantized layers none has its weight's fake-quant on"):
+    with pytest.raises(CalibrationError, match="none of 1 quantized layers has its weight fake-quant on"):
         dampening_loss(layer)
     assert dampening_loss(switch_on(layer)).item() > 0

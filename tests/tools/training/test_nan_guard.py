@@ -52,7 +52,7 @@ def step(gm, optimizer, guard, x, scale=1.0, **options):
     return accepted
 
 
-@pytest.mark.filterwarnings("ignore:Training step left out")
+@pytest.mark.filterwarnings("ignore:Training step skipped")
 @pytest.mark.parametrize("name", sorted(FAKE_QUANTIZES))
 def test_no_training_breaks_a_scale(name):
     """Learning rate 10, zero gradients, batches of NaN: 200 steps."""
@@ -97,7 +97,7 @@ def test_a_step_left_out_leaves_no_trace():
         guard = NaNGuard(model)
         for x in batches:
             if x is bad:
-                with pytest.warns(RuntimeWarning, match=f"left out \\({guard.skipped + 1} so far\\)"):
+                with pytest.warns(RuntimeWarning, match=f"skipped \\({guard.skipped + 1} so far\\)"):
                     assert not step(model, optimizer, guard, x)
                 assert all(parameter.grad is None for parameter in model.parameters())
             else:
@@ -112,7 +112,7 @@ def test_a_ruined_weight_is_named():
     optimizer = torch.optim.SGD(gm.parameters(), lr=0.1)
     with torch.no_grad():
         gm.get_submodule("block.conv2").weight[1, 2] = math.nan
-    with pytest.warns(RuntimeWarning, match=r"first appears in block.conv2, whose weight is not finite\. Look"):
+    with pytest.warns(RuntimeWarning, match=r"first appears in block.conv2, whose weight is not finite\. Check"):
         assert not step(gm, optimizer, guard, torch.randn(4, 3, 8, 8))
 
 
@@ -125,10 +125,7 @@ class Divides(Net):
 
 def test_nan_is_traced_to_the_infinity_it_comes_from():
     torch.manual_seed(0)
-    assert (
-        first_not_finite(in_float(Divides()), torch.randn(4, 3, 8, 8))
-        == "truediv, computed from the infinity that exp gives"
-    )
+    assert first_not_finite(in_float(Divides()), torch.randn(4, 3, 8, 8)) == "truediv, computed from infinity in exp"
 
 
 class Masks(Net):
@@ -155,7 +152,7 @@ def test_a_gradient_and_a_loss_can_be_it():
     x = torch.randn(4, 3, 8, 8)
     loss = gm(x).sum() * 0 + math.inf
     loss.backward()
-    with pytest.warns(RuntimeWarning, match="first appears in the loss: what the model gives is finite"):
+    with pytest.warns(RuntimeWarning, match="first appears in the loss: the model's output is finite"):
         assert not guard.accepts(loss, x)
     handle = gm.get_parameter("head.weight").register_hook(lambda grad: grad / 0)
     with pytest.warns(RuntimeWarning, match="the gradient of head.weight"):
@@ -169,7 +166,7 @@ def test_all_ranks_leave_out_what_one_does(monkeypatch):
     guard, x, loss = NaNGuard(gm), torch.randn(4, 3, 8, 8), torch.tensor(2.0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total: total.add_(math.nan))
-    with pytest.warns(RuntimeWarning, match="each of which is finite, or on another rank"):
+    with pytest.warns(RuntimeWarning, match="\\(each is finite\\), or on another rank"):
         assert not guard.accepts(loss, x, gradients=False)
     assert float(loss) == 2.0
 
