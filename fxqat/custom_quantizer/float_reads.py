@@ -10,7 +10,7 @@ from fxqat.custom_quantizer.requests import Request
 from fxqat.ops.identify import poles
 from fxqat.ops.table import BINARY
 
-BY_OVERRIDE = "an override has it read float"
+BY_OVERRIDE = "read float because of an override"
 SINGULARITY = "read by an op with a singularity at zero: rounding would turn small values into zero"
 
 Read = tuple[fx.Node, fx.Node]

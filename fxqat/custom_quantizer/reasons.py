@@ -66,12 +66,13 @@ class Reasons:
         return SHARES if value.on_grid or self._group_sizes[value.group] > 1 else QUANTIZED
 
     def reason(self, node: fx.Node) -> str:
-        """Why, as clauses: about the op, the user's overrides, its operands, its value, and the scale it shares."""
+        """Why, as clauses: how the op computes, the user's overrides, its value, and the scale that it shares."""
         if node in self.always_float:
             return self.always_float[node]
         request, value = self.requests[node], self.values.get(node)
         clauses = [self._about_op(node), *(f"changed by {where}" for where in request.overridden_by)]
-        clauses.append(self._about_operands(node))
+        if request.activation_rank and BY_OVERRIDE in self._why_operands_are_float(node):
+            clauses.append("reads its operands float")
         if value is None:
             clauses.append(self._why_value_is_float(node))
         elif value.readers is not None:
@@ -94,17 +95,15 @@ class Reasons:
         if request.moves_values and (value is None or not value.on_grid):
             return "moves values" if value is None else "moves float values"
         reads_integers = request.weight is not None or any(operand in self.values for operand in request.operands)
-        return request.reason if value is not None or reads_integers or request.moves_values else ""
-
-    def _about_operands(self, node: fx.Node) -> str:
-        """Which operands are read float that the rule would read quantized."""
-        request = self.requests[node]
-        if request.rule is None or request.moves_values or (node not in self.values and request.weight is None):
+        if value is None and not reads_integers and not request.moves_values:
             return ""
-        reasons = {self.left_float.get((operand, node)) for operand in node.all_input_nodes}
-        if SINGULARITY in reasons:
-            return "reads an operand float: rounding could make it zero, where the op is singular"
-        return "reads its operands float" if BY_OVERRIDE in reasons else ""
+        if SINGULARITY in self._why_operands_are_float(node):
+            output = f"; {self.spec.name} quantizes its output" if request.output is not None and value else ""
+            return f"computed in float: rounding an operand could make it zero, where the op is singular{output}"
+        return request.reason
+
+    def _why_operands_are_float(self, node: fx.Node) -> set[str | None]:
+        return {self.left_float.get((operand, node)) for operand in node.all_input_nodes}
 
     def _why_value_is_float(self, node: fx.Node) -> str:
         """Why a value is not quantized; empty if the clause about the op says it."""
@@ -119,7 +118,7 @@ class Reasons:
         if request.output is None and request.output_rank:
             return "its value is left float"
         refused = common_reason(node, self.left_float)
-        if refused is not None:
+        if refused is not None and (request.output is not None or any(map(self._would_read_quantized, node.users))):
             return refused
         if request.moves_values and not any(operand in self.values for operand in node.all_input_nodes):
             return "its operand is float"
@@ -128,6 +127,10 @@ class Reasons:
         if node.users and all(self.kinds[user] is Kind.OTHER and user.op != "output" for user in node.users):
             return "only its size or indices are used"
         return "no quantized op reads it"
+
+    def _would_read_quantized(self, node: fx.Node) -> bool:
+        request = self.requests[node]
+        return request.activation is not None or request.activation_rank > 0 or request.moves_values
 
     def _host(self, node: fx.Node) -> fx.Node | None:
         """The op with a rule inside which the backend runs an activation that has no rule itself."""

@@ -21,13 +21,15 @@ SEEN = {
 """The kind of a value that tracing saw (see ``fxqat.utils.node_meta.describe``)."""
 
 
-NO_RANGE = "holds values that stand for infinity, as masks do: no range fits them and the others"
+NO_RANGE = "holds values that stand for infinity, as masks do: one range cannot hold them and the others"
+UPDATES_BUFFER = "updates a buffer of the model: not part of the result"
+TRAINING_ONLY = "runs in training only: not deployed"
 
 
 def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The nodes whose values stay float whatever the backend, and why."""
-    found = dict.fromkeys(unbounded_values(gm), NO_RANGE)
-    return found | dict.fromkeys(nodes_only_in(gm.graph, training=True), "runs in training only: not deployed")
+    """The nodes whose values stay float on every backend, and why."""
+    found = dict.fromkeys(unbounded_values(gm), NO_RANGE) | dict.fromkeys(_buffer_updates(gm), UPDATES_BUFFER)
+    return found | dict.fromkeys(nodes_only_in(gm.graph, training=True), TRAINING_ONLY)
 
 
 def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:

@@ -116,8 +116,10 @@ class Reasons:
         reason = "; ".join(
             part for part in row.reason.split("; ") if not part.startswith(("read quantized by", "one scale for"))
         )
-        if reason.startswith(f"{backend} has no rule"):
-            return "float" if row.status == "float" else "for its reader"
+        if row.status == "float" and reason.startswith(f"{backend} has no rule"):
+            return "float"
+        if reason.startswith(f"computed in float: {backend} has no rule"):
+            return "for its reader"
         if reason not in self.texts:
             self.texts.append(reason)
         return f"{row.status} [{self.texts.index(reason) + 1}]"
