@@ -30,6 +30,8 @@ from detector import OnnxDetector, export, prepared  # noqa: E402
 from model import GENERATIONS, SIZES, Yolo  # noqa: E402
 
 SIDE = 64
+FLOAT_AS_INTENDED = ("post-processing", "gives sizes", "tensor of the model")
+"""How the reasons begin of nodes that are float in every quantized model."""
 CLASSES = tuple(str(number) for number in range(80))
 
 
