@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import exporter_registry
 from tests.distributed_worker import WORLD
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 GOLDEN = Path(__file__).parent / "golden"
 collect_ignore = ["benchmarks"]  # scripts: importing them is enough to disturb other tests
+exporter_registry.build_once()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

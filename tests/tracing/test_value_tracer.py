@@ -1,4 +1,4 @@
-"""Tracing with values: Python code that looks at sizes, types and structure works, and the batch stays open."""
+"""Tracing with values: Python code that looks at sizes, types and structure works, and the batch stays dynamic."""
 
 import copy
 import inspect
@@ -42,22 +42,48 @@ def test_the_graph_computes_what_the_model_computes_at_any_batch(name):
             )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_exported_takes_any_batch(name, tmp_path):
-    inputs = inputs_of(name)
-    gm = prepare_by_platform(build(name), "ONNXRuntime", example_inputs=inputs, untraceable="error")
+def assert_exported_for_any_batch(model, inputs, other, path):
+    """Export a model with ``inputs``, and compare the file with the prepared model on ``other``."""
+    gm = prepare_by_platform(model, "ONNXRuntime", example_inputs=inputs, untraceable="error")
     calibrate(gm, without_none(inputs))
-    path = tmp_path / "model.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = convert_export(gm, without_none(inputs), path, dynamic_batch=True)
     assert report.certificate.passed
-    other = without_none(inputs_of(name, 5))
+    other = without_none(other)
     with torch.no_grad():
         expected = [tensor.numpy() for tensor in flatten_tensors(gm(*other))]
     for actual, wanted in zip(run_file(path, flatten_tensors(other)), expected, strict=True):
         assert actual.shape == wanted.shape
         np.testing.assert_allclose(actual, wanted, rtol=0, atol=0.02 * np.abs(wanted).max())
+
+
+class Together(nn.Module):
+    """Several cases in one model, since each export takes a while; an argument holds the inputs of one case."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.models = nn.ModuleDict({name: build(name) for name in names})
+
+    def forward(self, *inputs):
+        return [model(*given) for model, given in zip(self.models.values(), inputs, strict=True)]
+
+
+SIGNATURES = ("optional_left_out", "optional_none", "keyword_only", "variable_arguments", "dict_of_tensors")
+"""Cases about the arguments of the model's own forward, which are exported alone."""
+TOGETHER = [name for name in CASES if name not in SIGNATURES]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_what_is_exported_takes_any_batch(name, tmp_path):
+    assert_exported_for_any_batch(build(name), inputs_of(name), inputs_of(name, 5), tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize("first", range(0, len(TOGETHER), 8))
+def test_cases_that_are_exported_together_take_any_batch(first, tmp_path):
+    names = TOGETHER[first : first + 8]
+    small, large = (tuple(inputs_of(name, batch) for name in names) for batch in (2, 5))
+    assert_exported_for_any_batch(Together(names).eval(), small, large, tmp_path / "model.onnx")
 
 
 def test_a_forced_number_is_reported_with_file_and_line():
@@ -84,7 +110,7 @@ def test_a_number_that_is_the_same_line_twice_is_reported_once():
     assert torch.equal(traced.gm(image(3)), traced.root(image(3)))
 
 
-def test_the_way_taken_is_that_of_the_example():
+def test_the_graph_has_the_branch_of_the_example():
     model = NameBySize().eval()
     wide = trace(model, example_inputs=(image(size=16),)).gm
     narrow = trace(model, example_inputs=(image(size=8),)).gm
@@ -93,7 +119,7 @@ def test_the_way_taken_is_that_of_the_example():
 
 
 class Counter(Base):
-    """Counts its calls, and keeps a moving average of what it saw."""
+    """Counts its calls, and keeps a moving average of its values."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +198,7 @@ class WithDropPath(Base):
         return self.drop(self.conv(x))
 
 
-def test_drop_path_goes_on_switching_with_the_mode():
+def test_drop_path_follows_the_mode():
     gm = prepare_by_platform(WithDropPath(), example_inputs=(image(),))
     x = image(64)
     dropped = (gm.train()(x) == 0).flatten(1).all(1).sum().item()
@@ -181,7 +207,7 @@ def test_drop_path_goes_on_switching_with_the_mode():
     assert gm.quant_report.eval_only == ()
 
 
-def test_a_module_with_parameters_that_decides_by_mode_does_both():
+def test_a_module_with_parameters_that_branches_on_training_computes_both():
     class Head(nn.Module):
         def __init__(self):
             super().__init__()
@@ -207,7 +233,7 @@ def test_a_module_with_parameters_that_decides_by_mode_does_both():
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
 
 
-def test_functional_dropout_goes_on_switching_with_the_mode():
+def test_functional_dropout_follows_the_mode():
     class Dropped(Base):
         def forward(self, x):
             return F.dropout(self.conv(x), 0.5, training=self.training)
@@ -271,7 +297,7 @@ def test_inputs_that_do_not_fit_are_a_configuration_error():
         trace(build("non_empty"), example_inputs=(image(), image()))
 
 
-def test_an_error_of_the_model_itself_is_told_with_its_line():
+def test_an_error_of_the_model_itself_is_reported_with_its_line():
     class Wrong(Base):
         def forward(self, x):
             y = self.conv(x)
@@ -283,7 +309,7 @@ def test_an_error_of_the_model_itself_is_told_with_its_line():
     assert "assert y.shape[1] == 7" in str(caught.value)
 
 
-def test_arguments_are_taken_by_name_and_the_rest_keeps_its_default():
+def test_arguments_are_bound_by_name_and_the_rest_keeps_its_default():
     given, fixed = bind_arguments(build("optional_given"), (1, None), {})
     assert given == {"x": 1}
     assert fixed == {"mask": None, "scale": 2.0}
