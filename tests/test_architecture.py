@@ -297,7 +297,7 @@ def test_contributing_names_the_same_passes() -> None:
 
 def test_contributing_shows_the_same_house() -> None:
     text = (ROOT / "CONTRIBUTING.rst").read_text(encoding="utf-8")
-    block = text.partition("the roof down::")[2].partition("\n* ")[0]
+    block = text.partition("top down::")[2].partition("\n* ")[0]
     floors = [re.split(r"\s{2,}", line.strip())[0].split(" | ") for line in block.splitlines() if line.strip()]
     shown = [tuple(room.strip("/").removesuffix(".py") for room in floor) for floor in floors]
     assert tuple(shown) == HOUSE
