@@ -62,6 +62,6 @@ def test_without_training_a_class_of_the_users_own_stays() -> None:
 )
 def test_spellings_of_other_libraries_are_translated_at_the_door(spelling: str, row: str) -> None:
     change = parse_config({"extra_qconfig_dict": {"w_fakequantize": spelling}}).weight
-    assert change.parts["fake_quantize"] == row
+    assert change.modules["fake_quantize"] == row
     assert row in FAKE_QUANTIZES
     assert set(ALIASES.values()) <= set(FAKE_QUANTIZES)

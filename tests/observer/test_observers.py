@@ -59,9 +59,9 @@ def test_the_names_of_others_are_read_in_every_place(written: str, meant: str) -
             "overrides": [{"match": {"node": "x"}, "output": {"observer": written}}],
         }
     )
-    assert config.weight.parts["observer"] == meant
-    assert config.activation.parts["observer"] == meant
-    assert config.overrides[0].changes["output"].parts == {"observer": meant}
+    assert config.weight.modules["observer"] == meant
+    assert config.activation.modules["observer"] == meant
+    assert config.overrides[0].changes["output"].modules == {"observer": meant}
 
 
 def arguments_of(kind: type[ObserverBase]) -> dict[str, str]:
