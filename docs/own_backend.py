@@ -9,7 +9,7 @@ from fxqat import convert_export, enable_calibration, prepare_by_platform
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
 from fxqat.custom_quantizer.spec import Rule
 
-# An imaginary chip. Of what the tables in fxqat say, ONNX Runtime's is nearest to it. It differs in three things:
+# An imaginary chip. Of the tables in fxqat, that of ONNX Runtime is the most similar. The chip differs in three ways:
 # weights have one scale per layer, the output of Linear is an integer, and hardsigmoid and mul have integer kernels.
 INTEGERS = Rule(reason="data sheet, table 7: integers in and out")
 MY_CHIP = replace(
@@ -23,7 +23,7 @@ MY_CHIP = replace(
 
 
 class SqueezeExcite(nn.Module):
-    """A convolution whose channels are weighted by what their average says."""
+    """A convolution whose channels are weighted by a function of their averages."""
 
     def __init__(self):
         super().__init__()

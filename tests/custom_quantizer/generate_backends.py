@@ -1,4 +1,4 @@
-"""Writes the page of the backends from their tables; the committed page is compared with it in test_backends_page.py.
+"""Writes the page of the backends from their tables; test_backends_page.py compares the committed page with it.
 
 python tests/custom_quantizer/generate_backends.py --output docs/backends.rst
 """
@@ -14,27 +14,27 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fxqat.custom_quantizer.backend_type import TABLES
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT
-from fxqat.ops.table import OPS, Op
+from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT, Op
+from fxqat.ops.table import OPS
 from fxqat.scheme import FLOAT32_BITS, TensorQConfig
 
 COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/backends.rst"
 INTRODUCTION = f"""Backends
 ========
 
-A backend is a table (:doc:`add_a_backend`). This page is written from the tables by
-``{COMMAND}``, and a test compares the two.
+A backend is a table (:doc:`add_a_backend`). This page is generated from the tables by
+``{COMMAND}``; a test compares the two.
 
 ``backend=`` takes a ``BackendType`` or its name, such as ``"OpenVINO_AVX2"``. A name with an underscore is a variant:
 the table of the backend before the underscore with other schemes.
 
 """
-READS = {"all": "all operands", "none": "nothing anew", "residual": "all operands but the one a layer writes for it"}
+READS = {"all": "all operands", "none": "what is already quantized", "residual": "all operands except a layer's output"}
 SHARES = {"none": "no", "inputs": "the operands have one scale", "all": "operands and result have one scale"}
-FAMILIES_NOTE = """An op counts as what it does with its arguments: interpolation to the nearest neighbour only moves
-values, and a pad that puts in something other than zeros is not an op of the table. On every backend recurrent layers
-and ops outside the table stay float, masks of infinities are not rounded, and sizes, indices and booleans are no
-values. The value of an op that stays float is rounded all the same where a quantized op reads it."""
+FAMILIES_NOTE = """The family of an op depends on its arguments: nearest-neighbour interpolation only moves values, and
+padding with anything but zeros is not an op of the table. On every backend recurrent layers, ops outside the table,
+masks of infinities, sizes, indices and booleans stay float. Where a quantized op reads the value of a float op, that
+value is quantized."""
 
 PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT, RECURRENT)]
 
@@ -46,7 +46,7 @@ def scheme_of(config: TensorQConfig) -> str:
     return f"{scheme}: {scheme.quant_min} to {scheme.quant_max}; scales: {bits}"
 
 
-def parts_of(config: TensorQConfig) -> str:
+def modules_of(config: TensorQConfig) -> str:
     """The words for observer and fake-quant."""
     observer, fake_quantize = (
         f"``{name}``" + (f" ({', '.join(f'{key}={value}' for key, value in args.items())})" if args else "")
@@ -83,7 +83,8 @@ def rows_of_rules(spec: BackendSpec) -> Iterator[tuple[str, ...]]:
     for rule, ops in rules.items():
         moves = rule.inputs == "none" and rule.share == "all"
         output = "as the operand" if moves else "yes" if rule.output else "where a quantized op reads it"
-        yield names_of(ops), READS[rule.inputs], output, SHARES[rule.share], rule.reason
+        why = "; ".join(words for words in (rule.reason, rule.why_float_output) if words)
+        yield names_of(ops), READS[rule.inputs], output, SHARES[rule.share], why
 
 
 def rows_of_float(spec: BackendSpec) -> Iterator[tuple[str, str]]:
@@ -99,10 +100,10 @@ def rows_of_float(spec: BackendSpec) -> Iterator[tuple[str, str]]:
 
 def rows_of_schemes(spec: BackendSpec) -> Iterator[tuple[str, str, str]]:
     """A row for every kind of tensor."""
-    yield "weights", scheme_of(spec.weight), parts_of(spec.weight)
+    yield "weights", scheme_of(spec.weight), modules_of(spec.weight)
     for name, config in spec.weights.items():
-        yield f"weight of ``{name}``", scheme_of(config), parts_of(config)
-    yield "activations", scheme_of(spec.activation), parts_of(spec.activation)
+        yield f"weight of ``{name}``", scheme_of(config), modules_of(config)
+    yield "activations", scheme_of(spec.activation), modules_of(spec.activation)
     for name, (low, high) in spec.fixed_ranges.items():
         yield f"output of ``{name}``", f"the range {low:g} to {high:g} is known", "not calibrated"
 
@@ -128,14 +129,14 @@ def section(spec: BackendSpec) -> Iterator[str]:
     yield from list_table(("Tensor", "Scheme", "Observer, fake-quant"), (22, 50, 28), rows_of_schemes(spec))
     fused = ", ".join(f"``{name}``" for name in sorted(spec.fused_activations))
     families = ", ".join(f"*{name}*" for name in sorted(spec.fuses_into))
-    yield from (f"Part of the op before them, if that is one of {families} and they alone read it: {fused}.", "")
+    yield from (f"Run inside the op before them, if it is one of {families} and has no other reader: {fused}.", "")
     header = ("Ops", "Reads quantized", "Gives quantized", "Shares a scale", "Why")
     yield from list_table(header, (30, 14, 14, 14, 28), rows_of_rules(spec))
     if spec.least_work:
         yield from (
-            f"A layer beside a float op stays float, too, unless it has {spec.least_work} multiply-accumulates for "
-            "each value that is converted between them, and any other op with float operands only (``least_work`` of "
-            ":doc:`configuration`).",
+            f"A layer beside a float op stays float too, unless it has {spec.least_work} multiply-accumulates for each "
+            "value that is converted between them; so does any other op whose operands are all float (``least_work`` "
+            "in :doc:`configuration`).",
             "",
         )
     left = list(rows_of_float(spec))
