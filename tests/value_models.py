@@ -19,14 +19,14 @@ Pair = namedtuple("Pair", "left right")
 
 @dataclass
 class Output:
-    """What some models return."""
+    """An output as some models return it."""
 
     logits: Tensor
     features: Tensor | None = None
 
 
 class Base(nn.Module):
-    """One convolution, for there to be something to quantize."""
+    """One convolution, so that there is something to quantize."""
 
     def __init__(self):
         super().__init__()

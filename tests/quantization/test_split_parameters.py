@@ -1,4 +1,4 @@
-"""Parameters read in parts: weights like any other, and whole again in the float model's state dict."""
+"""Split parameters: their parts are weights of layers, and the float model's state dict has them whole."""
 
 import copy
 
@@ -39,7 +39,7 @@ SPLITS = {
 
 
 class Summed(Packed):
-    """What reads the parameter otherwise, too, needs it whole."""
+    """The sum reads the whole parameter."""
 
     def forward(self, x):
         return super().forward(x) + self.weight.sum()
@@ -67,7 +67,7 @@ class Differently(Packed):
 
 
 class Tied(Packed):
-    """A layer has the same weight."""
+    """A module has the same parameter as its weight."""
 
     def __init__(self, split):
         super().__init__(split)
@@ -79,7 +79,7 @@ class Tied(Packed):
 
 
 class Unbound(Packed):
-    """Items of a parameter are not joined by concatenation."""
+    """The items have no dimension along which to concatenate them."""
 
     def forward(self, x):
         rows = self.weight.unbind(0)
@@ -87,7 +87,7 @@ class Unbound(Packed):
 
 
 def parts_of(gm):
-    return {name: joined.names for name, joined in gm.provenance.split_tensors.items()}
+    return {name: found.names for name, found in gm.provenance.split_tensors.items()}
 
 
 @pytest.mark.parametrize("kind", [Packed, Twice])
@@ -101,13 +101,14 @@ def test_each_part_is_the_weight_of_a_layer(kind, split, tmp_path):
     assert all("per-channel" in row.weight for row in layers)
     assert not {"chunk", "split", "tensor_split"} & {str(node.target) for node in gm.graph.nodes}
     torch.testing.assert_close(gm(x), model(x))
-    fxqat.enable_calibration(gm)
-    gm(x)
-    fxqat.enable_quantization(gm)
-    assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
+    if split == "split":  # the other ways to split give the same graph
+        fxqat.enable_calibration(gm)
+        gm(x)
+        fxqat.enable_quantization(gm)
+        assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
 
 
-def test_the_float_models_state_has_the_trained_whole():
+def test_the_float_models_state_has_the_whole_parameter_as_trained():
     model, x = Packed(SPLITS["split"]), torch.randn(4, 6)
     gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert gm.quant_report.unread == ()
