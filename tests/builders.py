@@ -27,7 +27,7 @@ INT8_WEIGHT = QuantizeScheme(per_channel=True, narrow_range=True)
 
 
 class LayerCase(NamedTuple):
-    """A layer, the shape of an input to it, and the BatchNorm that fits behind it."""
+    """A layer, the shape of an input, and the type of BatchNorm that fits after it."""
 
     name: str
     layer: Callable[[], nn.Module]
@@ -151,7 +151,7 @@ def calibrate(quant: FakeQuantizeBase, *batches: torch.Tensor) -> FakeQuantizeBa
 
 
 def random_norm(case: LayerCase, layer: nn.Module, seed: int = 0) -> nn.Module:
-    """A BatchNorm behind a layer, with random statistics and with a negative gamma among its random parameters."""
+    """A BatchNorm for a layer, with random statistics and parameters, one gamma negative."""
     generator = torch.Generator().manual_seed(seed)
     channels = getattr(layer, "out_channels", None) or layer.out_features
     bn = case.norm(channels)

@@ -1,4 +1,4 @@
-"""What every fake-quant module does: switches, parameters from the range, state."""
+"""What every fake-quant does: switches, parameters from the range, state."""
 
 import copy
 import pickle

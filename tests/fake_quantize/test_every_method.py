@@ -91,7 +91,7 @@ PAIRS = {
 
 
 class Chain(nn.Module):
-    """Convolution with BatchNorm, ReLU, and five linear layers: each layer may have fake-quants of its own."""
+    """Convolution with BatchNorm, ReLU, and five linear layers: each layer can have other fake-quants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_without_gradients_it_gives_the_same(kind: type[FakeQuantizeBase]) -> No
 @KINDS
 @pytest.mark.parametrize("tensor", [WEIGHT, ACTIVATION])
 def test_no_training_breaks_the_scale(kind: type[FakeQuantizeBase], tensor: str) -> None:
-    """Learning rate 10, all-zero gradients, batches of NaN and infinity, 80 steps: each of them meets each other."""
+    """Learning rate 10, all-zero gradients, batches of NaN and infinity, 80 steps, so that all of these coincide."""
     generator = torch.Generator().manual_seed(0)
     scheme = QuantizeScheme(4, symmetric=False, per_channel=tensor == WEIGHT)
     quant = make_suitable(kind, scheme, tensor, 0, 3)

@@ -1,4 +1,4 @@
-"""Fixed: nothing is learned, and the gradient passes straight through."""
+"""Fixed: learns nothing, and the gradient passes straight through."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Learnable: what is learned, with which gradient scale, and that no training can break it."""
+"""Learnable: what it learns, with which gradient scale, and that no training breaks it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What fake-quantization is, whatever the numbers: properties over random schemes, parameters and values."""
+"""Properties of fake-quantization for random schemes, parameters and values."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The pieces that gradients are built of."""
+"""The building blocks of gradients."""
 
 import math
 

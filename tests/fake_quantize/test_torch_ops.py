@@ -1,4 +1,4 @@
-"""Our operators: those of the exported graph are the pure functions, and torch can trace all of them."""
+"""The torch operators: they compute the pure functions, and torch can trace all of them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The int32 bias: its rounding, its gradient, and the repair of scales that would overflow it."""
+"""The int32 bias: its rounding, its gradient, and raised weight scales where it would overflow."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Folding: the folded layer is the layer and its BatchNorm."""
+"""Folding: the folded layer equals the layer with its BatchNorm."""
 
 import pytest
 import torch

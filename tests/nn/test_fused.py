@@ -1,4 +1,4 @@
-"""The float container: it computes its three parts in turn, folded or not."""
+"""The fused float layer: it computes layer, BatchNorm and activation, folded or not."""
 
 import pytest
 import torch

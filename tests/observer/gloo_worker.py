@@ -1,4 +1,4 @@
-"""What two processes under gloo do with observers: each calibrates on its own data, then the ranks agree."""
+"""Observers in two processes under gloo: each calibrates on its own data, then the ranks agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxqat.scheme import QuantizeScheme
 from tests.builders import make_fake_quant
 
 WHOLE = ("Average", "KL", "HistogramL2", "PoTFloor", "PoTMode")
-"""Observers that give the range of all data, as one process that sees all of it; of the others the union is taken."""
+"""Observers with the range of one process that sees all data; the others take the union over ranks."""
 
 
 def batches_of(rank: int) -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def batches_of(rank: int) -> list[torch.Tensor]:
 
 
 def results(rank: int) -> dict[str, Any]:
-    """What this rank has after each case; a process group is running."""
+    """The results of this rank in each case; a process group is running."""
     return {
         "quantizers": _quantizers(rank),
         "again": _calibrated_twice(rank),
@@ -38,7 +38,7 @@ def results(rank: int) -> dict[str, Any]:
 
 
 def quantizers(names: Iterable[str]) -> nn.ModuleDict:
-    """One activation quantizer for each of some observers, and a per-channel one."""
+    """An activation fake-quant for each of these observers, and a per-channel one."""
     quants = nn.ModuleDict()
     for name in names:
         scheme = QuantizeScheme(signed=False, symmetric=False, scale_bits=1 if name.startswith("PoT") else 24)

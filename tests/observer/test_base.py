@@ -1,4 +1,4 @@
-"""What all observers share: the empty range, per-channel ranges, odd inputs, and that the state can be carried on."""
+"""What all observers share: the empty range, per-channel ranges, odd inputs, and a state that can be saved."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def kinds(*without: str) -> pytest.MarkDecorator:
 
 KINDS = kinds()
 COVERING = kinds("LSQ", "LSQPlus", "PoTFloor", "PoTMode")
-"""Those whose range is the data's where there is nothing to cut off."""
+"""Observers whose range is that of the data if there are no outliers."""
 
 
 def batches(*shape: int, count: int = 4) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ def test_a_copy_has_a_state_of_its_own(kind: Build) -> None:
 @KINDS
 @pytest.mark.parametrize(("axis", "scheme"), [(None, PER_TENSOR), (None, UINT8), (0, PER_CHANNEL)], ids=str)
 def test_watching_reads_no_number_back(kind: Build, axis: int | None, scheme: QuantizeScheme) -> None:
-    """On the meta device a tensor has no data: whatever asks for it, as ``item`` or ``bool`` do, raises."""
+    """Tensors on the meta device have no data: code that reads it, such as ``item`` or ``bool``, raises."""
     observer = kind(scheme, axis, 3).to("meta")
     x = torch.randn(3, 20, device="meta")
     assert observer(x) is x

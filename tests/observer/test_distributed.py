@@ -1,4 +1,4 @@
-"""Two gloo processes: they end calibration with the same ranges, the union of what each saw."""
+"""Two gloo processes end calibration with the same ranges, the union over both."""
 
 import itertools
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_min_max_is_that_of_all_data_though_ranks_had_different_numbers_of_batch
 
 
 def alone(batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The quantizers' state in one process that sees all batches."""
+    """The state of the fake-quants in one process that sees all batches."""
     quants = quantizers(("MinMax", *WHOLE))
     for batch in batches:
         for quant in quants.values():
@@ -62,7 +62,7 @@ def alone(batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def assert_as_alone(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
-    """Range and parameters are equal; what is summed is an equal share for each of two ranks."""
+    """Range and parameters are equal; each of two ranks has half of every sum."""
     keys = [key for key in expected if key.startswith(f"{name}.") and isinstance(expected[key], torch.Tensor)]
     assert len(keys) >= 4
     for key in keys:

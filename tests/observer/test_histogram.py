@@ -1,4 +1,4 @@
-"""The histogram: its counts are those of numpy for all data at once, however the data came."""
+"""The histogram: it counts as numpy does for all data at once, in any order of the batches."""
 
 import math
 

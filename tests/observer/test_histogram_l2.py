@@ -70,7 +70,7 @@ def test_asymmetric_ranges_have_two_ends(scheme: QuantizeScheme, one_sided: bool
 
 
 def test_the_expected_error_is_the_error_of_values_spread_over_the_cells() -> None:
-    """The closed form, against many evenly spaced values in each cell, also outside of the range."""
+    """The closed form against many evenly spaced values in each cell, also outside the range."""
     scheme = QuantizeScheme(bit_width=3, signed=False, symmetric=False)
     observer = observed([heavy_tails(300)], scheme, bins=8)
     low, high = torch.tensor([[-1.0, -0.1, -5.0]]), torch.tensor([[1.3, 4.0, 0.2]])

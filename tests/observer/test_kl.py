@@ -89,7 +89,7 @@ def test_asymmetric_windows_keep_the_proportion_of_the_ends(one_sided: bool, see
 
 
 def test_eight_bits_and_the_default_bins() -> None:
-    """A bell and a far outlier: the outlier is cut off, and the bell is not."""
+    """A normal distribution and a far outlier: only the outlier is clipped."""
     x = np.random.default_rng(0).normal(0.0, 1.0, 20_000).astype(np.float32)
     x[0] = 20.0
     observer = KLObserver(QuantizeScheme())

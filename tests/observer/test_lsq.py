@@ -43,7 +43,7 @@ def test_lsq_symmetric(scheme: QuantizeScheme, largest: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("signed", [False, True])
 def test_lsq_unsigned_activations_as_in_the_paper(bits: int, signed: bool) -> None:
-    """Values of no sign have all integers, whether those are counted from 0 or from the most negative one."""
+    """Values without a sign use all integers of the type, also of a signed one."""
     x = values(1000, low=0.0)
     scheme = QuantizeScheme(bit_width=bits, signed=signed, symmetric=False)
     scale, zero_point = qparams(LSQObserver(scheme), x)

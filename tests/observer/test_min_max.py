@@ -1,4 +1,4 @@
-"""MinMax: the union of everything seen."""
+"""MinMax: the smallest and the largest value seen."""
 
 import torch
 from hypothesis import given, settings

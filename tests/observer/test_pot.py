@@ -1,4 +1,4 @@
-"""PoTFloor and PoTMode: the scale that is meant is the scale that is used."""
+"""PoTFloor and PoTMode: the chosen scale is the scale in use."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Each context manager changes what it says and nothing else, and puts it back, after an error, too."""
+"""Each context manager changes only what its name says, and restores it, also after an error."""
 
 import gc
 

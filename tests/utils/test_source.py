@@ -1,4 +1,4 @@
-"""Where in the user's code something comes from."""
+"""The line of the user's code that something comes from."""
 
 import inspect
 from pathlib import Path
