@@ -1,6 +1,6 @@
 """Draws a run of example/imagenet_example: python media/imagenet.py [output file; default media/imagenet.svg].
 
-As ``pipeline.py``, whose boxes and arrows it uses.
+It uses the boxes and arrows of ``pipeline.py``.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ BLUE, GREEN, ORANGE, GREY = (
 )
 GAP, ROW_STEP, LEFT = 0.5, 2.0, 1.3
 
-# Row 2: what is done, from left to right, with the flags that change it.
+# Row 2: the steps from left to right, with their flags.
 STEPS = [
     (BLUE, "prepare", "--backend\n--quant-config"),
     (GREEN, "calibrate", "--calib-batches"),

@@ -1,4 +1,4 @@
-"""Draws the way of a model through fxqat: python media/pipeline.py [output file; default media/pipeline.svg].
+"""Draws the pipeline of fxqat: python media/pipeline.py [output file; default media/pipeline.svg].
 
 The ending of the output file chooses the format (.svg, .png, .pdf). The SVG holds no date and no random identifiers, so
 that drawing it again with the same matplotlib gives the same file.
@@ -26,7 +26,7 @@ ROWS = [
             ("trace", "forward()\nbecomes a graph"),
             ("standardize", "one spelling\nper operation"),
             ("fuse", "Conv + BN + ReLU\nbecome one module"),
-            ("annotate", "who is quantized,\nhow, and why"),
+            ("annotate", "what is quantized,\nhow, and why"),
             ("insert", "fake-quant nodes\nand QAT modules"),
         ],
     ),
@@ -35,7 +35,7 @@ ROWS = [
         "#dcfce7",
         "#16a34a",
         [
-            ("calibrate", "watch ranges on\na few batches"),
+            ("calibrate", "observe ranges on\na few batches"),
             ("train", "weights and scales\nlearn together"),
         ],
     ),
@@ -89,7 +89,7 @@ def draw_row(ax, y, face, edge, call, stages):
 
 
 def new_figure(width, top):
-    """Returns a figure without margins and its axes, which reach from -0.25 to the given ends."""
+    """Returns a figure without margins, and its axes from -0.25 to the given ends."""
     figure = plt.figure(figsize=((width + 0.25) * 0.8, (top + 0.25) * 0.8))
     ax = figure.add_axes((0, 0, 1, 1))
     ax.set(xlim=(-0.25, width), ylim=(-0.25, top))
@@ -117,7 +117,7 @@ def draw():
     x, middle = stage_x(3), PASS_HEIGHT / 2
     draw_arrow(ax, [(x - GAP, middle), (x, middle)])
     draw_box(ax, x, 0.0, 2 * PASS_WIDTH + GAP, PASS_HEIGHT, "#f1f5f9", MUTED, "what you ship", "")
-    files = "model.onnx (QDQ)   model.json (every scale)\nmodel.parity.json (the certificate)"
+    files = "model.onnx (QDQ)   model.json (all scales)\nmodel.parity.json (the certificate)"
     center = x + PASS_WIDTH + GAP / 2
     ax.text(center, 0.37, files, ha="center", va="center", fontsize=8.5, family="monospace", color=MUTED)
     return figure
