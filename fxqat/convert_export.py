@@ -47,7 +47,7 @@ class ExportReport:
         json_path: the parameter file, None if none was asked for.
         certificate_path: the parity certificate, None without verification.
         opset_version: opset of the file.
-        certificate: the comparison with ONNX Runtime, None without verification.
+        certificate: the comparison of file and model, None without verification.
         tensors: every quantized tensor of the file.
     """
 
@@ -80,34 +80,35 @@ def convert_export(
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
-    The model is not changed: mode, device, switches and weights stay. It is exported as deployed, every fake-quant on,
-    whatever the switches say.
+    The model is not changed: its mode, device, switches and weights stay as they are. It is exported as it is deployed:
+    in eval mode and with every fake-quant on, even if some are switched off.
 
     Args:
-        model: a calibrated model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``, on any device.
-        example_inputs: a tuple of inputs (a single tensor is taken as one); they give the shapes, and the values that
-            the proof runs on.
+        model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
+        example_inputs: a tuple of inputs, or a single tensor. They give the shapes, and the file is compared with the
+            model on them.
         file_path: the ONNX file to write.
-        file_path_json: the JSON of scales and zero points to write.
-        opset_version: 18 to the newest that onnx knows; 13 to 17 where onnx's version converter manages it. None is 18,
-            or 21 where a tensor has less than 5 or more than 8 bits.
+        file_path_json: the JSON file of scales and zero points to write.
+        opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
+            None is 18, or 21 if a tensor has less than 5 or more than 8 bits.
         input_names: names of the file's inputs.
         output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
-        dynamic_batch: leave the first dimension of every input open.
-        verify: run the file in ONNX Runtime and compare; writes the certificate ``<stem>.parity.json``.
-        weights: ``"integer"``, or ``"float"`` to keep float weights behind Q/DQ pairs.
-        input_stats: ``(mean, std)`` of each input, or None for one that is left as it is. The model was trained on
-            ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes these as uint8, in the layout
-            of the model, and so does ``example_inputs``. A number each, or a list of one per channel (dimension 1).
+        dynamic_batch: leave the batch size (the first dimension of every input) open.
+        verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
+        weights: ``"integer"``, or ``"float"`` for float weights before Q/DQ pairs.
+        input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
+            ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes x as uint8, in the layout of
+            the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
+            channel (dimension 1).
 
     Returns:
         Paths, opset, tensors and certificate.
 
     Raises:
-        CalibrationError: a quantizer has no usable range.
-        ExportError: an argument is wrong, the opset does not have the type of a tensor, the exporter fails, or a path
-            cannot be written.
-        ParityError: the file does not compute what the model computes. Nothing is written then.
+        CalibrationError: a fake-quant has no usable range.
+        ExportError: an argument is wrong, the opset does not have the type of a tensor, the model does not run on the
+            inputs, the exporter or a pass fails, or a file cannot be written.
+        ParityError: the file does not compute what the model computes; nothing is written.
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """

@@ -94,11 +94,11 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
-        # torch's own take no empty list of dimensions, which means all of them
+        # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
         torch.ops.aten.amin.default: _amin,
         torch.ops.aten.aminmax.default: _aminmax,
-        # nor an index that is smaller than the source
+        # torch's own fails for an index that is smaller than the source
         torch.ops.aten.scatter.src: _scatter,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
@@ -135,7 +135,7 @@ def _roi_pool(
     pooled_width: int,
 ) -> tuple[Any, Any]:
     pooled = op.MaxRoiPool(x, boxes, pooled_shape=(pooled_height, pooled_width), spatial_scale=spatial_scale)
-    # where the maxima were is for the gradient, and ONNX does not tell: dropped unless read, and then no value at all
+    # only the gradient needs the places of the maxima, and ONNX has none: unread they are dropped, read they fail
     nothing: Any = op.SequenceEmpty(dtype=onnx.TensorProto.INT32)
     first: Any = op.Constant(value_int=0)
     return pooled, op.SequenceAt(nothing, first)

@@ -1,4 +1,4 @@
-"""The runs of a quantized file in ONNX Runtime: freely, or with given integers at every quantized tensor."""
+"""Run a quantized file in ONNX Runtime: freely, or with given integers at every quantized tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import onnxruntime as ort
 from fxqat.errors import ExportError
 
 COMPUTED = ":computed"
-"""What a Q node computes, as int32, has this behind the name of its output."""
+"""Ending of the int32 tensor that a Q node computes."""
 
 GIVEN = ":given"
-"""And this has what the readers of a Q node are given, as int32."""
+"""Ending of the int32 tensor that the readers of a Q node get instead."""
 
 FOUND = ":found"
-"""And this what the Q node computes while its readers are given something else."""
+"""Ending of a Q node's output when its readers get given integers."""
 
 
 def with_integers_out(model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
-    """A copy of the model that also gives the integers of every Q node, as int32 called ``:computed``."""
+    """A copy of the model that also outputs the integers of these Q nodes, as int32 named ``:computed``."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
     for node in quantizers:
@@ -35,9 +35,9 @@ def with_integers_out(model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProt
 def with_integers_in(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], integers: Mapping[str, np.ndarray]
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
-    """A copy in which every reader of a Q node reads given integers; what the Q node computes is ``:computed``.
+    """A copy in which the readers of these Q nodes read given integers; what a Q node computes is ``:computed``.
 
-    Given and computed integers are int32 and cast in the model: numpy has no types of 4 and 2 bits.
+    Given and computed integers are int32 and are cast in the model, because numpy has no types of 4 and 2 bits.
     """
     result = with_integers_out(model, [])
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
@@ -70,7 +70,7 @@ def _integers(name: str, shape: Sequence[int] | None = None) -> onnx.ValueInfoPr
 def run(
     model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], level: ort.GraphOptimizationLevel
 ) -> dict[str, np.ndarray]:
-    """The outputs of a model at an optimization level.
+    """The outputs of a model at an optimization level, by name.
 
     Raises:
         ExportError: ONNX Runtime cannot load or run the model.
@@ -84,7 +84,7 @@ def run(
 def open_session(
     model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int | None = None
 ) -> ort.InferenceSession:
-    """A session on the CPU whose threads sleep while they wait; by default as many as ONNX Runtime takes."""
+    """A session on the CPU whose threads sleep while they wait; by default with ONNX Runtime's number of threads."""
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.log_severity_level = 3
@@ -95,7 +95,7 @@ def open_session(
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Make what ONNX Runtime raises inside an :class:`ExportError`: its errors have no common base of their own."""
+    """Turn any error of ONNX Runtime in the block into an :class:`ExportError`; its errors have no common base."""
     try:
         yield
     except Exception as cause:
@@ -103,10 +103,10 @@ def explained() -> Iterator[None]:
 
 
 def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-    """The outputs at full optimization; None where ONNX Runtime's own optimizer breaks the model.
+    """The outputs at full optimization; None if ONNX Runtime's optimizer breaks the model.
 
-    It does for int8 activations before a Linear on a 3-D input from opset 21 on, and where it gives integers of 4 or 2
-    bits to operators that do not take them (seen in 1.31).
+    It breaks models with int8 activations before a Linear with a 3-D input from opset 21 on, and models where it moves
+    integers of 4 or 2 bits to operators that do not take them (seen in 1.31).
     """
     try:
         return run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
@@ -115,7 +115,7 @@ def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> di
 
 
 def with_reals_out(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """A copy of the model that also gives these float tensors."""
+    """A copy of the model that also outputs these float tensors."""
     result = with_integers_out(model, [])
     known = {value.name for value in result.graph.output}
     for name in names:

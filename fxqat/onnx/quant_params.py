@@ -1,4 +1,4 @@
-"""The JSON of quantization parameters: written, read, and compared with the file it belongs to."""
+"""The JSON document of quantization parameters: write it, read it, compare it with the ONNX file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxqat.scheme import QuantizedTensor
 FORMAT = "fxqat.quant_params"
 VERSION = 2
 READABLE = (1, 2)
-"""Version 1 does not say which inputs are raw; there were none."""
+"""Version 1 has no list of raw inputs: there were none."""
 
 ENTRY_TYPES: dict[str, type] = {
     "kind": str,
@@ -40,15 +40,15 @@ def params_document(
     opset: int,
     raw_inputs: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> dict[str, Any]:
-    """The document of an exported model; its form is ``schema.json`` beside this file.
+    """The document of an exported model; ``schema.json`` beside this file is its schema.
 
-    Scales are float32 values written as the shortest decimal of their float64 image, which reads back bit for bit.
+    Scales are written as float64 decimals that give the same float32 bits when they are read.
 
     Args:
         tensors: the quantized tensors.
         backend: the backend's name.
-        opset: of the file.
-        raw_inputs: mean and std of each input that the file takes as uint8 and normalises, by its name.
+        opset: opset of the file.
+        raw_inputs: mean and std of each input that the file takes as uint8 and normalizes, by its name.
     """
     raw = (raw_inputs or {}).items()
     return {
@@ -71,7 +71,7 @@ def read_params(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a document.
 
     Raises:
-        CheckpointError: the file cannot be read, is not JSON, or is not of this format and version.
+        CheckpointError: the file cannot be read, is not JSON, or has another format or version.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def read_params(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_form(where: str, entry: Any) -> None:
-    """Check one entry against the schema's types."""
+    """Check the types of one entry."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{where}: expected a mapping, found {type(entry).__name__}")
     for key, kind in ENTRY_TYPES.items():
@@ -106,10 +106,10 @@ def _check_form(where: str, entry: Any) -> None:
 
 
 def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> None:
-    """Check that scales and zero points in the file are, bit for bit, those of the document.
+    """Check that scales and zero points in the file equal those of the document bit for bit.
 
     Raises:
-        ParityError: a tensor of the document is missing in the file or has other parameters.
+        ParityError: a tensor of the document is missing in the file or has other parameters there.
     """
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}

@@ -1,24 +1,24 @@
 """Verify: does the file compute what the fake-quant model computes? The answer is the parity certificate.
 
-The file runs in ONNX Runtime with graph optimizations disabled, so that every node computes what ONNX says it does,
-and its integers are compared with those of the fake-quant model, tensor by tensor, in two ways:
+The file runs in ONNX Runtime with graph optimizations disabled, so that every node computes what the ONNX standard
+defines. Its integers are compared with those of the fake-quant model, tensor by tensor, in two ways:
 
-* step by step: whatever reads a quantized tensor is given the integers of the fake-quant model, so that each tensor
-  is judged by itself. This is what the verdict rests on;
-* end to end: the file runs freely. Rounding turns one value that lies on the other side of a boundary into a whole
-  step, and deep networks spread it; these shares say how far. The first tensor that is off is named.
+* step by step: every operation that reads a quantized tensor gets the integers of the fake-quant model, so each tensor
+  is judged alone. The verdict is based on this comparison;
+* end to end: the file runs freely. Rounding turns a tiny difference at a boundary into a whole step, and deep networks
+  spread it; these shares show how far. The first tensor with a wrong value is named.
 
 Rules:
 
 1. step by step, no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values, or a single
-   one, by 1 (float sums in another order put a value that lies on a rounding boundary on the other side). Values that
-   lie within ``TIE`` of a step of such a boundary are not counted: the activation of a quantized tensor has few
-   different values, and one of them on a boundary can be many. The steps of 16 bits are 256 times finer, and so are
-   float32's errors 256 times larger in them; ``TIE`` is as well;
-2. end to end, rule 1 holds for every tensor that is computed from none that is off;
+   one, is off by 1 (float sums in another order can move a value across a rounding boundary). Values within ``TIE`` of
+   a step of a boundary are not counted: a function of a quantized tensor has few different values, and if one of them
+   lies on a boundary, so do all its copies. For 16 bits, whose steps are 256 times finer, ``TIE`` is 256 times larger;
+2. end to end, rule 1 holds for every tensor that is computed from exact tensors;
 3. step by step, every output has a cosine similarity above ``MIN_COSINE``.
 
-The end-to-end cosine of the outputs has no bar: how far one step spreads is a property of the network, not of the file.
+There is no limit for the end-to-end cosine of the outputs: how far one step spreads depends on the network, not on the
+file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_OFF_BY_ONE = 0.005
 MIN_COSINE = 0.9999
 TIE = 1e-4
 LEVELS = {onnx.TensorProto.INT16: 2**16, onnx.TensorProto.UINT16: 2**16}
-"""Integers of the types that have more than 8 bits."""
+"""Number of integers of the types with more than 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Shares:
     Args:
         off_by_1: share of values one step off.
         off_by_2_plus: share of values off by more.
-        ties: share of values one step off that lie on a rounding boundary; looked up where they matter, 0 elsewhere.
+        ties: share of values one step off that lie on a rounding boundary; 0 for tensors that pass without it.
     """
 
     off_by_1: float
@@ -77,7 +77,7 @@ class TensorParity:
         size: number of values compared.
         step: the comparison step by step.
         free: the comparison end to end.
-        is_first: whether, end to end, no tensor that it is computed from is off.
+        is_first: whether, end to end, it is computed from exact tensors only.
     """
 
     name: str
@@ -113,11 +113,11 @@ class OutputParity:
 
     Args:
         name: its name.
-        step_cosine: cosine similarity step by step; 1 if both are all zero.
+        step_cosine: cosine similarity step by step; 1 if both outputs are all zeros.
         cosine: cosine similarity end to end.
         max_abs_error: largest absolute difference end to end.
-        cosine_optimized: end to end with ONNX Runtime's full optimizations, for information; None if ONNX Runtime
-            cannot optimize the file.
+        cosine_optimized: cosine similarity end to end with ONNX Runtime's full optimizations, for information; None
+            if ONNX Runtime cannot optimize the file.
     """
 
     name: str
@@ -134,7 +134,7 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class ParityCertificate:
-    """What was compared, and how it ended; prints as a table."""
+    """The results of the comparison; prints as a table."""
 
     tensors: tuple[TensorParity, ...]
     outputs: tuple[OutputParity, ...]
@@ -148,7 +148,7 @@ class ParityCertificate:
         return all(tensor.passed for tensor in self.tensors) and all(output.passed for output in self.outputs)
 
     def as_json(self) -> dict[str, Any]:
-        """The certificate as plain values."""
+        """The certificate as a dict for JSON."""
         return {"format": "fxqat.parity", "version": 1, "passed": self.passed} | asdict(self)
 
     def __str__(self) -> str:
@@ -177,8 +177,8 @@ def verify(
 
     Args:
         model: the exported model.
-        inputs: its inputs, in the graph's order.
-        integers: int32 arrays that the fake-quant model computed, by the name of the quantized tensor.
+        inputs: its inputs, in the order of the graph.
+        integers: int32 arrays of the fake-quant model, by the name of the quantized tensor in the file.
         outputs: the float outputs of the fake-quant model.
 
     Raises:
@@ -223,10 +223,10 @@ def require_parity(
     integers: Mapping[str, np.ndarray],
     outputs: Sequence[np.ndarray],
 ) -> ParityCertificate:
-    """The certificate of :func:`verify`, if it passes.
+    """Run :func:`verify` and return the certificate if all rules hold.
 
     Raises:
-        ParityError: it does not.
+        ParityError: a rule does not hold.
         ExportError: ONNX Runtime cannot load or run the model.
     """
     certificate = verify(model, inputs, integers, outputs)
@@ -281,7 +281,7 @@ def _compare_tensors(
 def _ties(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], reals: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Which values of tensors lie on a rounding boundary, by the name of the tensor."""
+    """Which values of each tensor lie on a rounding boundary, by the name of the tensor."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     result = {}
     for node in quantizers:

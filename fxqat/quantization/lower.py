@@ -109,7 +109,7 @@ def _output_names(value: object, prefix: str) -> Iterator[str]:
 
 
 class _Lowering:
-    """The graph being lowered and what was found in it."""
+    """The graph being lowered, and the records of its tensors."""
 
     def __init__(self, gm: fx.GraphModule, weights: str, opset_version: int) -> None:
         self.gm = gm
@@ -120,7 +120,7 @@ class _Lowering:
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
     def lower_activation(self, node: fx.Node, quant: FakeQuantizeBase) -> None:
-        """A fake-quant call becomes a Q/DQ pair."""
+        """Replace a fake-quant call by a Q/DQ pair."""
         name = str(node.kwargs["tensor_name"])
         scale, zero_point = quant.qparams()
         path = self._add(QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version))
@@ -130,7 +130,7 @@ class _Lowering:
             self._replace(node, self.gm.graph.call_module(path, (node.args[0],)))
 
     def lower_layer(self, node: fx.Node, layer: QATLayer) -> None:
-        """A QAT layer becomes the plain function of stored tensors, then its activation."""
+        """Replace a QAT layer by its function of stored tensors, followed by its activation."""
         source = node.kwargs.get("input_fake_quant")
         quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
         assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
@@ -150,7 +150,7 @@ class _Lowering:
         self._replace(node, result)
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
-        """A fused layer that stayed float becomes its folded self."""
+        """Replace a fused layer that stayed float by the folded layer, followed by its activation."""
         folded, path = layer.folded(), str(node.target)
         set_module(self.gm, path, folded.layer)
         with self.gm.graph.inserting_before(node):
@@ -160,7 +160,7 @@ class _Lowering:
         self._replace(node, result)
 
     def _weight(self, path: str, layer: QATLayer, weight: Tensor, scale: Tensor) -> str:
-        """The path of a layer's weight; calls of a shared layer share it unless their scales differ."""
+        """The path of a layer's stored weight; calls of a shared layer share it unless their scales differ."""
         quant = layer.weight_fake_quant
         _, zero_point = quant.qparams()
         known = self._weight_paths.setdefault(id(layer), [])
@@ -182,8 +182,7 @@ class _Lowering:
 
     def _bias(self, path: str, bias: Tensor, scale: Tensor | None) -> str:
         if scale is None:
-            holder = _Constant(bias)
-            return self._add(holder)
+            return self._add(_Constant(bias))
         integers = quantize_bias(bias, scale)
         found = self._add(stored_bias(integers, scale))
         name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
@@ -202,7 +201,7 @@ class _Lowering:
 
 
 class _Constant(nn.Module):
-    """A float tensor that a module gives when called."""
+    """A module that returns a float tensor."""
 
     values: Tensor
 

@@ -1,4 +1,4 @@
-"""Raw inputs: the exported file takes images as they come from a camera, and normalises them itself."""
+"""Raw inputs: the exported file takes images as they come from a camera, and normalizes them itself."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Normalizers = tuple[Normalize | None, ...]
 
 
 def parse_input_stats(input_stats: InputStats | None, inputs: tuple[Any, ...]) -> Normalizers:
-    """What is done to each input; None where it is left as it is.
+    """The normalization of each input, None for an input that stays as it is.
 
     Args:
-        input_stats: ``(mean, std)`` of each input, in units of the raw values, or None; a number each, or one number
-            per channel (dimension 1).
+        input_stats: ``(mean, std)`` of each input, in units of the raw values, or None; numbers, or one number per
+            channel (dimension 1).
         inputs: example inputs.
 
     Raises:
-        ExportError: there are not as many entries as inputs, an entry is no such pair, or does not fit its input.
+        ExportError: there is not one entry per input, an entry is not such a pair, or it does not fit its input.
     """
     if input_stats is None:
         return (None,) * len(inputs)
@@ -40,10 +40,10 @@ def parse_input_stats(input_stats: InputStats | None, inputs: tuple[Any, ...]) -
 
 
 def raw_inputs(inputs: tuple[Any, ...], normalizers: Normalizers) -> tuple[Any, ...]:
-    """Example inputs as the file takes them: uint8 where they are normalised.
+    """Example inputs as the file takes them: raw inputs as uint8.
 
     Raises:
-        ExportError: such an input does not hold integers from 0 to 255.
+        ExportError: a raw input does not hold integers from 0 to 255.
     """
     pairs = zip(inputs, normalizers, strict=True)
     return tuple(x if normalize is None else _as_uint8(i, x) for i, (x, normalize) in enumerate(pairs))
@@ -119,8 +119,8 @@ def _as_uint8(place: int, x: Tensor) -> Tensor:
     raw = x.clamp(0, 255).to(torch.uint8)
     if not torch.equal(raw.to(x.dtype), x):
         raise ExportError(
-            f"example_inputs[{place}] must hold raw values, integers from 0 to 255, because input_stats[{place}] says "
-            f"how the file normalises it; got {x.dtype} from {float(x.min()):g} to {float(x.max()):g}. Give the images "
-            "as they are before normalisation."
+            f"example_inputs[{place}] must hold raw values, integers from 0 to 255, because the file normalizes this "
+            f"input with input_stats[{place}]; got {x.dtype} from {float(x.min()):g} to {float(x.max()):g}. Give the "
+            "images as they are before normalization."
         )
     return raw

@@ -1,4 +1,4 @@
-"""Raw inputs: the file takes uint8 images and computes what the model does with normalised ones."""
+"""Raw inputs: the file takes uint8 images and computes what the model computes from normalized images."""
 
 import json
 from functools import cache
@@ -154,7 +154,7 @@ def test_integers_of_any_type_are_raw_images(dtype):
     assert torch.equal(raw.long(), x)
 
 
-def test_an_input_that_stays_float_is_normalised_too(tmp_path):
+def test_an_input_that_stays_float_is_normalized_too(tmp_path):
     config = {"overrides": [{"match": {"module": "conv"}, "weight": None, "activation": None}]}
     gm = model("TensorRT", config)
     convert_export(gm, images(2), tmp_path / "a.onnx", input_stats=[STATS])
@@ -164,7 +164,7 @@ def test_an_input_that_stays_float_is_normalised_too(tmp_path):
     assert [n.op_type for n in onnx.load(tmp_path / "a.onnx").graph.node[:4]] == ["Cast", "Sub", "Div", "Conv"]
 
 
-def test_normalising_is_what_it_says():
+def test_normalizing_computes_the_formula():
     x = images(2)
     (normalize,) = parse_input_stats([STATS], (x,))
     expected = (x.double().numpy() - 255 * MEAN.reshape(3, 1, 1)) / (255 * STD.reshape(3, 1, 1))
@@ -199,7 +199,7 @@ def test_wrong_statistics_are_refused(stats, message, tmp_path):
 
 
 @pytest.mark.parametrize("example", [preprocessed(images(2)), images(2) / 255, images(2).short() + 1])
-def test_normalised_example_inputs_are_refused(example, tmp_path):
+def test_normalized_example_inputs_are_refused(example, tmp_path):
     with pytest.raises(ExportError, match=r"example_inputs\[0\] must hold raw values, integers from 0 to 255"):
         convert_export(model_once(), example, tmp_path / "a.onnx", input_stats=[STATS])
     assert not list(tmp_path.iterdir())
