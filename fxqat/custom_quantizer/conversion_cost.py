@@ -17,8 +17,8 @@ from torch import fx, nn
 from fxqat.custom_quantizer.requests import Request, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.nn.fused import FusedLayer
+from fxqat.ops.families import MATMUL, WEIGHTED
 from fxqat.ops.identify import operands
-from fxqat.ops.table import MATMUL, WEIGHTED
 from fxqat.utils.fx_graph import called_module, node_inputs
 from fxqat.utils.node_meta import Kind
 

@@ -7,8 +7,8 @@ from collections.abc import Container, Mapping
 from torch import fx
 
 from fxqat.custom_quantizer.requests import Request
+from fxqat.ops.families import BINARY
 from fxqat.ops.identify import poles
-from fxqat.ops.table import BINARY
 
 BY_OVERRIDE = "read float because of an override"
 SINGULARITY = "read by an op with a singularity at zero: rounding would turn small values into zero"

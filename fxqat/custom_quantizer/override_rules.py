@@ -10,7 +10,7 @@ from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
-from fxqat.ops.table import WEIGHTED
+from fxqat.ops.families import WEIGHTED
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig
 from fxqat.utils.fx_graph import called_module

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 
+from fxqat.ops.families import BINARY, IDENTITY, MATMUL, PASS_THROUGH, RECURRENT, WEIGHTED
 from fxqat.ops.identify import identify
-from fxqat.ops.table import BINARY, IDENTITY, MATMUL, PASS_THROUGH, RECURRENT, WEIGHTED
 from fxqat.utils.fx_graph import attribute_of
 from fxqat.utils.node_meta import Kind
 

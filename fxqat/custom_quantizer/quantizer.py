@@ -26,8 +26,8 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, untrained, value_kinds
+from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import identify, operands
-from fxqat.ops.table import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.utils.fx_graph import node_inputs
 from fxqat.utils.node_meta import ANNOTATION, Kind

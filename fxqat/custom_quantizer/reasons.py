@@ -10,7 +10,7 @@ from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, SINGULARITY, Read, c
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
-from fxqat.ops.table import CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
+from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
 from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
 from fxqat.utils.node_meta import Kind
 
@@ -133,9 +133,8 @@ class Reasons:
         return request.activation is not None or request.activation_rank > 0 or request.moves_values
 
     def _host(self, node: fx.Node) -> fx.Node | None:
-        """The op with a rule inside which the backend runs an activation that has no rule itself."""
-        request = self.requests[node]
-        around = op_around(node, self.spec) if request.rule is None and not request.excluded else None
+        """The op with a rule inside which the backend runs this activation."""
+        around = None if self.requests[node].excluded else op_around(node, self.spec)
         return around if around is not None and self.requests[around].rule is not None else None
 
     def _is_source(self, node: fx.Node) -> bool:

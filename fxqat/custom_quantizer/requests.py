@@ -9,8 +9,8 @@ from torch import fx
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
+from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
 from fxqat.ops.identify import identify
-from fxqat.ops.table import IDENTITY, PASS_THROUGH, WEIGHTED, Op
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
 from fxqat.utils.torch_compat import has_hooks

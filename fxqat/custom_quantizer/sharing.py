@@ -8,8 +8,8 @@ from torch import fx
 
 from fxqat.custom_quantizer.requests import RankedConfig, Request, precedence
 from fxqat.fake_quantize.fake_quantizes import not_learned
+from fxqat.ops.families import CONCAT, IDENTITY
 from fxqat.ops.identify import operands
-from fxqat.ops.table import CONCAT, IDENTITY
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
+from fxqat.ops.families import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.ops.identify import identify, unbounded_values
-from fxqat.ops.table import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 from fxqat.utils.node_meta import Kind, kind_of
 from fxqat.utils.train_eval_graph import nodes_only_in

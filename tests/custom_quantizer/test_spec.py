@@ -7,15 +7,15 @@ import pytest
 from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.fake_quantize.fake_quantizes import not_learned
-from fxqat.ops import table as op_table
+from fxqat.ops import families
 from fxqat.ops.identify import op_named
 from fxqat.ops.table import OPS
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
-FAMILIES = {value for name, value in vars(op_table).items() if name.isupper() and isinstance(value, str)}
+FAMILIES = {value for name, value in vars(families).items() if name.isupper() and isinstance(value, str)}
 INT8 = TensorQConfig(QuantizeScheme())
 SCALE_BITS = {"ONNXRuntime": (6, 4), "ONNXRuntime_AVX2": (6, 4), "QNN_A16": (5, 12), "Vitis": (1, 1)}
-ALWAYS_FLOAT = (op_table.CONSTRUCTOR, op_table.NOT_FLOAT, op_table.RECURRENT)
+ALWAYS_FLOAT = (families.CONSTRUCTOR, families.NOT_FLOAT, families.RECURRENT)
 RANGES = {
     ("int8", False): (-128, 127),
     ("int8", True): (-127, 127),
