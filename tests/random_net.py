@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LIMIT = 50.0
-ACTIVATIONS = ("relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "tanh", "gelu", "silu", "leaky_relu", "elu")
+ACTIVATION_FUNCTIONS = ("relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "tanh", "gelu", "silu", "leaky_relu", "elu")
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
@@ -326,7 +326,7 @@ class RandomNet(nn.Module):
         assert source is not None
         image = values[source].dim() == 4
         draws: list[tuple[str, dict[str, Any]]] = [
-            ("activation", {"kind": choice(ACTIVATIONS)}),
+            ("activation", {"kind": choice(ACTIVATION_FUNCTIONS)}),
             ("scalar", {"kind": choice(("add", "mul", "rsub", "neg"))}),
             ("dtype", {"kind": choice(("double", "int", "long", "bool", "same"))}),
             ("clamp", {}),

@@ -14,7 +14,7 @@ import sys
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
-@lru_cache
+@cache
 def tree_of(path: Path) -> ast.Module:
     """Syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"), str(path))

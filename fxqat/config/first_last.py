@@ -9,8 +9,8 @@ from torch import fx
 
 from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.errors import ConfigError
+from fxqat.ops.families import WEIGHTED
 from fxqat.ops.identify import identify
-from fxqat.ops.table import WEIGHTED
 from fxqat.utils.node_meta import Kind
 
 

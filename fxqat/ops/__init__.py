@@ -1,1 +1,1 @@
-"""The op table: which spelling is which operation."""
+"""The op table: the spellings of every op."""

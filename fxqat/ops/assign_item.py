@@ -1,4 +1,4 @@
-"""Assigning to items of a value without overwriting it."""
+"""Item assignment without overwriting."""
 
 from __future__ import annotations
 

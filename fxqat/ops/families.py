@@ -1,4 +1,4 @@
-"""What an op of the table is: its families, and a row."""
+"""A row of the op table, and the families of ops."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Families: what the value of an op is, as far as placement is concerned.
-WEIGHTED = "weighted"  # a layer with a weight of its own
+# Families: the kinds of ops that backends tell apart when they place Q/DQ.
+WEIGHTED = "weighted"  # a layer with a weight
 MATMUL = "matmul"  # a product of two activations
-BINARY = "binary"  # element by element on two operands
-CONCAT = "concat"  # puts tensors together without changing a value
-PASS_THROUGH = "pass_through"  # moves or selects values without changing one, or puts in zeros
-IDENTITY = "identity"  # is no operation in the deployed graph
+BINARY = "binary"  # elementwise, two operands
+CONCAT = "concat"  # joins tensors without changing a value
+PASS_THROUGH = "pass_through"  # moves or selects values without changing one, or inserts zeros
+IDENTITY = "identity"  # does nothing in the deployed graph
 POOL = "pool"  # averages
 ACTIVATION = "activation"
 NORM = "norm"
 MATH = "math"
 RESIZE = "resize"
 LOOKUP = "lookup"
-CONSTRUCTOR = "constructor"  # makes a tensor that depends on no value
-UNBOUNDED = "unbounded"  # puts in values that stand for infinity
-NOT_FLOAT = "not_float"  # gives sizes, indices, booleans
+CONSTRUCTOR = "constructor"  # creates a tensor from sizes and constants
+UNBOUNDED = "unbounded"  # inserts values that stand for infinity
+NOT_FLOAT = "not_float"  # returns sizes, indices, booleans
 RECURRENT = "recurrent"
 OPAQUE = "opaque"  # not in the table
 
@@ -36,10 +36,10 @@ class Op:
         modules: ``nn.Module`` types.
         functions: ``torch``, functional and operator functions.
         methods: ``Tensor`` method names, in-place ones included.
-        inputs: how many leading arguments can be quantized values (a list of tensors counts as one).
-        keeps_output: its backward pass reads its output, which therefore stays in memory.
-        poles: positions, among these arguments, of those at whose zero the op or its derivative is infinite.
-        gives_tuple: it gives several tensors; of values and their indices the first one.
+        inputs: number of leading arguments that can be quantized values (a list of tensors counts as one).
+        keeps_output: whether the backward pass reads the output, which therefore stays in memory.
+        gives_tuple: whether it returns several tensors. Of values and indices, the first are the values.
+        poles: positions of the operands for which the op or its derivative is infinite at zero.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Op:
 
 
 def named(namespace: Any, names: str) -> tuple[Callable[..., Any], ...]:
-    """The functions of a namespace with these names, separated by blanks.
+    """The functions of a namespace by their names, separated by blanks.
 
     Example:
         >>> import operator

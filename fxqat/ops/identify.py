@@ -1,4 +1,4 @@
-"""Which op a node is, and what follows from it for its arguments."""
+"""The op of a node, and its operands."""
 
 from __future__ import annotations
 
@@ -14,20 +14,8 @@ from torch.nn import functional as F
 
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.ops.table import (
-    ACTIVATION,
-    BINARY,
-    CONCAT,
-    IDENTITY,
-    IN_PLACE_OPERATORS,
-    MATH,
-    OPS,
-    OUT_OF_PLACE,
-    PASS_THROUGH,
-    UNBOUNDED,
-    UNKNOWN,
-    Op,
-)
+from fxqat.ops.families import ACTIVATION, BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, UNBOUNDED, Op
+from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
 
@@ -44,25 +32,26 @@ _BY_METHOD = {method: op for op in OPS for method in op.methods}
 
 
 def op_named(name: str) -> Op | None:
-    """The row of a name, None if there is none."""
+    """The row with a name; None if there is none."""
     return _BY_NAME.get(name)
 
 
 def identify(node: fx.Node) -> Op:
     """The op of a node; ``UNKNOWN`` if no row has its spelling.
 
-    A fused or QAT layer is the op of its layer; some ops change with their arguments:
+    The op of a fused or QAT layer is the op of the layer in it. Some ops depend on their arguments:
 
-    1. ``pad`` with a constant other than 0 creates new values: not a pass-through;
+    1. ``pad`` with a constant other than 0 inserts new values: no pass-through;
     2. ``interpolate`` in mode nearest only repeats values: a pass-through;
     3. ``max_pool`` that also returns indices is opaque;
-    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` permute, ``values`` and ``indices`` are items of a tuple, any
-       other is a size;
-    5. ``max`` and ``min`` of two tensors are ``maximum`` and ``minimum``, along a dimension they also give indices;
-    6. item 1 of what gives values and indices holds no values (the bare operator behind ``roi_pool`` gives both);
-    7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number creates new values; ``masked_fill``,
-       ``where``, constructors and products with a number that stands for infinity are unbounded;
-    8. the integer operators ``//`` and ``%`` on float tensors are element by element.
+    4. the attributes ``T``, ``mT``, ``H`` and ``mH`` are ``permute``, ``values`` and ``indices`` are items of a tuple,
+       any other attribute is a size;
+    5. ``max`` and ``min`` of two tensors are ``maximum`` and ``minimum``; along a dimension they also return indices;
+    6. item 1 of an op that returns values and indices holds the indices (torchvision's operator for ``roi_pool``
+       returns both);
+    7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number inserts new values. ``masked_fill``,
+       ``where``, constructors and products are unbounded with a number that stands for infinity;
+    8. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors.
     """
     if node.op == "call_module":
         module = called_module(node)
@@ -88,7 +77,7 @@ def identify_module(module: nn.Module | None) -> Op:
 
 
 def keeps_output(node: fx.Node) -> bool:
-    """Whether the value of a node stays in memory until the backward pass, whoever reads it."""
+    """Whether the value of a node stays in memory until the backward pass, whatever reads it."""
     if node.op in ("placeholder", "get_attr"):
         return True
     module = called_module(node)
@@ -128,7 +117,7 @@ def _max_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     if node.target not in (torch.max, torch.min, "max", "min"):
-        return op  # amax and amin give values only
+        return op  # amax and amin return values only
     second = _argument(node, 1, "dim", None)
     is_tensor = isinstance(second, fx.Node) and kind_of(second) != "plain"
     if is_tensor or "other" in node.kwargs:
@@ -140,7 +129,7 @@ def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     source, index = node.args
     if not isinstance(source, fx.Node):
         return op
-    if isinstance(index, slice):  # of a tuple, a part of it
+    if isinstance(index, slice):  # part of a tuple
         return replace(op, gives_tuple=identify(source).gives_tuple)
     return _BY_NAME["indices"] if index == 1 and gives_indices(identify(source)) else op
 
@@ -198,7 +187,7 @@ _CASES: dict[str, Callable[[fx.Node, Op, nn.Module | None], Op]] = {
     "constructor": _constructor,
     "integer": _integer,
 }
-"""The rows whose op depends on the arguments of a call."""
+"""By row, the function that looks at the arguments of a call."""
 
 
 def _bounded(op: Op, *values: Any) -> Op:
@@ -207,16 +196,16 @@ def _bounded(op: Op, *values: Any) -> Op:
 
 
 def gives_indices(op: Op) -> bool:
-    """Whether an op gives a tuple of values and their indices."""
+    """Whether an op returns a tuple of values and their indices."""
     return op.gives_tuple and op.name != "split"
 
 
 def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value holds what stands for infinity: no range can hold it and the rest of the values.
+    """Nodes whose value holds numbers that stand for infinity: no range fits them and the other numbers.
 
-    Such values are put in by an op, are in a tensor of the model or in what was computed of the example inputs, and are
-    carried on by ops that move values and by element-by-element ops (a mask that is added). Max pooling drops them: its
-    windows reach beyond what was padded with them.
+    An op inserts such numbers, or they are in a tensor of the model or in a mask computed from the example inputs. Ops
+    that move values and elementwise ops (a mask that is added) pass them on. Max pooling does not: its windows also
+    hold values that are no padding.
     """
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
@@ -224,10 +213,10 @@ def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
         carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY) and "max_pool" not in op.name
         carried = carries and any(source in found for source in node_inputs(operands(node, op)))
         if node.op == "get_attr":
-            put_in = holds_infinity(attribute_of(gm, node))
+            inserted = holds_infinity(attribute_of(gm, node))
         else:
-            put_in = op.family == UNBOUNDED or node.meta.get(IS_MASK, False)
-        if carried or put_in:
+            inserted = op.family == UNBOUNDED or node.meta.get(IS_MASK, False)
+        if carried or inserted:
             found.add(node)
     return found
 
@@ -239,14 +228,14 @@ def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:
 
 
 def operands(node: fx.Node, op: Op) -> list[Any]:
-    """The arguments of a call that can be quantized values, by position or by keyword, in the op's order."""
+    """The arguments of a call that can be quantized values, positional or keyword, in the order of the op."""
     found = list(node.args[: op.inputs])
     by_keyword = [node.kwargs[name] for name in OPERAND_NAMES if name in node.kwargs]
     return found + by_keyword[: op.inputs - len(found)]
 
 
 def poles(node: fx.Node, op: Op) -> list[Any]:
-    """The operands at whose zero the op or its derivative is infinite: divisors, what a logarithm or root is of."""
+    """The operands near a singularity: divisors, arguments of logarithms, roots and reciprocals."""
     found = operands(node, op)
     if op.name == "pow" and len(found) > 1 and isinstance(found[1], (int, float)) and found[1] < 1:
         return found[:1]
@@ -269,7 +258,7 @@ def works_in_place(node: fx.Node) -> bool:
 
 
 def out_of_place_method(name: str) -> str:
-    """The method that computes the same without overwriting; the name itself if it overwrites nothing.
+    """The method that computes the same out of place; the name itself if it overwrites nothing.
 
     Example:
         >>> out_of_place_method("relu_"), out_of_place_method("__iadd__"), out_of_place_method("__add__")

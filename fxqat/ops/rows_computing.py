@@ -133,7 +133,7 @@ def _activation(
     return Op(name, ACTIVATION, modules, functions, methods(tensor), keeps_output=keeps_output)
 
 
-ACTIVATIONS: tuple[Op, ...] = (
+ACTIVATION_OPS: tuple[Op, ...] = (
     _activation(
         "relu", nn.ReLU, functional="relu relu_", in_torch="relu relu_", tensor="relu relu_", keeps_output=True
     ),
@@ -274,4 +274,4 @@ MATHS: tuple[Op, ...] = (
     Op("roi_align", RESIZE, (RoIAlign,), (roi_align, torch.ops.torchvision.roi_align)),
 )
 
-COMPUTING: tuple[Op, ...] = (*LAYERS, *PRODUCTS, *BINARIES, *POOLS, *ACTIVATIONS, *NORMS, *MATHS)
+COMPUTING: tuple[Op, ...] = (*LAYERS, *PRODUCTS, *BINARIES, *POOLS, *ACTIVATION_OPS, *NORMS, *MATHS)

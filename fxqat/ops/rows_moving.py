@@ -1,4 +1,4 @@
-"""Rows of the op table: ops that move or select values, are no operation when deployed, or give no values."""
+"""Rows of the op table: ops that move or select values, do nothing when deployed, or return no float values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The op table: one row per op with its name, its family and every way to write it.
+"""The op table: one row per op, with its name, its family and its spellings.
 
-The vocabulary that fusions and backends are written in. A row says nothing about quantization; that is the backends'
-business.
+Fusions and backends use these names and families. A row says nothing about quantization: the backends decide that.
 """
 
 from __future__ import annotations
@@ -14,60 +13,16 @@ import torch
 from torch.nn import functional as F
 
 from fxqat.ops.assign_item import assign_item
-from fxqat.ops.families import (
-    ACTIVATION,
-    BINARY,
-    CONCAT,
-    CONSTRUCTOR,
-    IDENTITY,
-    LOOKUP,
-    MATH,
-    MATMUL,
-    NORM,
-    NOT_FLOAT,
-    OPAQUE,
-    PASS_THROUGH,
-    POOL,
-    RECURRENT,
-    RESIZE,
-    UNBOUNDED,
-    WEIGHTED,
-    Op,
-)
+from fxqat.ops.families import OPAQUE, Op
 from fxqat.ops.rows_computing import COMPUTING
 from fxqat.ops.rows_moving import MOVING
-
-__all__ = [
-    "ACTIVATION",
-    "BINARY",
-    "CONCAT",
-    "CONSTRUCTOR",
-    "IDENTITY",
-    "IN_PLACE_OPERATORS",
-    "LOOKUP",
-    "MATH",
-    "MATMUL",
-    "NORM",
-    "NOT_FLOAT",
-    "OPAQUE",
-    "OPS",
-    "OUT_OF_PLACE",
-    "PASS_THROUGH",
-    "POOL",
-    "RECURRENT",
-    "RESIZE",
-    "UNBOUNDED",
-    "UNKNOWN",
-    "WEIGHTED",
-    "Op",
-]
 
 OPS: tuple[Op, ...] = (*COMPUTING, *MOVING)
 
 UNKNOWN = Op("opaque", OPAQUE)
 
 IN_PLACE_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "matmul")
-"""Operators that Python also has in an assigning form, ``iadd`` and ``__iadd__``."""
+"""Operators that also have an in-place form, such as ``iadd`` and ``__iadd__``."""
 
 
 def _out_of_place() -> dict[Any, Callable[..., Any]]:
@@ -82,4 +37,4 @@ def _out_of_place() -> dict[Any, Callable[..., Any]]:
 
 
 OUT_OF_PLACE = _out_of_place()
-"""Functions that overwrite their first operand, and what computes the same without."""
+"""Functions that overwrite their first operand, with the functions that compute the same without overwriting."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxqat.ops.families import NORM, OPAQUE
 from fxqat.ops.identify import identify, works_in_place
-from fxqat.ops.table import NORM, OPAQUE
 from fxqat.utils.fx_graph import writes_state
 
 

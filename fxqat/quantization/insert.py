@@ -24,8 +24,8 @@ from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.observers import OBSERVERS
+from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify, keeps_output
-from fxqat.ops.table import IDENTITY
 from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name

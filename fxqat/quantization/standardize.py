@@ -24,8 +24,9 @@ import torch
 from torch import fx, nn
 
 from fxqat.nn.weighted import weighted_layer
+from fxqat.ops.families import IDENTITY, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, out_of_place_method, works_in_place
-from fxqat.ops.table import IDENTITY, OUT_OF_PLACE, WEIGHTED
+from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks

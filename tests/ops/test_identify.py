@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxqat.nn.fused import FusedLayer
-from fxqat.ops import table as op_table
+from fxqat.ops import families
 from fxqat.ops.identify import identify, identify_module, op_named
-from fxqat.ops.table import OPS
+from fxqat.ops.table import OPS, UNKNOWN
 
 
 class Apply(nn.Module):
@@ -101,14 +101,14 @@ SPELLINGS = [
 def test_functions_and_methods_are_known(name, function):
     found = last_op(function)
     assert found.name == name
-    assert found.family != op_table.OPAQUE
+    assert found.family != families.OPAQUE
 
 
 @pytest.mark.parametrize("spelling", ["T", "mT"])
 def test_transposing_attributes_are_pass_through(spelling):
     found = last_op(lambda x, y: getattr(x, spelling))
     assert found.name == "permute"
-    assert found.family == op_table.PASS_THROUGH
+    assert found.family == families.PASS_THROUGH
 
 
 def test_each_spelling_has_one_row():
@@ -123,7 +123,7 @@ def test_modules_are_known_by_their_exact_type(op):
     for kind in op.modules:
         instance = kind.__new__(kind)
         assert identify_module(instance) is op
-        assert identify_module(type("Own", (kind,), {}).__new__(type("Own", (kind,), {}))).family == op_table.OPAQUE
+        assert identify_module(type("Own", (kind,), {}).__new__(type("Own", (kind,), {}))).family == families.OPAQUE
     assert op_named(op.name) is op
 
 
@@ -137,34 +137,34 @@ def test_a_fused_layer_is_the_op_of_its_layer():
 @pytest.mark.parametrize(
     ("function", "family"),
     [
-        (lambda x, y: F.pad(x, (1, 1)), op_table.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), "constant", 0.0), op_table.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), mode="reflect"), op_table.PASS_THROUGH),
-        (lambda x, y: F.pad(x, (1, 1), "constant", 1.5), op_table.OPAQUE),
-        (lambda x, y: F.pad(x, (1, 1), value=-1), op_table.OPAQUE),
-        (lambda x, y: F.interpolate(x, scale_factor=2), op_table.PASS_THROUGH),
-        (lambda x, y: F.interpolate(x, None, 2, "nearest-exact"), op_table.PASS_THROUGH),
-        (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), op_table.RESIZE),
-        (lambda x, y: F.interpolate(x, None, 2, "bicubic"), op_table.RESIZE),
-        (lambda x, y: F.max_pool2d(x, 2, return_indices=True), op_table.OPAQUE),
+        (lambda x, y: F.pad(x, (1, 1)), families.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), "constant", 0.0), families.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), mode="reflect"), families.PASS_THROUGH),
+        (lambda x, y: F.pad(x, (1, 1), "constant", 1.5), families.OPAQUE),
+        (lambda x, y: F.pad(x, (1, 1), value=-1), families.OPAQUE),
+        (lambda x, y: F.interpolate(x, scale_factor=2), families.PASS_THROUGH),
+        (lambda x, y: F.interpolate(x, None, 2, "nearest-exact"), families.PASS_THROUGH),
+        (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), families.RESIZE),
+        (lambda x, y: F.interpolate(x, None, 2, "bicubic"), families.RESIZE),
+        (lambda x, y: F.max_pool2d(x, 2, return_indices=True), families.OPAQUE),
     ],
 )
 def test_the_family_follows_the_arguments(function, family):
     found = last_op(function)
     assert found.family == family
-    assert (found is op_table.UNKNOWN) == (family == op_table.OPAQUE)
+    assert (found is UNKNOWN) == (family == families.OPAQUE)
 
 
 @pytest.mark.parametrize(
     ("module", "family"),
     [
-        (nn.Upsample(scale_factor=2), op_table.PASS_THROUGH),
-        (nn.Upsample(scale_factor=2, mode="bilinear"), op_table.RESIZE),
-        (nn.MaxPool2d(2), op_table.PASS_THROUGH),
-        (nn.MaxPool2d(2, return_indices=True), op_table.OPAQUE),
-        (nn.Softmax(-1), op_table.ACTIVATION),
-        (nn.LSTM(2, 2), op_table.RECURRENT),
-        (nn.Bilinear(2, 2, 2), op_table.OPAQUE),
+        (nn.Upsample(scale_factor=2), families.PASS_THROUGH),
+        (nn.Upsample(scale_factor=2, mode="bilinear"), families.RESIZE),
+        (nn.MaxPool2d(2), families.PASS_THROUGH),
+        (nn.MaxPool2d(2, return_indices=True), families.OPAQUE),
+        (nn.Softmax(-1), families.ACTIVATION),
+        (nn.LSTM(2, 2), families.RECURRENT),
+        (nn.Bilinear(2, 2, 2), families.OPAQUE),
     ],
     ids=repr,
 )
@@ -172,4 +172,4 @@ def test_the_family_follows_the_settings_of_a_module(module, family):
     graph = fx.symbolic_trace(nn.Sequential(module)).graph
     node = next(node for node in graph.nodes if node.op == "call_module")
     assert identify(node).family == family
-    assert identify(next(iter(graph.nodes))) is op_table.UNKNOWN
+    assert identify(next(iter(graph.nodes))) is UNKNOWN

@@ -23,8 +23,8 @@ from fxqat.errors import CalibrationError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
+from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify
-from fxqat.ops.table import IDENTITY
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
