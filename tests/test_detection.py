@@ -1,4 +1,4 @@
-"""torchvision's detectors, unchanged: pre- and post-processing stay float, everything with weights is quantized."""
+"""torchvision's detectors, unchanged: pre- and post-processing stay float, every layer with weights is quantized."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.utils.tensors import flatten_tensors
 
+pytestmark = pytest.mark.xdist_group("detection")  # a worker prepares both detectors once
 OPTIONS = {
     "fasterrcnn_mobilenet_v3_large_320_fpn": {"min_size": 96, "max_size": 128, "box_score_thresh": 0.0},
     "ssdlite320_mobilenet_v3_large": {"score_thresh": 0.0},
@@ -25,7 +26,7 @@ def images(seed=0):
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def detector(request):
-    """The float model, the prepared one, and which it is."""
+    """The float model, the prepared model, and the name."""
     torch.manual_seed(0)
     build = getattr(torchvision.models.detection, request.param)
     model = build(weights=None, weights_backbone=None, num_classes=5, **OPTIONS[request.param]).eval()
@@ -61,7 +62,7 @@ def test_one_training_step(detector):
     sum(tensor.square().mean() for tensor in found).backward()
     gradients = {name: parameter.grad for name, parameter in gm.named_parameters()}
     without = {name for name, gradient in gradients.items() if gradient is None}
-    # torchvision detaches the proposals of the region proposal network; it learns from its own loss
+    # torchvision detaches the proposals of the region proposal network, which is trained by a loss of its own
     assert all(name.startswith(("rpn.head.", "rpn_head_")) for name in without)
     assert all(gradient.isfinite().all() for gradient in gradients.values() if gradient is not None)
     assert sum(bool(gradient.abs().sum() > 0) for gradient in gradients.values() if gradient is not None) > 200

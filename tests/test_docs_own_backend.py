@@ -1,4 +1,4 @@
-"""The worked example of "Add a backend" runs as it stands and does what it says."""
+"""The example of "Add a backend" runs as it is on the page and does what the page says."""
 
 import runpy
 import warnings
@@ -7,13 +7,14 @@ from pathlib import Path
 import onnx
 import pytest
 
+pytestmark = pytest.mark.xdist_group("own_backend")  # the example runs once
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLE = DOCS / "own_backend.py"
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The names of the example after it ran, and the folder it ran in."""
+    """The variables of the example after it ran, and the folder where it ran."""
     folder = tmp_path_factory.mktemp("own_backend")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.chdir(folder)

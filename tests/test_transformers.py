@@ -1,4 +1,4 @@
-"""Models of the transformers library, unchanged: prepared without a leaf, computing the same, exported with parity."""
+"""Unchanged models of the transformers library: traced without a leaf, same outputs, exported with parity."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from fxqat import convert_export, prepare_by_platform
 from fxqat.utils.tensors import flatten_tensors
 from tests.export_models import calibrate, run_file
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def images(batch):
@@ -46,7 +46,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def case(request):
-    """A model in eval mode, and what makes its inputs."""
+    """A model in eval mode, and the function that makes its inputs."""
     torch.manual_seed(0)
     build, inputs = CASES[request.param]
     return build().eval(), inputs
