@@ -207,7 +207,7 @@ def test_a_range_is_covered_or_nearly(cover: bool) -> None:
 
 
 def test_sums_of_products_are_exact_when_scales_have_few_bits() -> None:
-    """What short scales are for: the same sum whatever the order, and the same as in float64."""
+    """Scales with few bits: sums are the same in any order, and the same as in float64."""
     random = torch.Generator().manual_seed(0)
     weights = (35 * torch.randn(64, 1152, generator=random)).round().clamp(-127, 127)
     values = (25 * torch.randn(1152, 400, generator=random)).round().clamp(0, 255)
