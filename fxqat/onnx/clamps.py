@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from fxqat.onnx.narrow_types import NARROW
+from fxqat.onnx.narrow_types import NARROW, input_of
 
 MOVING = ("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 ZERO = "fxqat_zero"
@@ -39,11 +39,12 @@ class WriteClamps(ir.passes.InPlacePass):
 
 def _clamp_before(node: ir.Node) -> ir.Node | None:
     """The Relu or Clip whose result a narrow QuantizeLinear reads, None if there is none."""
-    if node.op_type != "QuantizeLinear" or node.inputs[2].const_value.dtype not in NARROW.values():
+    zero_point = input_of(node, 2).const_value if node.op_type == "QuantizeLinear" else None
+    if zero_point is None or zero_point.dtype not in NARROW.values():
         return None
-    source = node.inputs[0].producer()
+    source = input_of(node, 0).producer()
     while source is not None and source.op_type in MOVING:
-        source = source.inputs[0].producer()
+        source = input_of(source, 0).producer()
     if source is None or source.op_type not in ("Relu", "Clip"):
         return None
     return source if source.op_type == "Relu" or any(source.inputs[1:]) else None
@@ -52,7 +53,7 @@ def _clamp_before(node: ir.Node) -> ir.Node | None:
 def _rewrite(graph: ir.Graph, clamp: ir.Node, zero: ir.Value) -> None:
     old = clamp.outputs[0]
     bounds = [("Max", zero)] if clamp.op_type == "Relu" else zip(("Max", "Min"), clamp.inputs[1:], strict=False)
-    value, nodes = clamp.inputs[0], []
+    value, nodes = input_of(clamp, 0), []
     for kind, bound in bounds:
         if bound is not None:
             nodes.append(ir.node(kind, [value, bound], name=f"{clamp.name}_{kind.lower()}"))

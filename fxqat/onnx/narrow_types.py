@@ -25,18 +25,26 @@ class StoreNarrow(ir.passes.InPlacePass):
         """Change the types in place."""
         types = {record.name: NARROW[record.dtype] for record in tensors_of(model).values() if record.dtype in NARROW}
         for node in model.graph:
-            if node.op_type == "QuantizeLinear" and node.inputs[0].name in types:
-                dtype = types[node.inputs[0].name]
-                _pack(node.inputs[2], dtype)  # case 1
+            if node.op_type == "QuantizeLinear" and input_of(node, 0).name in types:
+                dtype = types[str(input_of(node, 0).name)]
+                _pack(input_of(node, 2), dtype)  # case 1
                 node.outputs[0].type = ir.TensorType(dtype)  # case 2
             elif node.op_type == "DequantizeLinear" and node.outputs[0].name in types:
-                for value in (node.inputs[0], node.inputs[2]):
-                    _pack(value, types[node.outputs[0].name])  # case 1
+                for place in (0, 2):
+                    _pack(input_of(node, place), types[str(node.outputs[0].name)])  # case 1
         return ir.passes.PassResult(model, modified=bool(types))
+
+
+def input_of(node: ir.Node, place: int) -> ir.Value:
+    """An input that the node must have."""
+    value = node.inputs[place]
+    assert value is not None
+    return value
 
 
 def _pack(value: ir.Value, dtype: ir.DataType) -> None:
     """Store an initializer in a narrower type."""
+    assert value.const_value is not None
     integers = value.const_value.numpy()
     packed = integers.astype(dtype.numpy())
     assert np.array_equal(packed.astype(integers.dtype), integers)  # clamped to the range when they were made
