@@ -26,10 +26,9 @@ from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.utils.files import atomic_path
-from fxqat.utils.torch_compat import unwrap
 
 FORMAT = "fxqat.checkpoint.1"
 
@@ -63,7 +62,7 @@ def save_checkpoint(
         CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
         ExportError: JSON or ONNX is requested of a model that cannot be exported; the ``.pth`` is written already.
     """
-    gm = _prepared(model)
+    gm = prepared_model(model, CheckpointError)
     if file_path_onnx is not None and example_inputs is None:
         raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
     content = {
@@ -102,7 +101,7 @@ def _check_extra(extra: Any) -> None:
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a prepared model as the state dict of its float model."""
-    gm = _prepared(model)
+    gm = prepared_model(model, CheckpointError)
     state = gm.state_dict()
     trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
     for name, found in gm.provenance.split_tensors.items():
@@ -124,7 +123,7 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
         CheckpointError: the file cannot be read, is no checkpoint of fxqat, or does not fit the model. The model is
             then unchanged.
     """
-    gm = _prepared(model)
+    gm = prepared_model(model, CheckpointError)
     try:
         content = torch.load(file_path, map_location="cpu", weights_only=True)
     except Exception as cause:  # torch.load raises many kinds
@@ -163,7 +162,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         CheckpointError: the file cannot be read, does not have exactly one entry for each fake-quant of the model, or
             has an entry that does not fit the scheme.
     """
-    gm = _prepared(model)
+    gm = prepared_model(model, CheckpointError)
     tensors = read_params(file_path_json)["tensors"]
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in tensors.values():
@@ -237,10 +236,3 @@ def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Non
 
 def _shape_of(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _prepared(model: nn.Module) -> QuantGraphModule:
-    gm = unwrap(model)
-    if not isinstance(gm, QuantGraphModule):
-        raise CheckpointError(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
-    return gm

@@ -29,13 +29,12 @@ from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import capture
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.files import atomic_path
 from fxqat.utils.tensors import flatten_tensors
-from fxqat.utils.torch_compat import unwrap
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def convert_export(
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
-    gm = _prepared(model)
+    gm = prepared_model(model, ExportError)
     inputs = example_tuple(example_inputs)
     if opset_version is not None:
         check_opset(opset_version)
@@ -154,16 +153,6 @@ def convert_export(
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
     document = params_document(tensors, gm.provenance.backend, opset_version, raw)
     return _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
-
-
-def _prepared(model: nn.Module) -> QuantGraphModule:
-    gm = unwrap(model)
-    if not isinstance(gm, QuantGraphModule):
-        raise ExportError(
-            f"expected a model that prepare_by_platform returned (or a DDP / torch.compile wrapper of one), "
-            f"got {type(model).__name__}"
-        )
-    return gm
 
 
 def _write(

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from fxqat.errors import FxqatError
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.torch_compat import keep_local_under_ddp
+from fxqat.utils.torch_compat import keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
@@ -143,3 +144,19 @@ def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any])
     target.provenance = copy.deepcopy(source["provenance"], memo)
     for name in source["provenance"].preserved:
         setattr(target, name, copy.deepcopy(source[name], memo))
+
+
+def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:
+    """The prepared model inside a DDP or ``torch.compile`` wrapper, or the model itself.
+
+    Args:
+        model: the model that the user gave.
+        error: the class of the error.
+
+    Raises:
+        error: the model was not prepared.
+    """
+    gm = unwrap(model)
+    if not isinstance(gm, QuantGraphModule):
+        raise error(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
+    return gm

@@ -28,10 +28,9 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_in
 from fxqat.utils.node_meta import MODE
-from fxqat.utils.torch_compat import unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule, from_calls
 from fxqat.utils.unused_names import unused_name
 
@@ -71,9 +70,7 @@ def to_float(model: nn.Module) -> FloatGraphModule:
         >>> [type(module).__name__ for module in to_float(gm).children()]
         ['Conv2d', 'BatchNorm2d']
     """
-    gm = unwrap(model)
-    if not isinstance(gm, QuantGraphModule):
-        raise ConfigError(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
+    gm = prepared_model(model, ConfigError)
     work = copy.deepcopy(gm)
     writer = _Writer(work, _float_tensors(work))
     for node in work.graph.nodes:
