@@ -1,7 +1,7 @@
-"""Networks of random topology: a seed gives a model and its inputs, the same in every run.
+"""Networks of random topology: a seed determines the model and its inputs.
 
-A network is a plan: steps that each compute values from earlier values. While a plan is drawn it is run, so that each
-step fits the shapes, and no value grows beyond bounds. Values that no step and no output reads are dead branches.
+A network runs a plan: a list of steps, each of which computes values from earlier values. A step is tried when it is
+drawn, so that it fits the shapes and no value exceeds ``LIMIT``. Values that are not read are dead branches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LIMIT = 50.0
-ACTIVATION_FUNCTIONS = ("relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "tanh", "gelu", "silu", "leaky_relu", "elu")
+ACTIVATION_FUNCTIONS = (
+    "relu",
+    "relu6",
+    "hardswish",
+    "hardsigmoid",
+    "sigmoid",
+    "tanh",
+    "gelu",
+    "silu",
+    "leaky_relu",
+    "elu",
+)
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
@@ -127,7 +138,7 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 class Attention(nn.Module):
-    """Multi-head attention of torch, of a value to itself or to its moved copy."""
+    """Multi-head attention of torch, of a value to itself or to its flipped copy."""
 
     def __init__(self, width: int, moved: bool, **options: bool) -> None:
         super().__init__()
@@ -144,7 +155,7 @@ class RandomNet(nn.Module):
     """A network that runs a plan.
 
     Args:
-        seed: which network.
+        seed: number of the network.
 
     Attributes:
         plan: its steps.
@@ -174,7 +185,7 @@ class RandomNet(nn.Module):
         del self.random
 
     def inputs(self, batch: int = 2, seed: int = 0) -> tuple[Tensor, ...]:
-        """Inputs of the network: an image, and a second one for some."""
+        """Inputs of the network: an image, and for some networks a second input."""
         if not hasattr(self, "sizes"):
             side = self.random.choice((8, 12, 16))
             self.sizes = [(self.random.choice((1, 3, 4)), side, side)]
@@ -245,7 +256,7 @@ class RandomNet(nn.Module):
                 return
 
     def _pick(self, values: list[Tensor], *dims: int) -> int | None:
-        """A value of so many dimensions; newer ones are likelier."""
+        """A value with one of these numbers of dimensions; newer values are likelier."""
         fitting = [i for i, value in enumerate(values) if not dims or value.dim() in dims]
         return max(self.random.choices(fitting, k=2)) if fitting else None
 

@@ -1,4 +1,4 @@
-"""Some networks of random topology, all the way; ``tests/benchmarks/zoo/random_nets.py`` runs hundreds."""
+"""Some networks of random topology, from prepare to export; ``tests/benchmarks/zoo/random_nets.py`` runs hundreds."""
 
 import pytest
 import torch
@@ -7,11 +7,12 @@ from fxqat import BackendType
 from tests.benchmarks.zoo.random_nets import failures, page, run, summary
 from tests.random_net import OPS, RandomNet
 
-SEEDS = range(1000, 1012)
+# Chosen among 1000 to 1079: most kinds of steps and layers in few steps, on eight backends.
+SEEDS = (1036, 1064, 1001, 1046, 1079, 1074, 1070, 1038)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_random_network_goes_all_the_way(seed, tmp_path):
+def test_a_random_network_is_prepared_trained_and_exported(seed, tmp_path):
     outcome = run(seed, tmp_path)
     assert (outcome.stage, outcome.failure) == ("", "")
     assert outcome.quantized > 0

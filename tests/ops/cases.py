@@ -1,11 +1,11 @@
 """The cases of the op table: every spelling of every row, and a model around it.
 
-A spelling is Python text in which ``x`` and ``y`` are values that a layer computes, ``w`` and ``b`` parameters and
-``boxes`` regions; a module's text is called on ``x``. The model of a case has one branch for each spelling::
+A spelling is Python text. In it, ``x`` and ``y`` are computed values, ``w`` and ``b`` are parameters, and ``boxes``
+are regions; a module is called on ``x``. The model of some cases has one branch for each spelling::
 
     input -> before -> [first] -> the spelling -> [last] -> after (linear)
 
-so that the op stands between layers that every backend quantizes.
+so that the op is between layers that every backend quantizes.
 """
 
 import operator
@@ -56,17 +56,17 @@ class Case:
         row: the number of the row of the op table, or ``"beyond"``.
         op: the op's name in the report.
         spellings: Python texts.
-        kind: what the input is.
-        status: what the report says of the op's value on TSQAT and Experimental.
-        elsewhere: what it says on other backends, where that differs.
-        first: what is done to ``x`` before.
+        kind: the kind of input.
+        status: the status of the op in the report of TSQAT and Experimental.
+        elsewhere: its status on other backends, where it differs.
+        first: the value that replaces ``x`` before the op.
         call: how a module is called.
-        last: what is done to the result ``r`` before the layer behind reads it.
+        last: the value, from the result ``r``, that the last layer reads.
         weight: shape of ``w``.
         bias: shape of ``b``.
-        gradient: whether the layer in front gets a gradient that is not zero.
+        gradient: whether the layer before it gets a gradient other than zero.
         fails: why the case cannot be exported; empty if it can.
-        failure: part of the message of the export error then.
+        failure: part of the message of the export error in that case.
     """
 
     row: int | str
@@ -94,7 +94,7 @@ class Case:
         return self.elsewhere.get(backend, self.status)
 
     def only_first(self) -> "Case":
-        """The case with its first spelling alone."""
+        """The case with its first spelling only."""
         return replace(self, spellings=self.spellings[:1])
 
 
@@ -140,7 +140,7 @@ class Branches(nn.Module):
 
 
 def uses(case: Case, text: str, name: str) -> bool:
-    """Whether a spelling or what surrounds it mentions an argument."""
+    """Whether a spelling, or the text before or after it, uses an argument."""
     code = compile(f"({text}, {case.first}, {case.call}, {case.last})", "spelling", "eval")
     return name in code.co_names
 
@@ -158,21 +158,21 @@ def build(*cases: Case) -> tuple[Branches, tuple[Tensor, ...]]:
 
 
 def case(row: int | str, op: str, spellings: str, **settings: Any) -> Case:
-    """A case from one spelling a line."""
+    """A case from text with one spelling per line."""
     return Case(row, op, tuple(line.strip() for line in spellings.strip().splitlines()), **settings)
 
 
 def both(row: int | str, op: str, spellings: str, elsewhere: dict[str, str] | None = None, **settings: Any) -> Case:
     """A case whose op shares the scale of its input.
 
-    TensorRT quantizes what a kernel reads: the result of the op, not its input.
+    TensorRT quantizes the inputs of kernels: the result of the op, not its input.
     """
     elsewhere = {"TensorRT": "quantized"} if elsewhere is None else elsewhere
     return case(row, op, spellings, status="shares", elsewhere=elsewhere, **settings)
 
 
 def grouped(cases: Sequence[Case], spellings: int = 32) -> list[tuple[Case, ...]]:
-    """Cases that can be exported, in groups of one kind of input for one model, and each of the others by itself."""
+    """Cases in groups that share a kind of input and a model; those that cannot be exported are alone."""
     found: list[tuple[Case, ...]] = []
     for kind in INPUTS:
         group: list[Case] = []
@@ -185,10 +185,10 @@ def grouped(cases: Sequence[Case], spellings: int = 32) -> list[tuple[Case, ...]
     return found + [(one,) for one in cases if one.fails]
 
 
-TUPLE = {"TensorRT": "float"}  # it quantizes the item that a kernel reads
-UNREAD = {"TensorRT": "float", "ONNXRuntime": "float"}  # what is computed from it is read instead
-NO_RULE = UNREAD  # no integer kernel reads its value
-FLIPPED = "x.flip(-1)"  # between a convolution and what would be fused into it
+TUPLE = {"TensorRT": "float"}  # quantizes the item that a kernel reads
+UNREAD = {"TensorRT": "float", "ONNXRuntime": "float"}  # no kernel reads it, only a value computed from it
+NO_RULE = UNREAD  # no integer kernel reads it
+FLIPPED = "x.flip(-1)"  # keeps the op from being fused into the convolution
 POSITIVE = "x.abs() + 1.0"
 SMOOTH = ("square", "reciprocal", "rsqrt", "neg", "log2", "log10", "log1p", "erf", "exp2", "expm1", "atan", "sinh")
 SMOOTH += ("cosh", "tan", "asinh", "frac")
@@ -1155,7 +1155,7 @@ BEYOND: tuple[Case, ...] = (
         torch.full((x.size(0), 1, 1, 1), 0.5)
     """, last="x + r"),
     case("beyond", "constructor", "torch.randn_like(x)", kind="tokens", last="x + r",
-         fails="random values are drawn anew by whoever runs the file", failure="does not compute what the model"),
+         fails="each run of the file draws other random values", failure="does not compute what the model"),
     case("beyond", "constructor", """
         torch.full((x.size(1), x.size(1)), float("-inf"))
         x.new_full((6, 6), -1e9)

@@ -71,7 +71,7 @@ class Result:
 
 
 def run(cases: Sequence[Case], backend: str, results: list[Result]) -> None:
-    """Run the cases of one group and add to their results."""
+    """Run the cases of one group and fill in their results."""
     gm, inputs = prepare(cases, backend)
     calibrate_and_train(gm, inputs)
     spelled: list[Spelled] = spellings_of(cases, gm)
@@ -106,13 +106,13 @@ def run_all() -> list[Result]:
 
 
 class Reasons:
-    """Reasons by number, in the order in which they come up."""
+    """The reasons, numbered in the order in which they occur."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def cell(self, backend: str, row: ReportRow) -> str:
-        """The words for one backend's decision."""
+        """The decision of one backend in words."""
         reason = "; ".join(
             part for part in row.reason.split("; ") if not part.startswith(("read quantized by", "one scale for"))
         )
@@ -126,7 +126,7 @@ class Reasons:
 
 
 def parity(case: Case, result: Result) -> str:
-    """The words for the comparison with ONNX Runtime."""
+    """The comparison with ONNX Runtime in words."""
     if case.fails:
         return f"not exported: {case.fails}"
     if result.off_by_2:

@@ -81,7 +81,8 @@ def failures_alone(cases, backend, folder):
         try:
             assert_covered((case,), backend, folder)
         except Exception as error:  # noqa: BLE001  whatever it is, it is reported
-            yield f"{case.name} on {backend}: {case.spellings[0]}: {type(error).__name__}: {error}"
+            reason = str(error).partition("\n")[0]
+            yield f"{case.name} on {backend}: {case.spellings[0]}: {type(error).__name__}: {reason}"
 
 
 def names(value):
