@@ -23,7 +23,7 @@ def flatten_tensors(value: Any) -> list[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """The same nested tuples, lists and mappings with a function applied to every tensor."""
+    """Apply a function to every tensor in nested tuples, lists and mappings; other values are unchanged."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):

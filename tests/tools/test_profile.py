@@ -1,4 +1,4 @@
-"""Profiles: what is measured, how it is sorted, and what is written."""
+"""Profiles: measurements, order and files."""
 
 import csv
 from html.parser import HTMLParser
@@ -44,7 +44,7 @@ def sqnr(x, y):
     return float(10 * torch.log10(x.square().sum() / (x - y).square().sum()))
 
 
-def test_differences_are_those_of_models_quantized_by_hand():
+def test_differences_equal_those_of_models_quantized_by_hand():
     gm, batches = prepared(Chain().eval())
     found = {tensor.name: tensor for tensor in profile(gm, batches)}
     assert list(sorted(found.values(), key=lambda t: t.order))[1].name == "first.weight"
@@ -75,7 +75,7 @@ def test_differences_are_those_of_models_quantized_by_hand():
 
 @pytest.mark.parametrize("layer", ["first", "second", "third"])
 @pytest.mark.parametrize("backend", ["TSQAT", "Vitis"])
-def test_a_layer_that_was_made_bad_is_the_first(layer, backend):
+def test_a_damaged_layer_comes_first(layer, backend):
     model = Chain().eval()
     with torch.no_grad():
         model.get_submodule(layer).weight[3] *= 1000
@@ -95,7 +95,7 @@ def test_a_healthy_model_is_sorted_by_the_effect_on_the_output():
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_every_quantized_tensor_is_measured_and_the_model_stays_as_it_was(name):
+def test_every_quantized_tensor_is_measured_and_the_model_is_unchanged(name):
     gm = calibrated(name, "ONNXRuntime").train()
     before = {key: value.clone() for key, value in gm.state_dict().items() if isinstance(value, torch.Tensor)}
     found = profile(gm, [inputs(name)])
@@ -119,7 +119,7 @@ def test_switches_that_were_off_stay_off():
 
 
 class Page(HTMLParser):
-    """The tags and the text of a page; every tag that is opened has to be closed."""
+    """The tags and the text of a page; every open tag must be closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -153,7 +153,7 @@ def test_the_page_and_the_csv_file(tmp_path):
     found.write_html(tmp_path / "page.html", title="A <chain>")
     page = Page((tmp_path / "page.html").read_text())
     assert page.open == []
-    assert page.loaded == []  # it needs no other file
+    assert page.loaded == []  # self-contained
     assert {link.removeprefix("#") for link in page.links} <= page.places
     assert "A <chain>" in page.text
     assert "second (8 of 8)" in page.text or "second (7 of 8)" in page.text
@@ -178,7 +178,7 @@ def test_errors(tmp_path):
     with pytest.raises(CalibrationError, match="saw no data"):
         profile(gm, [torch.randn(1, 3, 8, 8)])
     gm, batches = prepared(Chain().eval())
-    found = profile(gm, batches)
+    found = profile(gm, batches[:1], worst=1)
     for write in (found.write_csv, found.write_html):
         with pytest.raises(ConfigError, match="cannot write"):
             write(tmp_path / "nowhere" / "file")

@@ -1,4 +1,4 @@
-"""Back to float: the same function in both modes, the user's names, the user's types, and nothing shared with gm."""
+"""To float: the same function in both modes, the user's names and types, and nothing shared with gm."""
 
 import copy
 import io
@@ -50,7 +50,7 @@ def assert_same(model, expected, arguments):
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_it_is_the_users_model_with_the_trained_weights(name):
+def test_it_is_the_user_s_model_with_the_trained_weights(name):
     gm = trained(name)
     before = copy.deepcopy(gm.state_dict())
     model = to_float(gm)
@@ -72,22 +72,38 @@ def test_it_is_the_users_model_with_the_trained_weights(name):
     assert_same(to_float(gm), gm, inputs(name, seed=6))
 
 
-@pytest.mark.parametrize("name", ["conv_bn_relu", "padding_modes", "functional_weights"])
-def test_it_is_prepared_and_exported_like_any_model(name, tmp_path):
-    model = to_float(calibrated(name))
-    again = prepare_by_platform(model, "TSQAT", example_inputs=inputs(name))
-    first = prepare_by_platform(build(name), "TSQAT", example_inputs=inputs(name))
-    assert again.quant_report.num_quantized == first.quant_report.num_quantized
-    assert set(again.provenance.tensor_names) == set(first.provenance.tensor_names)
-    torch.onnx.export(model, inputs(name), tmp_path / "float.onnx", dynamo=True, opset_version=18, verbose=False)
+EXPORTED = ("conv_bn_relu", "padding_modes", "functional_weights")
+
+
+class Together(nn.Module):
+    """Models with one input each, side by side: one export serves them all."""
+
+    def __init__(self, models):
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, a, b, c):
+        return tuple(model(x) for model, x in zip(self.models, (a, b, c), strict=True))
+
+
+def test_it_is_prepared_and_exported_like_any_model(tmp_path):
+    models = [to_float(calibrated(name)) for name in EXPORTED]
+    for name, model in zip(EXPORTED, models, strict=True):
+        again = prepare_by_platform(model, "TSQAT", example_inputs=inputs(name))
+        first = prepare_by_platform(build(name), "TSQAT", example_inputs=inputs(name))
+        assert again.quant_report.num_quantized == first.quant_report.num_quantized
+        assert set(again.provenance.tensor_names) == set(first.provenance.tensor_names)
+    model, arguments = Together(models), tuple(x for name in EXPORTED for x in inputs(name))
+    torch.onnx.export(model, arguments, tmp_path / "float.onnx", dynamo=True, opset_version=18, verbose=False)
     session = ort.InferenceSession(tmp_path / "float.onnx", providers=["CPUExecutionProvider"])
-    feeds = dict(zip([v.name for v in session.get_inputs()], [x.numpy() for x in inputs(name)], strict=True))
-    np.testing.assert_allclose(session.run(None, feeds)[0], outputs(model, inputs(name))[0], rtol=1e-3, atol=1e-4)
+    feeds = dict(zip([v.name for v in session.get_inputs()], [x.numpy() for x in arguments], strict=True))
+    for found, expected in zip(session.run(None, feeds), outputs(model, arguments), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
     types = {node.op_type for node in onnx.load(tmp_path / "float.onnx").graph.node}
     assert not types & {"QuantizeLinear", "DequantizeLinear"}
 
 
-def test_options_of_layers_come_back():
+def test_options_of_layers_are_restored():
     model = to_float(calibrated("padding_modes"))
     for name, layer in build("padding_modes").named_children():
         found = model.get_submodule(name)
@@ -157,7 +173,7 @@ class CrossAttention(nn.Module):
         return self.attention(x, y, y, need_weights=False)[0]
 
 
-def test_parameters_in_parts_are_put_together():
+def test_split_parameters_are_concatenated():
     torch.manual_seed(0)
     users = CrossAttention().eval()
     arguments = (torch.randn(2, 3, 8), torch.randn(2, 5, 8))

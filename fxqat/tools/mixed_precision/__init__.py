@@ -1,1 +1,1 @@
-"""Which tensors need more bits, what more bits cost, and the best choice within a budget."""
+"""Mixed precision: the loss and the cost of each bit width, and the best choice within a budget."""

@@ -1,4 +1,4 @@
-"""One model calibrated at several widths, of which any mix is put together without calibrating again."""
+"""Calibrate a model at several bit widths once, and combine them freely without calibrating again."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from fxqat.utils.fx_graph import set_module
 
 
 class WidthBank:
-    """The fake-quants of a model at each width they may have, calibrated.
+    """The calibrated fake-quants of a model at several bit widths.
 
     Args:
         model: a float model; not changed.
-        batches: inputs of the model to calibrate with, each a tensor or a tuple.
-        weight_widths: bits that a weight may have.
-        value_widths: bits that a value may have.
+        batches: batches to calibrate with, see :func:`fxqat.calibrate`.
+        weight_widths: possible bit widths of weights.
+        value_widths: possible bit widths of activations.
         backend: as for :func:`fxqat.prepare_by_platform`.
-        prepare_custom_config_dict: the same; widths that it has are of no effect, but for those of ``keep``.
-        keep: names of units whose width is not a choice: it stays as the backend and the configuration have it.
+        prepare_custom_config_dict: the same; its bit widths are ignored, except for the units in ``keep``.
+        keep: names of units that keep the bit width of the backend and the configuration.
 
     Attributes:
-        units: by name, see :func:`fxqat.tools.mixed_precision.units.find_units`.
-        widths: what each unit may have, in rising order.
-        model: prepared, with its fake-quants off: the float model.
+        units: the units by name, see :func:`fxqat.tools.mixed_precision.units.find_units`.
+        widths: the possible bit widths of each unit, ascending.
+        model: the prepared model with its fake-quants off, which computes what the float model computes.
 
     Raises:
-        ConfigError: no batches, a width that is none, an unknown name; or as ``prepare_by_platform``.
+        ConfigError: no batches, an invalid width, an unknown name; or as ``prepare_by_platform``.
     """
 
     def __init__(
@@ -62,19 +62,19 @@ class WidthBank:
         check_batches(batches, "WidthBank")
         batches = list(batches)
         if not batches or not weight_widths or not value_widths:
-            raise ConfigError("WidthBank: needs at least one batch of inputs, one width of weights and one of values")
+            raise ConfigError("WidthBank: needs at least one batch of inputs, one weight width and one value width")
         fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
         example = read_batch(model, batches[0], "WidthBank", fixed)
         first = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
         self.units = find_units(first)
         unknown = sorted(set(keep) - set(self.units))
         if unknown:
-            raise ConfigError(f"WidthBank: keep has {unknown[0]!r}, which is no unit: {', '.join(self.units)}")
+            raise ConfigError(f"WidthBank: keep has the unknown unit {unknown[0]!r}; known: {', '.join(self.units)}")
         self._quants: dict[tuple[str, int], FakeQuantizeBase] = {}
         self.widths: dict[str, tuple[int, ...]] = {}
         for name, unit in self.units.items():
-            usual = quant_at(first, unit.path).scheme.bit_width
-            choice = (usual,) if name in keep else tuple(weight_widths if unit.is_weight else value_widths)
+            default = quant_at(first, unit.path).scheme.bit_width
+            choice = (default,) if name in keep else tuple(weight_widths if unit.is_weight else value_widths)
             self.widths[name] = tuple(sorted(set(choice)))
         for step in range(max(map(len, self.widths.values()))):
             widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
@@ -87,9 +87,9 @@ class WidthBank:
             self.model = gm
 
     def quant(self, name: str, bits: int, gm: QuantGraphModule | None = None) -> FakeQuantizeBase:
-        """A new fake-quant of a unit at a width, on: that of a weight fits the weight as it is in a model now."""
+        """A copy of a unit's fake-quant at a width, switched on; that of a weight is calibrated on ``gm``."""
         if (name, bits) not in self._quants:
-            raise ConfigError(f"{name} may have {', '.join(map(str, self.widths[name]))} bits, not {bits}")
+            raise ConfigError(f"{name} can have {', '.join(map(str, self.widths[name]))} bits, not {bits}")
         unit, found = self.units[name], copy.deepcopy(self._quants[name, bits])
         if unit.layer is not None:
             layer = (gm or self.model).get_submodule(unit.layer)
@@ -100,7 +100,7 @@ class WidthBank:
         return found
 
     def mix(self, widths: Mapping[str, int]) -> QuantGraphModule:
-        """The quantized model with these widths: to evaluate, finetune or export.
+        """The quantized model with these bit widths, calibrated: evaluate, finetune or export it.
 
         Raises:
             ConfigError: see :meth:`install`.
@@ -110,47 +110,47 @@ class WidthBank:
         return gm
 
     def install(self, gm: QuantGraphModule, widths: Mapping[str, int]) -> None:
-        """Give a prepared model, maybe finetuned since, these widths in place; afterwards its fake-quants are on.
+        """Change the bit widths of a prepared (perhaps finetuned) model in place, and switch its fake-quants on.
 
-        A fake-quant that has its width already stays as it is, learned scale included.
+        A fake-quant that already has its width is unchanged, with its learned scale.
 
         Args:
-            gm: of the same float model and backend.
-            widths: bits by name; a unit that is not named has the most it may have.
+            gm: a model prepared from the same float model for the same backend.
+            widths: bits by unit name; a unit that is not named gets its largest width.
 
         Raises:
-            ConfigError: a name or a width is unknown, or the model is another one.
+            ConfigError: a name or a width is unknown, or the model is a different one.
         """
         unknown = sorted(set(widths) - set(self.units))
         if unknown:
-            raise ConfigError(f"no unit {unknown[0]!r}; they are {', '.join(self.units)}")
+            raise ConfigError(f"unknown unit {unknown[0]!r}; known: {', '.join(self.units)}")
         if {unit.path for unit in find_units(gm).values()} != {unit.path for unit in self.units.values()}:
-            raise ConfigError("this model was not prepared as the one of the bank: its fake-quants are others")
-        wanted = {name: widths.get(name, choice[-1]) for name, choice in self.widths.items()}
+            raise ConfigError("this model was not prepared as the model of the bank: their fake-quants differ")
+        chosen = {name: widths.get(name, choice[-1]) for name, choice in self.widths.items()}
         device = next((parameter.device for parameter in gm.parameters()), torch.device("cpu"))
-        for name, bits in wanted.items():
+        for name, bits in chosen.items():
             old = quant_at(gm, self.units[name].path)
             if old.scheme.bit_width != bits or not old.observer.has_seen_data():
                 set_module(gm, self.units[name].path, self.quant(name, bits, gm).to(device).train(gm.training))
             old.fake_quant_enabled = True
-        gm.provenance.config = with_widths(gm, wanted)
+        gm.provenance.config = with_widths(gm, chosen)
         gm.provenance.report = _report_of(gm, self.units)
 
 
 def with_widths(gm: QuantGraphModule, widths: Mapping[str, int]) -> dict[str, Any]:
-    """The effective configuration of a prepared model, with other widths."""
+    """The effective configuration of a prepared model with other bit widths."""
     config = effective_config(gm)
     units = find_units(gm)
     for name, bits in widths.items():
-        wanted = units[name].rule(bits)
+        new = units[name].rule(bits)
         part = "weight" if units[name].is_weight else "value"
-        rule = next(rule for rule in config["overrides"] if rule["match"] == wanted["match"] and part in rule)
+        rule = next(rule for rule in config["overrides"] if rule["match"] == new["match"] and part in rule)
         rule[part]["bit_width"] = bits
     return config
 
 
 def _report_of(gm: QuantGraphModule, units: Mapping[str, Unit]) -> QuantReport:
-    """The report, with the schemes as they are now."""
+    """The report with the current schemes."""
     report = gm.quant_report
     weights = {unit.layer: str(quant_at(gm, unit.path).scheme) for unit in units.values() if unit.is_weight}
     groups = {

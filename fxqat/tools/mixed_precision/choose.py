@@ -1,8 +1,8 @@
-"""The widths that lose least within budgets: an integer linear program.
+"""Choose the bit widths with the least loss within budgets, by an integer linear program.
 
-Source: Yao et al. 2021, HAWQ-V3 (arXiv:2011.10680), section 3.4: the sum of the sensitivities is made least under
-linear limits. Products of two choices (bit operations of a layer) are made linear with a variable for each pair of
-widths (McCormick's lower bound). Solved by CBC, which pulp brings along.
+Source: Yao et al. 2021, HAWQ-V3 (arXiv:2011.10680), section 3.4: minimize the sum of the sensitivities under linear
+constraints. Products of two choices (bit operations of a layer) become linear with a variable for each pair of widths
+(McCormick's lower bound). The solver is CBC, which comes with pulp.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fxqat.tools.mixed_precision.costs import Cost
 from fxqat.tools.mixed_precision.units import Unit
 
 Scores = Mapping[str, Mapping[int, float]]
-"""What is lost by the width of a unit: by name and bits."""
+"""The loss of each bit width of each unit, by name and bits."""
 Budget = tuple[Cost, float]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A width for each unit.
+    """A bit width for each unit.
 
     Args:
-        widths: bits by the unit's name.
-        score: the sum of what is lost.
-        costs: what it costs, by the name of the cost.
+        widths: bits by unit name.
+        score: sum of the losses.
+        costs: value of each cost, by the cost's name.
     """
 
     widths: Mapping[str, int]
@@ -38,29 +38,29 @@ class Choice:
     costs: Mapping[str, float]
 
     def overrides(self, units: Mapping[str, Unit]) -> list[dict[str, Any]]:
-        """The rules for ``prepare_custom_config_dict["overrides"]``."""
+        """These widths as rules for ``prepare_custom_config_dict["overrides"]``."""
         return [units[name].rule(bits) for name, bits in self.widths.items()]
 
     def write_yaml(self, units: Mapping[str, Unit], path: str | os.PathLike[str]) -> None:
-        """The same as a file for ``prepare_by_platform``.
+        """Write these rules to a configuration file for ``prepare_by_platform``.
 
         Raises:
             ConfigError: the file cannot be written.
         """
-        told = "; ".join(f"{name} {cost:g}" for name, cost in self.costs.items())
-        write_yaml({"overrides": self.overrides(units)}, path, f"Widths of least loss, {self.score:.4g}: {told}.")
+        costs = "; ".join(f"{name} {cost:g}" for name, cost in self.costs.items())
+        write_yaml({"overrides": self.overrides(units)}, path, f"Widths of least loss, {self.score:.4g}: {costs}.")
 
 
 def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
-    """Choose the widths of least total loss.
+    """Choose the bit widths with the least total loss.
 
     Args:
-        scores: for each unit the loss at each width that it may have; see ``sensitivity``.
-        budgets: costs, each with the most that it may be.
+        scores: the loss of each unit at each possible width; see ``sensitivity``.
+        budgets: pairs of a cost and its largest allowed value.
 
     Raises:
-        ConfigError: no choice is within the budgets; the message says what the least cost is, of each budget by itself.
-            Or a cost is not of the same widths as the scores.
+        ConfigError: no choice is within the budgets (the message has the least possible value of each cost), or a cost
+            has other widths than the scores.
     """
     _check(scores, budgets)
     import pulp  # here, because importing it touches the logging of the process
@@ -95,19 +95,19 @@ def solve(scores: Scores, budgets: Sequence[Budget]) -> Choice:
         program += pulp.lpSum([*single, *together]) <= (limit - row.fixed) / scale
     program.solve(pulp.PULP_CBC_CMD(msg=False))
     if program.status != pulp.LpStatusOptimal:
-        raise ConfigError(f"no choice of widths is within the budgets: {_least(scores, budgets)}")
+        raise ConfigError(f"no choice of bit widths fits the budgets: {_least(scores, budgets)}")
     widths = {name: bits for (name, bits), variable in chosen.items() if variable.value() > 0.5}
     return choice_of(widths, scores, [cost for cost, _ in budgets])
 
 
 def choice_of(widths: Mapping[str, int], scores: Scores, costs: Sequence[Cost]) -> Choice:
-    """Some widths with what they lose and cost."""
+    """The choice of these widths, with its loss and costs."""
     score = sum(scores[name][bits] for name, bits in widths.items())
     return Choice(dict(widths), score, {cost.name: cost.of(widths) for cost in costs})
 
 
 def _check(scores: Scores, budgets: Sequence[Budget]) -> None:
-    """Raise if a cost knows other units, or fewer widths of them, than the scores."""
+    """Raise if a cost has units that the scores do not have, or fewer widths of a unit."""
     for cost, _ in budgets:
         known: dict[str, set[int]] = {}
         for row in cost.rows:
@@ -121,14 +121,14 @@ def _check(scores: Scores, budgets: Sequence[Budget]) -> None:
             if not widths >= set(scores.get(name, {0: 0.0})):
                 given = ", ".join(map(str, scores.get(name, ()))) or "none"
                 raise ConfigError(
-                    f"solve: the cost {cost.name!r} is of {name} at {', '.join(map(str, sorted(widths)))} bits, the "
-                    f"scores at {given}: make both from one bank"
+                    f"solve: the cost {cost.name!r} has {name} at {', '.join(map(str, sorted(widths)))} bits, the "
+                    f"scores have it at {given}: compute both from the same bank"
                 )
 
 
 def _least(scores: Scores, budgets: Sequence[Budget]) -> str:
-    """What the budgets ask for, and the least that there is."""
+    """Each budget and the least possible value of its cost."""
     narrowest = {name: min(losses) for name, losses in scores.items()}
     return "; ".join(
-        f"{cost.name} may be {limit:g} {cost.unit}, and are {cost.of(narrowest):g} at least" for cost, limit in budgets
+        f"{cost.name}: budget {limit:g} {cost.unit}, at least {cost.of(narrowest):g} needed" for cost, limit in budgets
     )

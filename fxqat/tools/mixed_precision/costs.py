@@ -1,7 +1,7 @@
-"""What widths cost: memory of weights, and the size of the file.
+"""Costs of bit widths: memory of the weights, and file size.
 
-Every cost is the largest of some rows, and each row adds up what units cost by their widths, alone or two together:
-that is what an integer program takes (``fxqat.tools.mixed_precision.choose``).
+A cost is the maximum of some rows. A row is a sum of terms that depend on the width of one unit or of two units: the
+form that an integer program needs (``fxqat.tools.mixed_precision.choose``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fxqat.onnx.opset import DEFAULT
 from fxqat.scheme import STORAGE_OPSETS
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.units import quant_at
+from fxqat.utils.batches import read_batch
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class Row:
     """A sum over units.
 
     Args:
-        single: what a unit adds at each width, by its name and bits.
-        pairs: what two units add at each two widths, 0 or more, by their names and bits.
-        fixed: what is added whatever the choice.
+        single: terms of one unit, by name and bits.
+        pairs: terms of two units, not negative, by both names and both bits.
+        fixed: constant term.
     """
 
     single: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
@@ -38,18 +39,18 @@ class Row:
     fixed: float = 0.0
 
     def of(self, widths: Mapping[str, int]) -> float:
-        """The sum for some widths."""
+        """The value at some widths."""
         together = sum(added[widths[a], widths[b]] for (a, b), added in self.pairs.items())
         return self.fixed + sum(added[widths[name]] for name, added in self.single.items()) + together
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The largest of its rows.
+    """The maximum of its rows.
 
     Args:
-        name: what it is.
-        unit: what it is counted in.
+        name: name for messages and files.
+        unit: unit of measurement.
         rows: see :class:`Row`.
     """
 
@@ -58,7 +59,7 @@ class Cost:
     rows: tuple[Row, ...]
 
     def of(self, widths: Mapping[str, int]) -> float:
-        """What these widths cost."""
+        """The value at some widths."""
         return max(row.of(widths) for row in self.rows)
 
 
@@ -68,7 +69,7 @@ def weight_bytes(bank: WidthBank) -> Cost:
 
 
 def average_weight_bits(bank: WidthBank) -> Cost:
-    """Bits of a weight, averaged over all elements."""
+    """Bits per weight, averaged over all elements."""
     counts = _elements(bank)
     shares = {name: count / sum(counts.values()) for name, count in counts.items()}
     return Cost("average weight", "bits", (per_bit(bank, shares),))
@@ -78,9 +79,9 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     """Size of the ONNX file that ``convert_export`` writes: weights are stored in 4, 8 or 16 bits, the rest is fixed.
 
     Args:
-        bank: of a model, which is exported once, at the most bits that each unit may have and the opset that any choice
-            takes, to see what the rest is.
-        inputs: of the model, as the file takes them.
+        bank: the bank. Its model is exported once to measure the rest, at the largest width of each unit and with an
+            opset that can store every width.
+        inputs: one batch of inputs.
 
     Raises:
         ExportError: the model cannot be exported.
@@ -88,32 +89,38 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     opset = max(STORAGE_OPSETS[bits] for name in bank.units for bits in stored_bits(bank, name).values())
     added: dict[str, dict[int, float]] = {}
     for name, count in _elements(bank).items():
-        channels = bank.quant(name, bank.widths[name][-1]).scale.numel()  # each has a zero point
+        channels = bank.quant(name, bank.widths[name][-1]).scale.numel()  # a zero point each
         added[name] = {
             bits: math.ceil(count * width / 8) + math.ceil(channels * width / 8)
             for bits, width in stored_bits(bank, name).items()
         }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "widest.onnx"
-        convert_export(bank.mix({}), tuple(inputs), path, opset_version=max(opset, DEFAULT), verify=False)
+        convert_export(
+            bank.mix({}),
+            read_batch(bank.model, inputs, "file_bytes"),
+            path,
+            opset_version=max(opset, DEFAULT),
+            verify=False,
+        )
         size = path.stat().st_size
     weights = sum(sizes[bank.widths[name][-1]] for name, sizes in added.items())
     return Cost("file", "bytes", (Row(added, fixed=size - weights),))
 
 
 def stored_bits(bank: WidthBank, name: str) -> dict[int, int]:
-    """For each width of a unit, how many bits an integer takes in the file."""
+    """For each width of a unit, the number of bits of an integer in the file."""
     scheme = quant_at(bank.model, bank.units[name].path).scheme
     return {bits: replace(scheme, bit_width=bits).storage_width(DEFAULT) for bits in bank.widths[name]}
 
 
 def per_bit(bank: WidthBank, factors: Mapping[str, float], fixed: float = 0.0) -> Row:
-    """A row in which each bit of a unit adds the same."""
+    """A row that is linear in the bits: a factor for each unit."""
     return Row({name: {b: factor * b for b in bank.widths[name]} for name, factor in factors.items()}, fixed=fixed)
 
 
 def _elements(bank: WidthBank) -> dict[str, int]:
-    """How many elements each weight has."""
+    """Number of elements of each weight."""
     layers = {unit.name: unit.layer for unit in bank.units.values() if unit.layer is not None}
     return {name: _weight_of(bank, path).numel() for name, path in layers.items()}
 

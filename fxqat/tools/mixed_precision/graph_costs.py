@@ -1,18 +1,18 @@
-"""What widths cost where the graph decides: bit operations, and memory of activations."""
+"""Costs of bit widths that depend on the graph: bit operations, and memory of activations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.ops.families import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.ops.identify import identify
-from fxqat.ops.table import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
 from fxqat.tools.mixed_precision.units import eval_graph
@@ -23,11 +23,11 @@ FLOAT_BITS = 32
 
 
 def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
-    """Multiply-accumulates times the bits of both factors, of one sample (Wang et al. 2019, HAQ, arXiv:1811.08886).
+    """Multiply-accumulates times the bits of both factors, for one sample (Wang et al. 2019, HAQ, arXiv:1811.08886).
 
     Args:
-        bank: of a model; a factor that stays float counts as 32 bits.
-        inputs: of the model.
+        bank: the bank; a factor that stays float counts as 32 bits.
+        inputs: one batch of inputs.
     """
     linear: dict[str, float] = {}
     macs_of: dict[tuple[str, str], float] = {}
@@ -49,27 +49,27 @@ def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
 
 
 def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
-    """The most memory that values take at one time, of one sample, if each is freed after its last reader.
+    """Peak memory of the activations of one sample, if each is freed after its last reader.
 
-    While an operation runs, its operands, its result and all that is read later are there. What only moves or reshapes
-    values reads them in place; so does an activation function that alone reads a value before it is rounded: both are
-    computed at once.
+    While an operation runs, its operands, its result and all values that are read later are in memory. Operations that
+    only move or reshape values work in place. So does an activation function that is the only reader of a value that is
+    not rounded before it: the two operations are computed together.
 
     Args:
-        bank: of a model; what stays float counts as 32 bits.
-        inputs: of the model.
+        bank: the bank; values that stay float count as 32 bits.
+        inputs: one batch of inputs.
     """
     return Cost("activations", "bytes", tuple(_undominated(_Sizes(bank, inputs).cuts())))
 
 
 def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
-    """For each unit of a weight, the unit of the values that its layer reads; None if these are float."""
+    """For the weight of each layer, the unit of the layer's input; None if the input is float."""
     layers = [node for node in eval_graph(bank.model).nodes if isinstance(called_module(node), QATLayer)]
     return {f"{node.target}.weight": _unit_of(bank, node.args[0]) for node in layers}
 
 
 def _unit_of(bank: WidthBank, value: object) -> str | None:
-    """The unit that a value is rounded by, looking through what only moves values; None if it is float."""
+    """The unit that rounds a value, also before operations that only move values; None if the value is float."""
     while isinstance(value, fx.Node):
         if isinstance(called_module(value), FakeQuantizeBase):
             return next(unit.name for unit in bank.units.values() if unit.path == value.target)
@@ -80,12 +80,14 @@ def _unit_of(bank: WidthBank, value: object) -> str | None:
 
 
 class _Run(fx.Interpreter):
-    """One run of the graph that is deployed, with all fake-quants off."""
+    """One run of the deployed graph with all fake-quants off."""
+
+    caller: ClassVar[str]
 
     def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
         super().__init__(bank.model, graph=eval_graph(bank.model))
         self.bank = bank
-        arguments = read_batch(bank.model, inputs, "WidthBank")
+        arguments = read_batch(bank.model, inputs, type(self).caller)
         self.samples = next(x.shape[0] for x in arguments if isinstance(x, Tensor) and x.dim())
         with torch.no_grad():
             self.run(*arguments)
@@ -97,6 +99,8 @@ class _Multiplications(_Run):
     Attributes:
         found: ``((unit, unit), multiply-accumulates of a sample)`` of each operation that multiplies matrices.
     """
+
+    caller = "bit_operations"
 
     def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
         self.found: list[tuple[tuple[str | None, str | None], float]] = []
@@ -118,27 +122,29 @@ class _Multiplications(_Run):
 
 
 class _Sizes(_Run):
-    """Notes how many values each node gives for a sample."""
+    """Records the number of output values of each node for one sample."""
+
+    caller = "activation_peak"
 
     def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
         self.sizes: dict[fx.Node, float] = {}
         super().__init__(bank, inputs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and note its size."""
+        """Run a node and record its size."""
         result = super().run_node(n)
         if isinstance(result, Tensor) and n.op != "get_attr":
             self.sizes[n] = result.numel() / self.samples
         return result
 
     def cuts(self) -> list[Row]:
-        """What is in memory while each operation runs."""
+        """The memory in use while each operation runs."""
         nodes = [node for node in self.graph.nodes if node in self.sizes or node.op == "output"]
-        owner: dict[fx.Node, fx.Node] = {}  # whose memory a node's value is in
+        owner: dict[fx.Node, fx.Node] = {}  # the node whose memory a value is in
         last: dict[fx.Node, int] = {}
         rounded: dict[fx.Node, str] = {}
         for i, node in enumerate(nodes):
-            source = node.args[0] if (_moves(node) or _at_once(node)) and node.args else None
+            source = node.args[0] if (_moves(node) or _is_computed_with_source(node)) and node.args else None
             owner[node] = owner.get(source, node) if isinstance(source, fx.Node) else node
             last[owner[node]] = i
             for read in node.all_input_nodes:
@@ -160,12 +166,12 @@ class _Sizes(_Run):
 
 
 def _moves(node: fx.Node) -> bool:
-    """Whether a node's value is that of its first argument, rounded or in another shape."""
+    """Whether a node only rounds, moves or reshapes its first argument."""
     return isinstance(called_module(node), FakeQuantizeBase) or identify(node).family in (IDENTITY, PASS_THROUGH)
 
 
-def _at_once(node: fx.Node) -> bool:
-    """Whether it is an activation function of a value that nothing else reads, not even a quantizer."""
+def _is_computed_with_source(node: fx.Node) -> bool:
+    """Whether a node is an activation function and the only reader of a value; a quantizer counts as a reader."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or source.op == "placeholder" or len(source.users) > 1:
         return False
@@ -173,7 +179,7 @@ def _at_once(node: fx.Node) -> bool:
 
 
 def _undominated(rows: Sequence[Row]) -> list[Row]:
-    """Those that no other row is at least as large as, whatever the choice."""
+    """Remove each row that another row is never smaller than."""
     kept: list[Row] = []
     for row in sorted(rows, key=_most, reverse=True):
         if not any(

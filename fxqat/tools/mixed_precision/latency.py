@@ -1,8 +1,8 @@
-"""What widths cost in time: each layer of the exported file, by itself in ONNX Runtime.
+"""Cost of bit widths in time: each layer of the exported file, timed separately in ONNX Runtime.
 
-ONNX Runtime has kernels for some pairs of widths (8-bit weights and values, and few others); where it has none, it
-converts to float, computes, and converts back. A layer is cut out of the file from the integers that it reads to those
-that it gives, and is timed at each pair of widths, so that the table knows both without knowing the kernels.
+ONNX Runtime has kernels for few pairs of widths (8-bit weights and activations, and some others). For all other pairs
+it converts to float, computes, and converts back. Each layer is cut out of the file, from its integer inputs to its
+integer outputs, and timed at each pair of widths. So the measured times include such conversions.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from fxqat.onnx.ort_runs import explained, open_session
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, stored_bits
 from fxqat.tools.mixed_precision.graph_costs import layer_inputs
+from fxqat.utils.batches import read_batch
 
 WARMUP = 3
 
 
 def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = None, runs: int = 30) -> Cost:
-    """Time of the layers with weights in ONNX Runtime on this CPU, summed up; the median of some runs for each.
+    """Total time of the layers with weights in ONNX Runtime on this CPU; the median of some runs for each layer.
 
     Args:
-        bank: of a model, which is exported once for each pair of types that weights and values are stored in.
-        inputs: of the model, as the file takes them; their batch is the one that is timed.
-        threads: of ONNX Runtime; by default as many as torch has.
-        runs: of each layer at each pair of widths.
+        bank: the bank. Its model is exported once for each pair of storage types of weights and activations.
+        inputs: one batch of inputs, of the batch size to time.
+        threads: threads of ONNX Runtime; by default the number of torch's threads.
+        runs: runs of each layer at each pair of widths.
 
     Raises:
         ExportError: the model cannot be exported.
@@ -73,25 +74,25 @@ def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = 
 def layer_models(
     bank: WidthBank, widths: Mapping[str, int], inputs: Sequence[Any]
 ) -> Iterator[tuple[str, onnx.ModelProto]]:
-    """Each call of each layer of the exported file as a model of its own, with the name of its weight's unit.
+    """Each call of each layer of the exported file as a separate model, with the name of its weight's unit.
 
-    It reads the integers that the layer reads and gives those that it gives; float values where these are float, or of
-    less than 8 bits, which ONNX Runtime does not take from outside.
+    Its inputs and outputs are the layer's integers; or float values if the layer's are float, or of less than 8 bits,
+    which ONNX Runtime does not take as inputs.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whole.onnx"
-        convert_export(bank.mix(widths), tuple(inputs), path, verify=False)
+        convert_export(bank.mix(widths), read_batch(bank.model, inputs, "layer_latency"), path, verify=False)
         whole = onnx.shape_inference.infer_shapes(onnx.load(path))
     cutter = onnx.utils.Extractor(whole)
     graph = _Graph(whole)
     for name, unit in bank.units.items():
         if unit.is_weight:
-            for node in graph.meetings(f"{name}_quantized"):
-                yield name, cutter.extract_model([graph.before(node)], [graph.behind(node)])
+            for node in graph.readers_of_constant(f"{name}_quantized"):
+                yield name, cutter.extract_model([graph.input_of(node)], [graph.output_of(node)])
 
 
 class _Graph:
-    """Walks in a QDQ file."""
+    """Finds the inputs and outputs of layers in a QDQ file."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         graph = model.graph
@@ -106,27 +107,27 @@ class _Graph:
                 self.constants.update(node.output)
         self.types = {value.name: value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.input)}
 
-    def meetings(self, constant: str) -> Iterator[onnx.NodeProto]:
-        """The operations in which a constant, or what is made of it, meets a value."""
+    def readers_of_constant(self, constant: str) -> Iterator[onnx.NodeProto]:
+        """The operations that combine a constant, or a constant computed from it, with a value."""
         for node in self.readers[constant]:
             if self.constants.issuperset(node.input):
-                yield from self.meetings(node.output[0])
+                yield from self.readers_of_constant(node.output[0])
             else:
                 yield node
 
-    def before(self, node: onnx.NodeProto) -> str:
-        """The value that an operation reads, as integers if they can be given from outside."""
+    def input_of(self, node: onnx.NodeProto) -> str:
+        """The input value of an operation, as integers if they can be a model's input."""
         value: str = next(name for name in node.input if name not in self.constants)
         maker = self.makers.get(value)
         if maker is None or maker.op_type != "DequantizeLinear":
             return value
-        if self._can_be_given(maker.input[0]):
+        if self._can_be_input(maker.input[0]):
             return str(maker.input[0])
         source = self.makers.get(maker.input[0])
         return str(source.input[0]) if source is not None and source.op_type == "QuantizeLinear" else value
 
-    def behind(self, node: onnx.NodeProto) -> str:
-        """What becomes of its result, up to its integers, or up to where it meets another value."""
+    def output_of(self, node: onnx.NodeProto) -> str:
+        """The output value of an operation after all that follows, up to its integers or to a second operand."""
         value = str(node.output[0])
         while True:
             readers = self.readers.get(value, [])
@@ -134,15 +135,15 @@ class _Graph:
                 return value
             following = str(readers[0].output[0])
             if readers[0].op_type == "QuantizeLinear":
-                return following if self._can_be_given(following) else value
+                return following if self._can_be_input(following) else value
             value = following
 
-    def _can_be_given(self, name: str) -> bool:
+    def _can_be_input(self, name: str) -> bool:
         return self.types.get(name) in (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
 
 
 def _milliseconds(model: onnx.ModelProto, threads: int, runs: int) -> float:
-    """The median of some runs; without optimizations where these break the model."""
+    """The median of some runs; without optimizations if the optimized model fails."""
     try:
         return _timed(model, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, threads, runs)
     except ExportError:
@@ -166,5 +167,5 @@ def _timed(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: i
 
 
 def _nearest(stored: Mapping[int, int], kind: int) -> int:
-    """The width whose type is nearest."""
+    """The width with the nearest storage type."""
     return min(stored, key=lambda bits: (abs(stored[bits] - kind), -bits))

@@ -1,4 +1,4 @@
-"""A whole sweep of budgets: the least loss at each, as JSON and as a plot."""
+"""Sweep over budgets: the least loss at each, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fxqat.utils.files import atomic_path
 
 @dataclass(frozen=True)
 class Pareto:
-    """The best choices, the cheapest first: each loses less than all that cost less.
+    """The Pareto-optimal choices, the cheapest first.
 
     Args:
-        cost: what was limited.
-        choices: one for each budget that has a better choice than the one before.
+        cost: the limited cost.
+        choices: one for each budget whose choice is better than that of the budget before.
     """
 
     cost: Cost
     choices: tuple[Choice, ...]
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Cost, loss and widths of each choice.
+        """Write cost, loss and widths of each choice.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -37,7 +37,7 @@ class Pareto:
             target.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Loss over cost, as a picture; the suffix says of which kind.
+        """Plot the loss over the cost; the suffix sets the image format.
 
         Raises:
             ConfigError: the file cannot be written, or matplotlib is not installed.
@@ -59,16 +59,16 @@ class Pareto:
 
 
 def sweep(scores: Scores, cost: Cost, count: int = 20, budgets: Sequence[Budget] = ()) -> Pareto:
-    """Solve for budgets from the least that a cost can be to the most.
+    """Solve for budgets from the least to the largest value of a cost.
 
     Args:
         scores: see :func:`fxqat.tools.mixed_precision.choose.solve`.
-        cost: what is limited.
-        count: how many budgets, 2 or more.
-        budgets: further ones, that hold for all.
+        cost: the cost to limit.
+        count: number of budgets, 2 or more.
+        budgets: further budgets, the same for all.
 
     Raises:
-        ConfigError: fewer than 2, or no choice is within the further budgets.
+        ConfigError: ``count`` is less than 2, or no choice is within the further budgets.
     """
     if count < 2:
         raise ConfigError(f"sweep: count must be 2 or more, got {count}")

@@ -1,4 +1,4 @@
-"""How much a model loses by each width of each unit."""
+"""Measure the loss that each bit width of each unit causes."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from fxqat.utils.fx_graph import set_module
 from fxqat.utils.tensors import flatten_tensors
 
 Measure = Callable[[Any, Any, Any], float]
-"""What is lost: of the quantized model's outputs, the float model's, and the batch's target."""
+"""The loss from the quantized model's outputs, the float model's outputs, and the batch's target."""
 METHODS = ("alone", "without", "hessian", "fisher")
 
 
 @dataclass
 class Sensitivity:
-    """What is lost by the width of each unit; prints as a table.
+    """The loss of each bit width of each unit; prints as a table.
 
     Args:
-        method: how it was found.
-        scores: the loss by the unit's name and bits.
-        seconds: that it took.
+        method: the method that measured it.
+        scores: the loss by unit name and bits.
+        seconds: time of the measurement.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Sensitivity:
         return f"{self.method}, {self.seconds:.1f} s\n{table}"
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
-        """One row for each unit and width.
+        """Write one row per unit and width.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -75,7 +75,7 @@ class Sensitivity:
             )
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
-        """All of it, to be read by :func:`read_sensitivity`.
+        """Write a file for :func:`read_sensitivity`.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -85,10 +85,10 @@ class Sensitivity:
 
 
 def read_sensitivity(path: str | os.PathLike[str]) -> Sensitivity:
-    """What :meth:`Sensitivity.write_json` wrote.
+    """Read the file of :meth:`Sensitivity.write_json`.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -104,14 +104,14 @@ def read_sensitivity(path: str | os.PathLike[str]) -> Sensitivity:
 def divergence(found: Any, expected: Any, target: Any) -> float:
     """Kullback-Leibler divergence of the class probabilities from the float model's, in nats, a mean over samples.
 
-    Of the first output, with classes along dimension 1.
+    The first output is used, with classes in dimension 1.
     """
     ours, theirs = (flatten_tensors(outputs)[0].float().log_softmax(1) for outputs in (found, expected))
     return float(F.kl_div(ours, theirs, log_target=True, reduction="none").sum(1).mean())
 
 
 def squared_error(found: Any, expected: Any, target: Any) -> float:
-    """Mean squared error over the mean square, summed over the outputs."""
+    """Mean squared error relative to the mean square, summed over the outputs."""
     pairs = zip(flatten_tensors(found), flatten_tensors(expected), strict=True)
     return sum(float((a - b).square().mean() / b.square().mean().clamp_min(1e-30)) for a, b in pairs)
 
@@ -121,45 +121,46 @@ def sensitivity(
     loss: Loss | None = None, targets: Sequence[Any] | None = None, probes: int = 32,
     path: str | os.PathLike[str] | None = None, progress: bool = False,
 ) -> Sensitivity:  # fmt: skip
-    """What is lost by each width of each unit.
+    """Measure the loss that each bit width of each unit causes.
 
-    By running the model, once for each width of each unit and batch:
+    By running the model, once for each batch and each width of each unit:
 
-    * ``"alone"``: only this unit is quantized, what is lost then.
-    * ``"without"``: everything has this width (or the nearest that it may have), what is won if this unit is float.
+    * ``"alone"``: the loss when only this unit is quantized;
+    * ``"without"``: everything has this width (or its nearest possible one): the gain when this unit is float.
 
-    By derivatives of a loss (``fxqat.tools.mixed_precision.curvature``), all units at once:
+    From derivatives of a loss (``fxqat.tools.mixed_precision.curvature``), for all units at once:
 
-    * ``"hessian"``: the trace of the Hessian, times the squared error of the rounding.
-    * ``"fisher"``: squared gradients times squared errors; one backward pass for each batch.
+    * ``"hessian"``: the trace of the Hessian times the squared rounding error;
+    * ``"fisher"``: squared gradients times squared rounding errors; one backward pass per batch.
 
     Args:
         bank: the model with its fake-quants.
-        batches: inputs of the model.
-        method: one of these.
-        measure: of the first two, what counts as lost; it gets the outputs, the float model's outputs, and the target.
-        loss: of the last two, a mean over samples, of the outputs and the target; by default the cross entropy to the
-            model's own probabilities.
-        targets: labels, or whatever ``measure`` or ``loss`` compares with, of each batch; by default they get None.
-        probes: of ``"hessian"``, random signs for each batch; what is left of chance falls with the root of the number.
-        path: a JSON file for what is found, of the first two unit by unit; if it is there, what it has is not measured
-            again.
-        progress: show a progress bar.
+        batches: batches of inputs, see :func:`fxqat.calibrate`; labels in them are ignored.
+        method: one of the four.
+        measure: for the first two, the loss from the outputs, the float model's outputs, and the target.
+        loss: for the last two, the loss from the outputs and the target, a mean over samples; by default the cross
+            entropy to the model's own probabilities.
+        targets: for each batch, the target for ``measure`` or ``loss``, such as its labels; by default None.
+        probes: for ``"hessian"``, random sign vectors per batch; the random error falls with the root of their number.
+        path: JSON file for the results. The first two methods write it after each unit, and do not measure again the
+            units that an existing file has.
+        progress: show a progress bar if the output is a terminal.
 
     Raises:
-        ConfigError: no batches, not a target for each, an unknown method, or a file that belongs to something else.
+        ConfigError: no batches, a batch that does not fit the model, another number of targets than batches, an unknown
+            method, or a file with scores of another method or model.
     """
     inputs = read_batches(bank.model, batches, "sensitivity")
     given = [None] * len(inputs) if targets is None else targets
     if len(given) != len(inputs):
-        raise ConfigError(f"sensitivity: {len(inputs)} batches, but targets for {len(given)}")
+        raise ConfigError(f"sensitivity: {len(inputs)} batches, but {len(given)} targets")
     if method not in METHODS:
         raise ConfigError(f"sensitivity: unknown method {method!r}; known: {', '.join(METHODS)}")
     result = Sensitivity(method)
     if path is not None and Path(path).exists():
         result = read_sensitivity(path)
         if result.method != method or not result.scores.keys() <= bank.units.keys():
-            raise ConfigError(f"{path} holds scores of {result.method!r} or of another model; give another path")
+            raise ConfigError(f"{path} has scores of {result.method!r} or of another model; give another path")
     began = time.perf_counter() - result.seconds
     missing = [name for name, widths in bank.widths.items() if set(result.scores.get(name, ())) != set(widths)]
     names = tqdm(missing, desc=method, leave=False, disable=None if progress else True)
@@ -180,14 +181,14 @@ def sensitivity(
 
 
 def _by_running(trial: _Trial, method: str, names: Iterable[str]) -> Iterator[dict[str, dict[int, float]]]:
-    """The scores of these units, as they are found."""
+    """The scores of these units, one by one."""
     score = trial.alone if method == "alone" else trial.without
     for name in names:
         yield {name: {bits: score(name, bits) for bits in trial.bank.widths[name]}}
 
 
 class _Trial:
-    """Runs of a model with one unit unlike the others."""
+    """Runs a model in which one unit differs from the others."""
 
     def __init__(
         self, bank: WidthBank, inputs: Sequence[Sequence[Any]], targets: Sequence[Any], measure: Measure
@@ -199,33 +200,33 @@ class _Trial:
         disable_all(self.float)
         self.uniform: dict[int, tuple[QuantGraphModule, float]] = {}
 
-    def lost(self, gm: QuantGraphModule) -> float:
-        """What a model loses, a mean over the batches."""
+    def loss(self, gm: QuantGraphModule) -> float:
+        """The loss of a model, a mean over the batches."""
         with torch.no_grad():
             known = zip(self.inputs, self.expected, self.targets, strict=True)
             losses = [self.measure(gm(*batch), expected, target) for batch, expected, target in known]
         return sum(losses) / len(losses)
 
     def alone(self, name: str, bits: int) -> float:
-        """What is lost if only this unit is quantized."""
+        """The loss when only this unit is quantized."""
         path = self.bank.units[name].path
         before = self.float.get_submodule(path)
         set_module(self.float, path, self.bank.quant(name, bits))
         try:
-            return self.lost(self.float)
+            return self.loss(self.float)
         finally:
             set_module(self.float, path, before)
 
     def without(self, name: str, bits: int) -> float:
-        """What is won if only this unit is float."""
+        """The gain when only this unit is float."""
         if bits not in self.uniform:
             near = {other: min(choice, key=lambda b: abs(b - bits)) for other, choice in self.bank.widths.items()}
             gm = self.bank.mix(near)
-            self.uniform[bits] = gm, self.lost(gm)
+            self.uniform[bits] = gm, self.loss(gm)
         gm, everything = self.uniform[bits]
         quant = quant_at(gm, self.bank.units[name].path)
         quant.fake_quant_enabled = False
         try:
-            return everything - self.lost(gm)
+            return everything - self.loss(gm)
         finally:
             quant.fake_quant_enabled = True

@@ -1,4 +1,4 @@
-"""More bits for the units that need them most, until a model is good enough."""
+"""Raise the bit widths of the units that need it most, until a target metric is reached."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fxqat.tools.mixed_precision.choose import Scores
 
 @dataclass(frozen=True)
 class Step:
-    """A unit that got more bits.
+    """One raised unit.
 
     Args:
-        unit: its name, empty for the beginning.
-        bits: what it has now.
-        metric: of the model then.
+        unit: name of the unit; empty for the start.
+        bits: its new bit width.
+        metric: metric of the model afterwards.
     """
 
     unit: str
@@ -31,13 +31,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Skipped:
-    """What :func:`skip_until` did; prints as a table.
+    """The result of :func:`skip_until`; prints as a table.
 
     Args:
-        reached: whether the target is.
-        widths: bits by the unit's name, in the end.
-        overrides: the rules that give them, for ``prepare_custom_config_dict``.
-        curve: the steps in order, the beginning first.
+        reached: whether the target was reached.
+        widths: final bits by unit name.
+        overrides: the rules for ``prepare_custom_config_dict`` that set these widths.
+        curve: the steps in order, with the start first.
     """
 
     reached: bool
@@ -58,15 +58,15 @@ def skip_until(
 ) -> Skipped:  # fmt: skip
     """Raise widths one by one until ``metric(model) >= target``.
 
-    Each step raises the unit whose next width wins most by its scores; the metric is measured after each.
+    Each step raises the unit whose next width reduces its loss most; then the metric is measured.
 
     Args:
         bank: the model with its fake-quants.
-        metric: of a quantized model, the more the better.
-        target: what it should be at least.
-        scores: the loss by the unit's name and bits, see ``sensitivity``.
-        widths: to begin with; a unit that is not named has the least that it may have.
-        most_steps: at most; by default until all have the most that they may have.
+        metric: function of a quantized model; larger is better.
+        target: least acceptable metric.
+        scores: the loss by unit name and bits, see ``sensitivity``.
+        widths: start widths; a unit that is not named starts at its smallest width.
+        most_steps: largest number of steps; by default until all units have their largest width.
 
     Raises:
         ConfigError: a name or a width is unknown, or has no score.
@@ -74,7 +74,7 @@ def skip_until(
     now = {name: choice[0] for name, choice in bank.widths.items()} | dict(widths or {})
     for name, bits in now.items():
         if name not in bank.widths or bits not in bank.widths[name]:
-            raise ConfigError(f"skip_until: no unit {name!r}, or it may not have {bits} bits")
+            raise ConfigError(f"skip_until: unknown unit {name!r}, or it cannot have {bits} bits")
         if not set(bank.widths[name]) <= set(scores.get(name, ())):
             raise ConfigError(f"skip_until: {name} has no score at {', '.join(map(str, bank.widths[name]))} bits")
     gm = bank.mix(now)

@@ -1,4 +1,4 @@
-"""What has a width of its own: the weight of a layer, or values that share a scale."""
+"""Units: the weights, and the groups of activations with one scale, whose bit width can be chosen."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fxqat.utils.fx_graph import called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 Widths = dict[str, int]
-"""Bits by the name of the unit."""
+"""Bits by unit name."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A fake-quant, whose width is one choice.
+    """A fake-quant whose bit width can be chosen.
 
     Args:
-        name: ``"<layer>.weight"``, or the name of the tensor that comes first of those that share the scale.
-        path: of the fake-quant in the prepared model.
-        tensors: names of all tensors it rounds, as they are in an exported file.
-        layer: path of the layer whose weight it rounds; None for values.
-        node: name of the node that gives the first value, as in ``quant_report``; None for a weight.
+        name: ``"<layer>.weight"``, or the name of the first tensor that has the scale.
+        path: path of the fake-quant in the prepared model.
+        tensors: names of all tensors that it rounds, as in an exported file.
+        layer: path of the layer whose weight it rounds; None for activations.
+        node: name of the node that computes the first tensor, as in ``quant_report``; None for a weight.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Unit:
         return self.layer is not None
 
     def rule(self, bits: int) -> dict[str, Any]:
-        """The rule of ``overrides`` that gives it so many bits."""
+        """The rule for ``overrides`` that sets its bit width."""
         if self.is_weight:
             return {"match": {"module": self.layer}, "weight": {"bit_width": bits}}
         return {"match": {"node": self.node}, "value": {"bit_width": bits}}
@@ -55,7 +55,7 @@ def eval_graph(gm: QuantGraphModule) -> fx.Graph:
 def find_units(gm: QuantGraphModule) -> dict[str, Unit]:
     """Every unit of a prepared model by name, in the order of execution."""
     found: dict[str, Unit] = {}
-    names: dict[str, str] = {}  # of the unit, by path
+    names: dict[str, str] = {}  # name of the unit by path of its fake-quant
     for node in eval_graph(gm).nodes:
         module = called_module(node)
         target = str(node.target)

@@ -50,5 +50,5 @@ def test_errors_are_one_line(example, tmp_path):
     with pytest.raises(SystemExit) as caught:
         example.main(["--size", "0"])
     assert caught.value.code == 2
-    with pytest.raises(SystemExit, match="^error: .*file may be 1000 bytes, and are [0-9]+ at least"):
+    with pytest.raises(SystemExit, match="^error: .*file: budget 1000 bytes, at least [0-9]+ needed"):
         example.main(["--epochs", "1", "--method", "fisher", "--size", "1", "--output-dir", str(tmp_path / "tight")])

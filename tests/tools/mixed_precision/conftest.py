@@ -8,7 +8,7 @@ from fxqat.tools.mixed_precision.bank import WidthBank
 
 
 class Net(nn.Module):
-    """Four weights; the sum and its operands, and the operands of the concatenation, have scales to share."""
+    """Four weights; the sum and its operands, and the operands of the concatenation, share scales."""
 
     def __init__(self):
         super().__init__()

@@ -27,7 +27,7 @@ def test_units_are_weights_and_values_of_one_scale(bank):
     assert len({unit.path for unit in bank.units.values()}) == len(bank.units)
 
 
-def test_a_mix_is_what_its_overrides_prepare(bank, net, batches):
+def test_a_mix_equals_the_model_of_its_overrides(bank, net, batches):
     widths = mixed(bank)
     gm = bank.mix(widths)
     overrides = [bank.units[name].rule(bits) for name, bits in widths.items()]
@@ -51,7 +51,7 @@ def test_the_model_of_a_bank_is_the_float_model(bank, net, batches):
         torch.testing.assert_close(bank.model(batches[0]), net(batches[0]))
 
 
-def test_a_finetuned_model_keeps_what_it_need_not_change(bank, batches):
+def test_a_finetuned_model_keeps_the_fake_quants_that_have_their_width(bank, batches):
     gm = bank.mix({})
     with torch.no_grad():
         gm.b.weight.mul_(2.0)
@@ -63,7 +63,7 @@ def test_a_finetuned_model_keeps_what_it_need_not_change(bank, batches):
     assert [path for path in before if after[path] is not before[path]] == ["b.weight_fake_quant"]
     assert torch.equal(gm.c.weight_fake_quant.scale, scale)
     fresh = bank.quant("b.weight", 4)
-    torch.testing.assert_close(after["b.weight_fake_quant"].scale, 2 * fresh.scale)  # of the weight as it is now
+    torch.testing.assert_close(after["b.weight_fake_quant"].scale, 2 * fresh.scale)  # calibrated on the current weight
     assert after["b.weight_fake_quant"].scheme.bit_width == 4
 
 
@@ -76,7 +76,7 @@ def test_a_mix_is_exported_with_its_widths(bank, batches, tmp_path):
     assert sorted(found.values()) == ["int4", "int4", "int4", "int8"]
 
 
-def test_what_is_kept_has_its_own_width(net, batches):
+def test_kept_units_have_their_configured_width(net, batches):
     config = {"overrides": [{"match": {"module": "a"}, "weight": {"bit": 6}}]}
     bank = WidthBank(net, batches, (4,), (8,), "ONNXRuntime", config, keep=["a.weight"])
     assert bank.widths["a.weight"] == (6,)
@@ -88,9 +88,9 @@ def test_what_is_kept_has_its_own_width(net, batches):
     ("arguments", "message"),
     [
         ({"batches": []}, "at least one batch"),
-        ({"weight_widths": ()}, "one width of weights"),
+        ({"weight_widths": ()}, "one weight width"),
         ({"weight_widths": (1,)}, "bit_width must be an integer from 2 to 16, got 1"),
-        ({"keep": ["a"] + ["d.weight"]}, "'d.weight', which is no unit"),
+        ({"keep": ["a"] + ["d.weight"]}, "unknown unit 'd.weight'"),
     ],
 )
 def test_wrong_arguments(net, batches, arguments, message):
@@ -99,10 +99,10 @@ def test_wrong_arguments(net, batches, arguments, message):
 
 
 def test_wrong_widths(bank):
-    with pytest.raises(ConfigError, match="no unit 'd'"):
+    with pytest.raises(ConfigError, match="unknown unit 'd'"):
         bank.mix({"d": 4})
-    with pytest.raises(ConfigError, match="b.weight may have 2, 4, 8 bits, not 3"):
+    with pytest.raises(ConfigError, match="b.weight can have 2, 4, 8 bits, not 3"):
         bank.mix({"b.weight": 3})
     other = fxqat.prepare_by_platform(nn.Sequential(nn.Conv2d(3, 4, 1)), "TSQAT")
-    with pytest.raises(ConfigError, match="not prepared as the one of the bank"):
+    with pytest.raises(ConfigError, match="not prepared as the model of the bank"):
         bank.install(other, {})

@@ -19,7 +19,7 @@ def table(seed):
     scores = {name: {bits: draw.random() * 4.0**-bits * 100 for bits in WIDTHS} for name in LAYERS}
 
     def rising(most):
-        """What a unit costs at each width: any numbers, the more bits the more."""
+        """The cost of a unit at each width: random and rising."""
         return dict(zip(WIDTHS, sorted(draw.uniform(0, most) for _ in WIDTHS), strict=True))
 
     size = Cost("size", "bytes", (Row({name: rising(800) for name in LAYERS}),))
@@ -54,7 +54,7 @@ def test_it_is_as_good_as_exhaustive_search(seed):
         assert found.costs[cost.name] == cost.of(found.widths) <= limit * (1 + 1e-9)
 
 
-def test_without_budgets_each_has_what_loses_least():
+def test_without_budgets_each_unit_gets_its_least_loss():
     scores, _ = table(0)
     scores["layer2"][4] = -1.0
     found = solve(scores, [])
@@ -66,17 +66,19 @@ def test_a_cost_of_other_widths_is_refused():
     scores, (size, _, work) = table(0)
     less = {name: {bits: loss for bits, loss in losses.items() if bits < 8} for name, losses in scores.items()}
     assert set(solve(less, [(size, 1e9), (work, 1e9)]).widths.values()) <= {2, 4}
-    with pytest.raises(ConfigError, match="cost 'size' is of layer0 at 2, 4, 8 bits, the scores at 2, 4, 8, 16: make"):
+    with pytest.raises(
+        ConfigError, match="'size' has layer0 at 2, 4, 8 bits, the scores have it at 2, 4, 8, 16: compute"
+    ):
         solve({name: losses | {16: 0.0} for name, losses in scores.items()}, [(size, 1e9)])
-    with pytest.raises(ConfigError, match="cost 'work' is of layer0 at 2, 4, 8 bits, the scores at none"):
+    with pytest.raises(ConfigError, match="cost 'work' has layer0 at 2, 4, 8 bits, the scores have it at none"):
         solve({name: losses for name, losses in scores.items() if name != "layer0"}, [(work, 1e9)])
 
 
 def test_too_small_a_budget_is_an_error_that_says_the_least():
     scores, (size, peak, _) = table(0)
     least = dict.fromkeys(LAYERS, 2)
-    with pytest.raises(ConfigError, match=f"size may be 1 bytes, and are {size.of(least):g} at least"):
+    with pytest.raises(ConfigError, match=f"size: budget 1 bytes, at least {size.of(least):g} needed"):
         solve(scores, [(size, 1.0)])
     assert solve(scores, [(size, size.of(least) * (1 + 1e-9))]).widths == least
-    with pytest.raises(ConfigError, match="peak may be 0.5 bytes"):
+    with pytest.raises(ConfigError, match="peak: budget 0.5 bytes"):
         solve(scores, [(size, 1e9), (peak, 0.5)])

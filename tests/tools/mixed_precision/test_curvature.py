@@ -1,4 +1,4 @@
-"""Traces against the exact Hessian, and scores against what is really lost."""
+"""Traces against the exact Hessian, and scores against the real loss."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_squared_gradients_are_those_of_one_sample(mlp):
         torch.testing.assert_close(found[i] * 16, value.grad.square())
 
 
-def test_own_cross_entropy_is_least_where_the_model_is(mlp):
+def test_own_cross_entropy_is_least_at_the_model_s_outputs(mlp):
     model, x = mlp
     outputs = model(x).detach().requires_grad_()
     own_cross_entropy(outputs, None).backward()
@@ -60,7 +60,7 @@ def test_own_cross_entropy_is_least_where_the_model_is(mlp):
     assert outputs.grad.shape == (16, 4)
 
 
-def test_signs_are_orthogonal_and_do_not_end():
+def test_signs_are_orthogonal_and_endless():
     draw = orthogonal_signs(torch.zeros(4, 8))
     rows = torch.stack([next(draw).flatten() for _ in range(64)])
     assert torch.equal(rows.abs(), torch.ones(64, 32))

@@ -1,4 +1,4 @@
-"""Costs that the graph decides, by hand."""
+"""Costs that depend on the graph, against values computed by hand."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_bit_operations_of_a_sample(bank, batches):
     assert bit_operations(bank, (batches[0][:1],)) == bit_operations(bank, (batches[0],))
 
 
-def test_an_activation_function_is_computed_with_what_it_reads():
+def test_an_activation_function_is_computed_with_its_input():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
@@ -28,7 +28,7 @@ def test_an_activation_function_is_computed_with_what_it_reads():
 
     bank = WidthBank(Residual().eval(), [torch.randn(2, 3, 4, 4)], (8,), (2, 8))
     cost, widths = activation_peak(bank, (torch.randn(2, 3, 4, 4),)), dict.fromkeys(bank.units, 8)
-    # a and b and their sum, which is rounded behind the ReLU
+    # a and b and their sum, which is rounded after the ReLU
     assert cost.of(widths) == (1 + 1 + 1) * 8 * 16
     assert cost.of(widths | {"relu": 2}) == (1 + 1 + 2 / 8) * 8 * 16
 
@@ -62,4 +62,4 @@ def test_the_peak_of_activations(way, shared):
             (b + c + last) * 8,
         ]
         assert cost.of(widths) == max(schedule) / 8
-    assert len(cost.rows) < 5  # what cannot be the peak is left out
+    assert len(cost.rows) < 5  # rows that cannot be the peak are removed

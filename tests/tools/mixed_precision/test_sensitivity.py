@@ -1,4 +1,4 @@
-"""What is lost by each width: four ways that agree, files, and going on where it stopped."""
+"""The loss of each width: four methods that agree, files, and resuming."""
 
 import csv
 
@@ -16,7 +16,7 @@ def found(bank, batches):
 
 
 @pytest.mark.parametrize("method", ["hessian", "fisher"])
-def test_scores_of_derivatives_are_near_what_is_really_lost(found, method):
+def test_scores_from_derivatives_are_near_the_real_loss(found, method):
     alone, guessed = (
         torch.tensor([loss for losses in found[m].scores.values() for loss in losses.values()]).clamp_min(1e-12).log()
         for m in ("alone", method)
@@ -44,7 +44,7 @@ def test_alone_is_a_model_with_one_quantized_unit(bank, batches, found):
     assert sum(lost) > 0
 
 
-def test_measures_of_ones_own(bank, batches):
+def test_own_measures(bank, batches):
     seen = []
 
     def measure(outputs, expected, target):
@@ -72,11 +72,11 @@ def test_the_task_s_own_loss(bank, batches):
     once = sensitivity(bank, batches, "fisher", loss=loss, targets=labels).scores
     twice = sensitivity(bank, batches, "fisher", loss=lambda *a: 2 * loss(*a), targets=labels).scores
     assert twice["b.weight"][2] == pytest.approx(4 * once["b.weight"][2])
-    with pytest.raises(ConfigError, match="2 batches, but targets for 1"):
+    with pytest.raises(ConfigError, match="2 batches, but 1 targets"):
         sensitivity(bank, batches, targets=labels[:1])
 
 
-def test_it_goes_on_where_it_stopped(bank, batches, tmp_path):
+def test_it_resumes(bank, batches, tmp_path):
     path = tmp_path / "scores.json"
     count = 0
 
@@ -118,5 +118,5 @@ def test_wrong_arguments(bank, batches, tmp_path):
     with pytest.raises(ConfigError, match="is not a file of Sensitivity.write_json"):
         sensitivity(bank, batches, path=tmp_path / "scores.json")
     sensitivity(bank, batches, "fisher", path=tmp_path / "fisher.json")
-    with pytest.raises(ConfigError, match="holds scores of 'fisher'"):
+    with pytest.raises(ConfigError, match="has scores of 'fisher'"):
         sensitivity(bank, batches, path=tmp_path / "fisher.json")

@@ -1,4 +1,4 @@
-"""Widths are raised by what they win, until it is enough."""
+"""Widths are raised by their gain until the target is reached."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_it_ends_when_nothing_is_left(bank, scores, metric):
 
 
 def test_wrong_arguments(bank, scores, metric):
-    with pytest.raises(ConfigError, match="no unit 'd'"):
+    with pytest.raises(ConfigError, match="unknown unit 'd'"):
         skip_until(bank, metric, 0.0, scores, {"d": 4})
     with pytest.raises(ConfigError, match="x has no score at 4, 8 bits"):
         skip_until(bank, metric, 0.0, {name: losses for name, losses in scores.items() if name != "x"})

@@ -29,7 +29,7 @@ def model_and_data():
 
 
 def means(gm, batches, quantized, path):
-    """The mean of each channel before the activation, from a hook of its own."""
+    """The mean of each channel before the activation, measured with a separate hook."""
     (fxqat.enable_quantization if quantized else fxqat.disable_all)(gm)
     layer, found = gm.get_submodule(path), []
     activation, layer.activation = layer.activation, nn.Identity()
@@ -42,7 +42,7 @@ def means(gm, batches, quantized, path):
     return torch.cat(found, 1).mean(1)
 
 
-def test_the_mean_of_every_layer_is_that_of_the_float_model():
+def test_every_layer_has_the_mean_of_the_float_model():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     paths = ["0", "3.conv1", "3.conv2", "4", "7"]
@@ -54,7 +54,7 @@ def test_the_mean_of_every_layer_is_that_of_the_float_model():
     for path in paths:
         error = (before[path] - expected[path]).abs().max()
         left = (means(gm, batches, True, path) - expected[path]).abs().max()
-        assert left < 0.2 * error  # what is left is the rounding of the bias, to a step of input times weight
+        assert left < 0.2 * error  # the rest is the rounding of the bias to a step of s_x * s_w
         assert error > 1e-2
 
 
@@ -64,7 +64,7 @@ def test_a_model_that_is_not_calibrated_is_an_error():
         correct_bias(fxqat.prepare_by_platform(model), batches)
 
 
-def test_a_corrected_model_is_no_float_model_to_compare_with():
+def test_a_corrected_model_is_refused_where_the_float_model_is_needed():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     correct_bias(gm, batches)
@@ -73,7 +73,7 @@ def test_a_corrected_model_is_no_float_model_to_compare_with():
             again(gm, batches)
 
 
-def test_it_stays_corrected_in_a_checkpoint(tmp_path):
+def test_a_checkpoint_remembers_the_correction(tmp_path):
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     fxqat.save_checkpoint(gm, tmp_path / "plain.pth")
@@ -87,8 +87,12 @@ def test_it_stays_corrected_in_a_checkpoint(tmp_path):
     correct_bias(found, batches)
 
 
-@pytest.mark.parametrize("tool", [correct_bias, lambda *args: reconstruct(*args, correct_bias=True)])
-def test_an_interrupted_correction_counts_as_one(tool, monkeypatch):
+def reconstruct_and_correct(gm, batches):
+    reconstruct(gm, batches, Reconstruction(iterations=1), correct_bias=True)
+
+
+@pytest.mark.parametrize("tool", [correct_bias, reconstruct_and_correct])
+def test_an_interrupted_correction_counts_as_a_correction(tool, monkeypatch):
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     with monkeypatch.context() as patch:
@@ -119,7 +123,7 @@ def test_reconstruction_corrects_each_segment_before_it_is_learned(monkeypatch):
         assert (means(gm, batches, True, path) - expected[path]).abs().max() < 0.2 * error, path
 
 
-def test_reconstruction_that_corrects_goes_towards_the_biases_of_the_float_model():
+def test_reconstruction_with_correction_approaches_the_float_model():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     with torch.no_grad():

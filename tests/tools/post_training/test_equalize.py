@@ -1,4 +1,4 @@
-"""Equalization: the function stays, the ranges become equal, and high biases move on."""
+"""Equalization: the function is unchanged, the ranges become equal, high biases are absorbed."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def outputs(gm, x):
 
 
 def ranges(gm, pair):
-    """The largest magnitude of each channel between two layers, as one gives it and as the other reads it, by hand."""
+    """The weight range of each channel between two layers: of the first's outputs and of the second's inputs."""
     first, second = (gm.get_submodule(path) for path in pair[:2])
     result = []
     for layer, gives in ((first, True), (second, False)):
@@ -56,7 +56,7 @@ def ranges(gm, pair):
     return result
 
 
-def test_the_function_stays_and_the_ranges_of_every_pair_become_equal():
+def test_the_function_is_unchanged_and_the_ranges_of_every_pair_become_equal():
     model, x = uneven(mobile()), torch.randn(2, 3, 8, 8)
     gm = fxqat.prepare_by_platform(model, example_inputs=x).eval()
     pairs = equalize(gm, iterations=200, absorb_bias=False)
@@ -67,7 +67,7 @@ def test_the_function_stays_and_the_ranges_of_every_pair_become_equal():
         np.testing.assert_allclose(given, read, rtol=1e-2)
 
 
-def test_the_factor_is_the_papers():
+def test_the_factor_is_that_of_the_paper():
     model = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.ReLU(), nn.Conv2d(2, 1, 1, bias=False))
     model[0].weight.data.copy_(torch.tensor([8.0, 1.0]).reshape(2, 1, 1, 1))
     model[2].weight.data.copy_(torch.tensor([2.0, 4.0]).reshape(1, 2, 1, 1))
@@ -88,7 +88,7 @@ def test_channels_that_are_zero_on_one_side_do_not_stand_out():
     np.testing.assert_allclose(gm.get_submodule("2").weight.detach().flatten(), [2, 0, 2, 0], rtol=1e-5)
 
 
-def test_a_layer_without_a_channel_that_is_read_stays():
+def test_a_layer_whose_channels_are_not_used_is_unchanged():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Conv2d(2, 1, 1))
     model[2].weight.data.zero_()
     gm = fxqat.prepare_by_platform(model)
@@ -113,7 +113,7 @@ def test_high_biases_are_absorbed(bias):
     torch.testing.assert_close(outputs(gm, x), model(x), rtol=1e-4, atol=1e-4)
 
 
-def test_relu6_stands_between_unless_it_is_replaced():
+def test_relu6_separates_layers_unless_it_is_replaced():
     model = uneven(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 2, 1)))
     assert equalize(fxqat.prepare_by_platform(model)) == []
     gm = fxqat.prepare_by_platform(model)
@@ -131,7 +131,7 @@ def test_the_model_runs_only_where_there_is_a_relu6(activation, passes):
     assert len(calls) == passes
 
 
-def test_relu6_stays_where_it_clips_nothing_more():
+def test_relu6_is_kept_and_clips_no_more_values():
     torch.manual_seed(0)
     model = uneven(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 2, 1)))
     x = torch.randn(4, 3, 8, 8)
@@ -153,7 +153,7 @@ def test_relu6_stays_where_it_clips_nothing_more():
 @pytest.mark.parametrize(
     "name", ["residual", "concat", "shared_module", "two_readers", "conv1d", "conv3d", "linear_bn"]
 )
-def test_whatever_the_pairs_are_the_function_stays(name):
+def test_the_function_is_unchanged_for_all_pairs(name):
     model = build(name)
     gm = fxqat.prepare_by_platform(model).eval()
     pairs = equalize(gm, absorb_bias=False)

@@ -1,4 +1,4 @@
-"""GPTQ: the paper's equations, every kind of layer, and that what was found is what is deployed."""
+"""GPTQ: the paper's equations, every type of layer, and the deployed integers are the solution."""
 
 import importlib
 
@@ -27,7 +27,7 @@ from tests.models import build, calibrate, inputs
 gptq_module = importlib.import_module("fxqat.tools.post_training.gptq")
 reconstruct_module = importlib.import_module(
     "fxqat.tools.post_training.reconstruct"
-)  # the package has the function by this name
+)  # the package has a function of this name
 
 
 def random(*shape, seed=0):
@@ -39,7 +39,7 @@ def correlated(columns, samples, seed=0):
 
 
 def optimal_brain_quantizer(weight, gram, scale, low, high):
-    """Equations 2 and 3 as they stand: the inverse Hessian of what is left, anew for each column."""
+    """Equations 2 and 3 literally: the inverse Hessian of the remaining columns is computed for each column."""
     weight, found = weight.copy(), np.zeros_like(weight)
     left = list(np.argsort(-np.diag(gram), kind="stable"))
     while left:
@@ -61,7 +61,7 @@ def quadratic(distance, gram):
 
 @pytest.fixture(scope="module")
 def toy():
-    """The weights, grams and scales of two groups; more columns than go in a block, and some of a next one."""
+    """The weights, grams and scales of two groups, with more columns than one block."""
     count = BLOCK + 12
     grams = [(x @ x.T) / 400 for x in (correlated(count, 400, seed=group) for group in range(2))]
     weight = torch.stack([random(5, count, seed=10 + group) for group in range(2)])
@@ -69,7 +69,7 @@ def toy():
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_it_is_the_papers(bits, toy):
+def test_it_is_that_of_the_paper(bits, toy):
     weight, gram, scale = toy
     values = grid(scale, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     found = values.nearest(gptq(QuadraticError.of(weight, damped(gram, 0.01)), values))
@@ -83,7 +83,7 @@ def test_it_is_the_papers(bits, toy):
     assert quadratic(found - weight, extended).sum() < quadratic(nearest - weight, extended).sum()
 
 
-def test_no_column_alone_is_better_behind_the_descent(toy, monkeypatch):
+def test_no_single_column_is_better_after_coordinate_descent(toy, monkeypatch):
     weight, gram, scale = toy
     error, values = QuadraticError.of(weight, damped(gram, 0.01)), grid(scale, -2, 1)
     first = gptq(error, values)
@@ -131,7 +131,7 @@ def integers(gm):
 
 
 @pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs", "conv3d"])
-def test_the_error_falls_and_the_integers_are_those_that_were_found(name, monkeypatch):
+def test_the_error_falls_and_the_integers_are_the_solution(name, monkeypatch):
     _, gm, batches = low_bit(name)
     found = {}
 
@@ -179,12 +179,12 @@ def test_the_scales_are_those_of_the_least_error(name, scheme, monkeypatch):
             assert (tried == quant.used_scale()).any(0).all()
             assert torch.equal(quant.qparams()[1], zero_point)
             assert bool((zero_point != 0).any()) == (scheme == "asymmetric")
-    if scheme not in ("per tensor", "power of two"):  # with little to choose from, a layer's gain may be lost behind it
+    if scheme not in ("per tensor", "power of two"):  # with few choices, later layers may undo a layer's gain
         assert errors[SCALE_FACTORS] < 0.9 * errors[1.0,]
 
 
 @pytest.mark.parametrize("correct_bias", [False, True])
-def test_how_many_layers_a_segment_has_changes_nothing(correct_bias):
+def test_the_number_of_layers_in_a_segment_changes_nothing(correct_bias):
     found = []
     for max_layers in (1, 6):
         _, gm, batches = low_bit("residual")
@@ -195,7 +195,7 @@ def test_how_many_layers_a_segment_has_changes_nothing(correct_bias):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
-def test_the_correction_of_biases_goes_with_it():
+def test_it_works_with_bias_correction():
     errors = {}
     for correct_bias in (False, True):
         model, gm, batches = low_bit("residual")
@@ -206,8 +206,8 @@ def test_the_correction_of_biases_goes_with_it():
     assert errors[True] < 0.5 * errors[False]
 
 
-def test_learning_goes_on_from_it():
-    def second_layer(setting):  # the first one reads what the float model's does
+def test_learning_starts_from_its_result():
+    def second_layer(setting):  # the first one has the float model's inputs
         _, gm, batches = low_bit("conv_bn_relu")
         reconstruct(gm, batches, setting)
         return integers(gm)[1]
@@ -221,7 +221,7 @@ def test_learning_goes_on_from_it():
     assert shares[1] < 0.9
 
 
-def test_what_it_gives_is_exported(tmp_path):
+def test_the_result_is_exported(tmp_path):
     model, gm, batches = low_bit("residual", "ONNXRuntime")
     before = error(gm, model, batches)
     reconstruct(gm, batches, "GPTQ")

@@ -1,4 +1,4 @@
-"""The moments of what a layer reads, and the weight that goes towards what the float model gives."""
+"""The moments of a layer's inputs, and the weight that best reproduces the float model's outputs."""
 
 import copy
 
@@ -26,7 +26,7 @@ def moments(x, changed):
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_averages_are_those_of_all_samples(centred):
+def test_averages_are_over_all_samples(centred):
     x, changed = 2 + correlated(5, 40), 1 + correlated(5, 40, seed=7)
     both = moments(x[:, :15], changed[:, :15]) + moments(x[:, 15:], changed[:, 15:])
     gram, cross = (t[0].numpy() for t in both.averages(centred))
@@ -52,8 +52,8 @@ def ridge(weight, x, changed, damping):
 
 
 @pytest.mark.parametrize("samples", [6, 20, 60, 2000])
-def test_it_goes_as_far_as_each_half_helps_the_other(samples):
-    """Against the errors themselves, on the samples."""
+def test_the_damping_is_chosen_by_cross_validation(samples):
+    """Compare with the errors on the samples."""
     x, weight = correlated(8, samples), random(3, 8, seed=3)
     changed = x + 0.4 * random(8, 8, seed=5) @ x + 0.8 * random(8, samples, seed=9)
     parts = [(x[:, part], changed[:, part]) for part in (slice(samples // 2), slice(samples // 2, None))]
@@ -68,7 +68,7 @@ def test_it_goes_as_far_as_each_half_helps_the_other(samples):
     assert (samples == 6) or not np.allclose(expected, w, atol=1e-3)
 
 
-def test_one_sample_is_no_reason_to_change_a_weight():
+def test_one_sample_changes_no_weight():
     weight = random(1, 3, 4)
     alone = moments(random(4, 1), random(4, 1, seed=2))
     nothing = moments(random(4, 0), random(4, 0))
@@ -81,7 +81,7 @@ def test_a_damped_gram_has_an_inverse():
     torch.testing.assert_close(damped(2 * torch.eye(3), 0.5), 3 * torch.eye(3))
 
 
-def test_halves_are_of_what_the_layer_reads():
+def test_halves_are_of_the_layer_s_inputs():
     gm = fxqat.prepare_by_platform(build("conv_bn_relu"), "TSQAT")
     batches = [inputs("conv_bn_relu", seed=i) for i in range(2)]
     values = [named_inputs(calibrate(gm, *batches).eval(), batch) for batch in batches]

@@ -39,12 +39,12 @@ def test_every_layer_is_a_product_of_matrices(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_added_up_along_an_axis_of_the_weight(name):
+def test_sums_along_an_axis_of_the_weight(name):
     layer, _ = LAYERS[name]
     op, weight = weighted_op(layer), layer.weight.detach()
     values = torch.arange(layer.bias.numel(), dtype=torch.float64).view(weight_to_matrices(op, weight).shape[:2])
     inputs = weight.numel() // values.numel()
     assert float(sum_along_axis(op, values, weight.shape, None)) == inputs * float(values.sum())
-    transposed = "Transpose" in name  # there, channels of several groups share a place on the axis
+    transposed = "Transpose" in name  # there the groups share the indices of the axis
     expected = values.sum(0) if transposed else values.flatten()
     assert torch.equal(sum_along_axis(op, values, weight.shape, int(transposed)), inputs * expected)

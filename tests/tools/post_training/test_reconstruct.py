@@ -1,4 +1,4 @@
-"""Reconstruction: the formulas of AdaRound, and that what was learned is what is deployed."""
+"""Reconstruction: the formulas of AdaRound, and the deployed integers are the learned ones."""
 
 import copy
 import importlib
@@ -22,7 +22,7 @@ from tests.models import build, calibrate, inputs
 
 reconstruct_module = importlib.import_module(
     "fxqat.tools.post_training.reconstruct"
-)  # the package has the function by this name
+)  # the package has a function of this name
 LOW_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "w_observer": "MSE"}}
 QUICK = Reconstruction(iterations=60, drop=0.2)
 
@@ -33,11 +33,11 @@ def low_bit(name="residual", config=LOW_BITS):
     return calibrate(gm, *batches).eval(), batches
 
 
-def test_adaround_is_the_papers():
+def test_adaround_is_that_of_the_paper():
     weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
     quant = calibrate_quant(make_fake_quant(INT8_WEIGHT, "weight_fake_quant", 0, 4), weight)
     soft = AdaRoundFakeQuantize(quant, weight)
-    torch.testing.assert_close(soft.quantize(weight), weight, rtol=0, atol=1e-5)  # it starts where nothing is rounded
+    torch.testing.assert_close(soft.quantize(weight), weight, rtol=0, atol=1e-5)  # at the start nothing is rounded
     with torch.no_grad():
         soft.rounding.add_(torch.randn(soft.rounding.shape, generator=torch.Generator().manual_seed(1)))
     v, w = soft.rounding.detach().double().numpy(), weight.double().numpy()
@@ -67,7 +67,7 @@ def test_the_exponent_falls_from_beta_to_beta():
 
 
 @pytest.mark.parametrize("name", ["residual", "conv_bn_relu", "attention", "transpose_convs"])
-def test_the_error_falls_and_the_integers_are_those_that_were_learned(name, monkeypatch):
+def test_the_error_falls_and_the_integers_are_the_learned_ones(name, monkeypatch):
     gm, batches = low_bit(name)
     learned = {}
     rounded = AdaRoundFakeQuantize.rounded
@@ -84,15 +84,15 @@ def test_the_error_falls_and_the_integers_are_those_that_were_learned(name, monk
     assert 0 < after < before
     assert len(learned) == len(layers)
     kept = []
-    for layer, old in zip(layers, nearest, strict=True):  # rounded to the nearest, as ever
+    for layer, old in zip(layers, nearest, strict=True):  # rounded to the nearest
         weight = layer.weight_fake_quant.quantize(layer.folded()[0].detach())
         kept.append(torch.allclose(weight, learned[id(layer.weight_fake_quant.observer)], rtol=0, atol=1e-6))
-        assert kept[-1] or torch.allclose(weight, old, rtol=0, atol=1e-6)  # what was learned was no better
+        assert kept[-1] or torch.allclose(weight, old, rtol=0, atol=1e-6)  # learning did not improve it
     assert sum(kept) > len(layers) / 2
 
 
 @pytest.mark.parametrize("correct", [False, True])
-def test_a_segment_that_learning_makes_worse_is_left_as_it_was(correct, monkeypatch):
+def test_a_segment_that_learning_makes_worse_is_restored(correct, monkeypatch):
     gm, batches = low_bit()
     before = copy.deepcopy(gm.state_dict())
 
@@ -130,7 +130,7 @@ def test_only_weights_and_scales_change_and_only_where_asked():
 
 
 @pytest.mark.parametrize("least", [0, 1, 2])
-def test_a_segment_is_left_in_the_best_of_its_states(least):
+def test_the_best_state_of_a_segment_is_kept(least):
     gm, batches = low_bit()
     fxqat.enable_quantization(gm)
     segment = split(gm)[0]
@@ -150,13 +150,13 @@ def test_a_segment_is_left_in_the_best_of_its_states(least):
     assert torch.equal(layer.weight, weights[least])
 
 
-def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay():
+def test_the_same_seed_gives_the_same_model_and_the_caller_s_random_state_is_kept():
     state = torch.random.get_rng_state()
     models = []
     for _ in range(2):
         gm, batches = low_bit()
         torch.random.set_rng_state(state)
-        reconstruct(gm, batches, QUICK, seed=3)
+        reconstruct(gm, batches, Reconstruction(iterations=10, drop=0.2), seed=3)
         assert torch.equal(torch.random.get_rng_state(), state)
         models.append(gm)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
@@ -164,7 +164,7 @@ def test_the_same_seed_gives_the_same_model_and_the_callers_random_numbers_stay(
 
 def test_a_reconstructed_model_is_exported(tmp_path):
     gm, batches = low_bit(config=None)
-    reconstruct(gm, batches, QUICK)
+    reconstruct(gm, batches[:1], Reconstruction(iterations=5, drop=0.2))
     report = fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx")
     assert report.certificate.passed
 
@@ -195,7 +195,7 @@ def test_wrong_settings_are_errors(name, value):
 
 
 @pytest.mark.parametrize(("share", "expected"), [(1.0, 1.0), (0.5, 0.5), (0.25, 0.25), (1e-4, 1 / 256)])
-def test_the_share_of_values_that_are_dropped(share, expected):
+def test_the_fraction_of_dropped_values(share, expected):
     torch.manual_seed(0)
     a, b = torch.zeros(301, 333), torch.ones(301, 333)
     chosen = _mix_randomly(a, b, share)

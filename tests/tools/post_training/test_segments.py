@@ -1,4 +1,4 @@
-"""Segments: run one behind the other they are the model, and they end where residual blocks do."""
+"""Segments: run one after another they compute the model, and they end where residual blocks end."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.models import TOYS, BasicBlock, calibrate, calibrated, inputs
 
 
 def chained(gm, segments, batch):
-    """All values that are written, from running one segment behind the other."""
+    """All outputs of the segments, run one after another."""
     values, written = [named_inputs(gm, batch)], {}
     for i, segment in enumerate(segments):
         results = segment.run(values, quantized=True)
@@ -27,7 +27,7 @@ def chained(gm, segments, batch):
 
 @pytest.mark.parametrize("max_layers", [1, 6])
 @pytest.mark.parametrize("name", TOYS)
-def test_the_segments_in_a_row_are_the_model(name, max_layers):
+def test_the_segments_compute_the_model(name, max_layers):
     gm = calibrated(name).eval()
     segments = split(gm, max_layers)
     written = chained(gm, segments, inputs(name))
@@ -45,7 +45,7 @@ def test_the_segments_in_a_row_are_the_model(name, max_layers):
 
 
 class UNet(nn.Module):
-    """A long way around: from the first layer to the last."""
+    """A long skip connection from the first layer to the last."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_blocks_are_segments():
     assert all(len(segment.writes) == 1 for segment in segments[:-1])
 
 
-def test_layers_one_by_one_are_taken_three_at_a_time():
+def test_single_layers_are_grouped_by_three():
     layers = [nn.Conv2d(4, 4, 1) for _ in range(5)]
     model = nn.Sequential(*layers, BasicBlock(4, 4), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).eval()
     gm = prepare_by_platform(model)
@@ -78,15 +78,15 @@ def test_layers_one_by_one_are_taken_three_at_a_time():
     assert counts == {1: [1] * 9, 2: [2, 2, 1, 2, 2], 6: [3, 2, 2, 2]}
 
 
-def test_a_quantizer_is_in_the_segment_that_reads_what_it_rounds():
+def test_a_quantizer_is_in_the_segment_that_reads_the_rounded_value():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1))
     segments = split(prepare_by_platform(model), max_layers=1)
     assert [len(segment.layers) for segment in segments] == [1, 1]
     assert segments[0].writes == ("_0",)
-    assert len(segments[1].quantizers) == 2  # of what the first gives, and of the output
+    assert len(segments[1].quantizers) == 2  # of the first layer's output, and of the model's output
 
 
-def test_where_several_values_go_on():
+def test_segments_that_pass_on_several_values():
     gm = calibrate(prepare_by_platform(UNet().eval()), (torch.randn(2, 3, 8, 8),))
     whole, parts = split(gm, max_layers=100), split(gm, max_layers=2)
     assert [len(segment.layers) for segment in whole] == [1, 5, 1]

@@ -9,7 +9,7 @@ import torch
 from fxqat.tools.profiling.compare import Comparison, decibels
 
 
-def test_measures_are_those_of_the_formulas():
+def test_measures_follow_the_formulas():
     random = np.random.default_rng(0)
     pairs = [(random.normal(size=(2, 3, 5)), random.normal(size=(2, 3, 5))) for _ in range(3)]
     comparison = Comparison()
@@ -33,7 +33,7 @@ def test_measures_are_those_of_the_formulas():
     ],
     ids=["exact", "gone", "zeros", "from nothing", "turned round"],
 )
-def test_the_ends_of_the_scales(x, y, cosine, sqnr):
+def test_extreme_values(x, y, cosine, sqnr):
     comparison = Comparison()
     comparison.add(torch.tensor(x), torch.tensor(y))
     found = comparison.difference()
@@ -48,8 +48,8 @@ def test_channels_that_are_dead_and_lost():
     x[:, 2] = 7.0
     found = x.clone()
     found[:, 1] = 0.0  # all of it rounded away
-    found[:, 2] += 1.0  # constant, and still is
-    found[:, 3] += 1.0  # a shift does not take the information
+    found[:, 2] += 1.0  # constant before and after
+    found[:, 3] += 1.0  # a shift loses no information
     comparison = Comparison(axis=1)
     for part, other in zip(x.split(1), found.split(1), strict=True):
         comparison.add(part, other)

@@ -1,4 +1,4 @@
-"""BatchNorm re-estimation: the statistics are those of the quantized network, and the integers stay."""
+"""BatchNorm re-estimation: statistics of the quantized network, unchanged integers."""
 
 import copy
 
@@ -53,7 +53,7 @@ def test_statistics_are_the_mean_over_the_batches(bn_mode):
     assert int(layer.bn.num_batches_tracked) == int(old.bn.num_batches_tracked)
 
 
-def test_the_mode_stays_and_no_batch_is_an_error():
+def test_the_mode_is_kept_and_no_batch_is_an_error():
     model, batches = model_and_data(groups=4)
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", CONFIG), *batches).train()
     reestimate_batch_norm(gm, batches)

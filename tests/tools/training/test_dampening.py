@@ -16,11 +16,11 @@ INT3 = QuantizeScheme(3, per_channel=True, narrow_range=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_the_loss_is_the_papers(case) -> None:
+def test_the_loss_is_that_of_the_paper(case) -> None:
     layer = switch_on(make_qat_layer(case, scheme=INT3))
     quant = layer.weight_fake_quant
     with torch.no_grad():
-        quant.scale.mul_(0.7)  # some weights are outside
+        quant.scale.mul_(0.7)  # some weights are outside the range
     loss = dampening_loss(nn.Sequential(layer, nn.Identity()))
     loss.backward()
     folded, axis = as_float64(layer.folded()[0]), quant.axis
@@ -36,7 +36,7 @@ def test_the_loss_is_the_papers(case) -> None:
     assert layer.bn.weight.grad is None
 
 
-def test_it_draws_weights_to_the_middle() -> None:
+def test_weights_move_to_their_rounded_values() -> None:
     layer = switch_on(make_qat_layer(CASES[-1], with_bn=False, scheme=INT3))
     before = dampening_loss(layer).item()
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
@@ -47,7 +47,7 @@ def test_it_draws_weights_to_the_middle() -> None:
     assert dampening_loss(layer).item() < 1e-3 * before
 
 
-def test_without_fake_quant_there_is_nothing_to_dampen() -> None:
+def test_a_model_without_weight_fake_quant_is_an_error() -> None:
     layer = make_qat_layer(CASES[-1])
     with pytest.raises(CalibrationError, match="none of 1 quantized layers has its weight fake-quant on"):
         dampening_loss(layer)
