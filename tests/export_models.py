@@ -15,12 +15,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from onnx import numpy_helper
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxqat import enable_all, enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.tensors import map_tensors
 from tests.models import EVERY_LAYER
 
 BACKENDS = ("TSQAT", "Experimental", "ONNXRuntime", "TensorRT")
@@ -199,6 +201,29 @@ def newest_opset() -> int:
             continue
         return opset
     raise AssertionError("ONNX Runtime has Q and DQ of no opset newer than 18")
+
+
+PROGRAMS: dict[str, ir.Model] = {}
+"""What torch's exporter made of each lowered graph, see :func:`run_exporter_once`."""
+
+
+def run_exporter_once(module: fx.GraphModule, inputs: Any, *options: Any) -> ir.Model:
+    """``run_exporter``, which takes most of an export's time, but only once for the same graph, shapes and options.
+
+    For tests of what is before and after it; a failure is not kept.
+    """
+    settings = [
+        (path, type(part).__name__, {key: value for key, value in vars(part).items() if not key.startswith("_")})
+        for path, part in module.named_modules()
+        if path
+    ]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    held = [(name, tensor.dtype, tensor.shape, tensor.detach().numpy().tobytes()) for name, tensor in tensors]
+    shapes = map_tensors(inputs, lambda tensor: (tuple(tensor.shape), tensor.dtype))
+    key = repr((module.code, settings, held, shapes, options))
+    if key not in PROGRAMS:
+        PROGRAMS[key] = run_exporter(module, inputs, *options)
+    return PROGRAMS[key].clone()
 
 
 def session(
