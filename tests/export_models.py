@@ -105,7 +105,7 @@ class Branches(nn.Module):
 
 
 class Upscale(nn.Module):
-    """Transposed convolutions, one of them grouped behind a BatchNorm, and a convolution over one dimension."""
+    """Transposed convolutions, one grouped and followed by a BatchNorm, and a convolution over one dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def newest_opset() -> int:
         model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=10)
         try:
             ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-        except Exception:  # onnxruntime's errors have no common base of their own
+        except Exception:  # onnxruntime's errors have no common base
             continue
         return opset
     raise AssertionError("ONNX Runtime has Q and DQ of no opset newer than 18")

@@ -231,8 +231,8 @@ def check_files(report: ExportReport, model: onnx.ModelProto, document: dict[str
 def check_optimized(folder: Path, inputs: Inputs, expected: list[np.ndarray], opset: int) -> None:
     """ONNX Runtime optimizes the file, saves the result, and loads that again.
 
-    From opset 21 on, ONNX Runtime 1.2x's rewrite of int8 activations to uint8 makes an invalid node behind a
-    MatMul + Add; there it is told that int8 activations are wanted.
+    From opset 21 on, ONNX Runtime 1.2x rewrites int8 activations to uint8, which makes an invalid node after a
+    MatMul + Add; an option keeps int8 there.
     """
     saved = folder / "optimized.onnx"
     first = session(folder / "model.onnx", optimized_to=saved, keep_int8=opset >= 21)
