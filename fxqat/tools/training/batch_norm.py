@@ -59,12 +59,13 @@ def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
         for batch in inputs:
             gm(*batch)
     old = {layer: bn_factor(layer.bn) for layer in layers if layer.bn is not None}
-    for bn, (mean, variance, count) in sums.items():
-        assert isinstance(bn, BatchNorm)
-        assert bn.running_mean is not None
-        assert bn.running_var is not None
-        bn.running_mean.copy_(mean / count)
-        bn.running_var.copy_(variance / count)
+    for bn in norms:
+        if bn in sums:  # it was called
+            mean, variance, count = sums[bn]
+            assert bn.running_mean is not None
+            assert bn.running_var is not None
+            bn.running_mean.copy_(mean / count)
+            bn.running_var.copy_(variance / count)
     for layer, factor in old.items():
         _rescale_(layer, factor)
     return len(sums)
