@@ -35,12 +35,10 @@ class Spelled:
     nodes: tuple[ReportRow, ...]
 
     def line(self) -> str:
-        """The placement in one line, for golden files.
-
-        Without the names of the readers, which hold a running number.
-        """
+        """The placement in one line, for golden files: without running numbers, which depend on the group."""
         (row,) = self.rows
         reason = "; ".join(part for part in row.reason.split("; ") if not part.startswith("read quantized by"))
+        reason = reason.replace(self.branch.replace(".", "_") + "_", "")
         numbers: dict[int | None, str] = {None: "-"}
         for node in self.nodes:
             numbers.setdefault(node.group, str(len(numbers)))
