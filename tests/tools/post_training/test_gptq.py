@@ -113,7 +113,7 @@ def low_bit(name, backend="TSQAT", observer="MSE", **scheme):
     model = build(name)
     qconfig = {"w_qscheme": {"bit": 3, **scheme}, "w_observer": observer}
     gm = fxqat.prepare_by_platform(model, backend, {"extra_qconfig_dict": qconfig})
-    batches = [inputs(name, seed=i) for i in range(4)]
+    batches = [inputs(name, seed=i) for i in range(2)]
     return model, calibrate(gm, *batches).eval(), batches
 
 
