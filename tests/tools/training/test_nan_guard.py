@@ -14,7 +14,7 @@ from fxqat.numerics import SCALE_MAX, SCALE_MIN
 from fxqat.tools import NaNGuard, first_not_finite
 from tests.models import BasicBlock
 
-STEPS = 50
+STEPS = 35
 
 
 class Net(nn.Module):
