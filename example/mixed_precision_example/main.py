@@ -1,8 +1,8 @@
-r"""Widths for a size: score every layer, choose within a budget, finetune, and export a proven ONNX file.
+r"""Bit widths for a file size: score every layer, choose within a budget, finetune, export a verified ONNX file.
 
-A small residual network on scikit-learn's handwritten digits, 32 x 32 px. Writes `widths.yaml` (a configuration for
-`prepare_by_platform`, or `--quant-config` of the other examples), the scores, the Pareto front as JSON and picture, and
-the ONNX file with its JSON.
+Uses a small residual network on scikit-learn's handwritten digits, 32 x 32 px. Writes `widths.yaml` (a configuration
+for `prepare_by_platform`, or for `--quant-config` of the other examples), the scores, the Pareto front as JSON and PNG,
+and the ONNX file with its JSON.
 
     python example/mixed_precision_example/main.py
     python example/mixed_precision_example/main.py --size 120 --method fisher --output-dir small
@@ -58,7 +58,7 @@ def network() -> nn.Module:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (n, 1, 32, 32) and labels, of other writers to test than to train."""
+    """Images (n, 1, 32, 32) and labels to train, then to test; the test digits are from other writers."""
     found = load_digits()
     images = torch.from_numpy(found.images.astype(np.float32))[:, None] / 16
     images, labels = F.interpolate(images, size=32, mode="bilinear"), torch.from_numpy(found.target)
@@ -66,7 +66,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, lr: float) -> None:
-    """Adam with a cosine schedule."""
+    """Train with Adam and a cosine schedule."""
     optimizer = torch.optim.Adam(model.parameters(), lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, epochs * (len(images) // 50)))
     model.train()
@@ -89,13 +89,13 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags."""
     parser = argparse.ArgumentParser(description="Choose a width for each layer within a budget.")
     add = parser.add_argument
-    add("--size", type=number(1), help="of the file in kB (default: midway between all at 4 and all at 8 bits)")
-    add("--method", choices=METHODS, default="alone", help="how layers are scored (default: alone)")
-    add("--backend", default="ONNXRuntime", help="whom to quantize for (default: ONNXRuntime)")
-    add("--epochs", type=integer(1), default=8, help="of the float training (default: 8)")
-    add("--qat-epochs", type=integer(0), default=2, help="of the finetuning (default: 2)")
-    add("--seed", type=integer(0), default=0, help="of the run (default: 0)")
-    add("--output-dir", type=Path, default=Path("mixed_precision"), help="where the files go")
+    add("--size", type=number(1), help="file size in kB (default: midway between all layers at 4 and at 8 bits)")
+    add("--method", choices=METHODS, default="alone", help="method that scores the layers (default: alone)")
+    add("--backend", default="ONNXRuntime", help="deployment backend (default: ONNXRuntime)")
+    add("--epochs", type=integer(1), default=8, help="epochs of the float training (default: 8)")
+    add("--qat-epochs", type=integer(0), default=2, help="epochs of the finetuning (default: 2)")
+    add("--seed", type=integer(0), default=0, help="seed of the run (default: 0)")
+    add("--output-dir", type=Path, default=Path("mixed_precision"), help="folder for the files (default: %(default)s)")
     return parser
 
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(flags: argparse.Namespace) -> None:
-    """Do what the flags ask for."""
+    """Do the whole run."""
     torch.manual_seed(flags.seed)
     folder: Path = flags.output_dir
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The parts of YOLOv5, of both generations; parameters have the names of the published weights."""
+"""The building blocks of both generations of YOLOv5; parameters have the names of the published weights."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ Activation = Callable[[], nn.Module]
 
 
 class Conv(nn.Module):
-    """Convolution, BatchNorm, activation; (batch, channels, height, width) as everything here."""
+    """Convolution, BatchNorm, activation. All blocks take and return (batch, channels, height, width)."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int = 1, stride: int = 1, act: Activation = nn.SiLU) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Conv(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 and 3x3, added to the input if `shortcut`."""
+    """A 1x1 and a 3x3 convolution; with `shortcut` the input is added."""
 
     def __init__(self, channels: int, shortcut: bool, act: Activation) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Bottlenecks on half of the channels beside a 1x1, joined by a third convolution (since v4.0)."""
+    """Bottlenecks and a parallel 1x1 convolution, each with half of the channels, joined by a 1x1 (since v4.0)."""
 
     def __init__(self, c_in: int, c_out: int, depth: int, shortcut: bool, act: Activation) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class C3(nn.Module):
 
 
 class BottleneckCSP(nn.Module):
-    """What C3 was until v3.1: plain convolutions before the join, BatchNorm and LeakyReLU behind it."""
+    """The predecessor of C3 (until v3.1): plain convolutions before the join, BatchNorm and LeakyReLU after it."""
 
     def __init__(self, c_in: int, c_out: int, depth: int, shortcut: bool, act: Activation) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BottleneckCSP(nn.Module):
 
 
 class SPP(nn.Module):
-    """Max pools of three sizes beside each other (until v5.0)."""
+    """Three parallel max pools of different sizes (until v5.0)."""
 
     def __init__(self, c_in: int, c_out: int, act: Activation) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SPP(nn.Module):
 
 
 class SPPF(nn.Module):
-    """The same by one pool, three times behind each other (since v6.0)."""
+    """The same result with one pool, applied three times in sequence (since v6.0)."""
 
     def __init__(self, c_in: int, c_out: int, act: Activation) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class SPPF(nn.Module):
 
 
 class Focus(nn.Module):
-    """Every second pixel of every second row, four times, as channels; then a convolution (until v5.0)."""
+    """Each 2x2 group of pixels becomes channels; then a convolution (until v5.0)."""
 
     def __init__(self, c_in: int, c_out: int, kernel: int, act: Activation) -> None:
         super().__init__()
@@ -114,24 +114,24 @@ class Focus(nn.Module):
 
 
 class Detect(nn.Module):
-    """The head: for each place and anchor a box, its objectness and its classes.
+    """The head: a box, its objectness and its classes for each cell and anchor.
+
+    In training it returns the maps (batch, anchors, height, width, 5 + classes), before the sigmoid. In eval mode it
+    returns (boxes, maps); boxes are (batch, boxes, 5 + classes): center x, y, width and height in px, objectness,
+    probability of each class.
 
     Args:
-        num_classes: how many there are.
-        channels: of each feature map.
-        anchors: (maps, anchors of each, 2): width and height in px.
-        strides: px per place of each map.
-
-    The maps it gives in training are (batch, anchors, height, width, 5 + classes), before the sigmoid. In eval mode
-    it gives the boxes, too: (batch, boxes, 5 + classes), each center x, y, width and height in px, objectness, and
-    the classes' probabilities.
+        num_classes: number of classes.
+        channels: channels of each feature map.
+        anchors: (maps, anchors per map, 2): width and height in px.
+        strides: px per cell of each map.
     """
 
     def __init__(self, num_classes: int, channels: list[int], anchors: Tensor, strides: tuple[int, ...]) -> None:
         super().__init__()
         self.outputs, self.strides = num_classes + 5, strides
         self.m = nn.ModuleList(nn.Conv2d(c, anchors.shape[1] * self.outputs, 1) for c in channels)
-        self.register_buffer("anchors", anchors / torch.tensor(strides).view(-1, 1, 1))  # in places, as published
+        self.register_buffer("anchors", anchors / torch.tensor(strides).view(-1, 1, 1))  # in cells, as published
 
     def forward(self, features: list[Tensor]) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         maps = []
@@ -142,7 +142,7 @@ class Detect(nn.Module):
         return maps if self.training else (self.decode(maps), maps)
 
     def decode(self, maps: list[Tensor]) -> Tensor:
-        """The boxes of the maps."""
+        """Boxes (batch, boxes, 5 + classes) from maps."""
         boxes = []
         for i, (y, stride) in enumerate(zip(maps, self.strides, strict=True)):
             batch, _, height, width, _ = y.shape
@@ -157,5 +157,5 @@ class Detect(nn.Module):
 
 
 def upsample(x: Tensor) -> Tensor:
-    """Twice the size, each pixel four times."""
+    """Double height and width by repeating pixels."""
     return F.interpolate(x, scale_factor=2.0, mode="nearest")

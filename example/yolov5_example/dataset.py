@@ -1,4 +1,4 @@
-"""Pictures with boxes: a `data.yaml`, the folders or zips that it names, and the labels in them."""
+"""Data sets of pictures with boxes: `data.yaml`, folders or zips of pictures, and label files."""
 
 import os
 import zipfile
@@ -19,7 +19,7 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 @dataclass(frozen=True)
 class File:
-    """A file by itself, or one in a zip."""
+    """A file on disk, or in a zip."""
 
     name: str
     zip: Path | None = None
@@ -28,11 +28,11 @@ class File:
         return self.name if self.zip is None else f"{self.zip}/{self.name}"
 
     def open(self) -> Any:
-        """The file, opened; any process may ask."""
+        """Open the file; works in any process."""
         return open(self.name, "rb") if self.zip is None else archive(self.zip, os.getpid()).open(self.name)
 
     def exists(self) -> bool:
-        """Whether it is there."""
+        """Whether the file exists."""
         if self.zip is None:
             return os.path.isfile(self.name)
         return self.name in archive(self.zip, os.getpid()).NameToInfo
@@ -40,16 +40,16 @@ class File:
 
 @lru_cache
 def archive(path: Path, process: int) -> zipfile.ZipFile:
-    """An open zip; each process needs one of its own."""
+    """An open zip; processes cannot share one, so the cache has one for each."""
     return zipfile.ZipFile(path)
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture.
+    """A picture with labels.
 
     Args:
-        file: where it is.
+        file: the image file.
         size: width and height in px.
         labels: (objects, 5): class, then center x, center y, width and height from 0 to 1.
     """
@@ -62,23 +62,23 @@ class Picture:
         """The picture in RGB.
 
         Raises:
-            UserError: the file ends too early, or is damaged otherwise.
+            UserError: the file is damaged.
         """
         try:
             with self.file.open() as opened:
                 return Image.open(opened).convert("RGB")
         except (OSError, SyntaxError) as error:
-            raise UserError(f"{self.file} is not an image that can be read: {error}") from error
+            raise UserError(f"{self.file} cannot be read as an image: {error}") from error
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a `data.yaml` says: `names` (a list, or a dict by number), `train`, `val`, and `path`, where these are.
+    """The content of a `data.yaml`: `names` (a list, or a dict by number), `train`, `val`, and their folder `path`.
 
     Args:
-        file: of the description.
-        names: of the classes.
-        parts: where the pictures of "train" and "val" are.
+        file: the `data.yaml`.
+        names: names of the classes.
+        parts: folders or zips of "train" and "val".
     """
 
     file: Path
@@ -91,10 +91,10 @@ class Description:
 
 
 def read_description(file: Path) -> Description:
-    """Read a `data.yaml`, or the one in a folder.
+    """Read a `data.yaml`, given by its path or its folder.
 
     Raises:
-        UserError: it cannot be read, or lacks something.
+        UserError: the file cannot be read, or lacks a key.
     """
     file = file / "data.yaml" if file.is_dir() else file
     try:
@@ -103,7 +103,7 @@ def read_description(file: Path) -> Description:
         raise UserError(f"--data {file} cannot be read: {' '.join(str(error).split())}") from error
     missing = [key for key in ("train", "val", "names") if not isinstance(content, dict) or key not in content]
     if missing:
-        raise UserError(f"--data {file}: expected the keys train, val and names; {', '.join(missing)} missing")
+        raise UserError(f"--data {file}: expected the keys train, val and names; missing: {', '.join(missing)}")
     names = content["names"]
     names = [names[i] for i in sorted(names)] if isinstance(names, dict) else list(names)
     if content.get("nc", len(names)) != len(names):
@@ -113,12 +113,12 @@ def read_description(file: Path) -> Description:
 
 
 def scan(place: Path, num_classes: int) -> list[Picture]:
-    """All pictures of a folder, or of a zip, with their labels; what is wrong with some of them is counted.
+    """All pictures in a folder or zip, with their labels; logs how many have problems.
 
-    Labels of `images/.../a.jpg` are in `labels/.../a.txt`; of a picture that is in no folder `images`, beside it.
+    The labels of `images/.../a.jpg` are in `labels/.../a.txt`; without a folder `images`, next to the picture.
 
     Raises:
-        UserError: there is nothing, or labels do not fit.
+        UserError: there are no pictures, or a label is wrong.
     """
     found: list[Picture] = []
     count: Counter[str] = Counter()
@@ -129,7 +129,7 @@ def scan(place: Path, num_classes: int) -> list[Picture]:
                 size = Image.open(opened).size
         except (OSError, SyntaxError):  # of PIL's errors, the first
             count["corrupt"] += 1
-            LOG.warning("%s is not an image: left out", file)
+            LOG.warning("%s is not an image: skipped", file)
             continue
         label = replace(file, name=label_of(file.name))
         labels = parse(label, num_classes) if label.exists() else np.zeros((0, 5))
@@ -141,16 +141,16 @@ def scan(place: Path, num_classes: int) -> list[Picture]:
     if not found:
         raise UserError(f"{place} has no pictures ({', '.join(SUFFIXES)})")
     kinds = ("found", "missing", "empty", "duplicate", "corrupt")
-    told = ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind] or kind != "corrupt")
-    LOG.info("Scanning labels %s (%s, for %d images)", place, told, len(found))
+    counts = ", ".join(f"{count[kind]} {kind}" for kind in kinds if count[kind] or kind != "corrupt")
+    LOG.info("Scanning labels %s (%s, for %d images)", place, counts, len(found))
     return found
 
 
 def files_in(place: Path) -> list[File]:
-    """The files below a folder, or in a zip.
+    """All files in a folder or zip.
 
     Raises:
-        UserError: it is not there, or is no zip.
+        UserError: it does not exist, or is not a zip.
     """
     try:
         if place.suffix == ".zip":
@@ -158,14 +158,14 @@ def files_in(place: Path) -> list[File]:
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{place} cannot be read: {error}") from error
     if not place.is_dir():
-        raise UserError(f"{place}: no such folder or zip; it is named in the data.yaml")
+        raise UserError(f"{place}: the data.yaml names it, but there is no such folder or zip")
     return [File(str(file)) for file in sorted(place.rglob("*"))]
 
 
 def label_of(name: str) -> str:
-    """The file of the labels of a picture."""
-    before, folder, behind = f"/{name}".rpartition("/images/")
-    named = f"{before}/labels/{behind}" if folder else f"/{name}"
+    """The path of a picture's label file."""
+    before, folder, after = f"/{name}".rpartition("/images/")
+    named = f"{before}/labels/{after}" if folder else f"/{name}"
     return named[1:].rpartition(".")[0] + ".txt"
 
 
@@ -173,7 +173,7 @@ def parse(file: File, num_classes: int) -> np.ndarray:
     """The labels in a file, (objects, 5).
 
     Raises:
-        UserError: a line is no label, or its class is not there.
+        UserError: a line is not a label, or its class does not exist.
     """
     rows = []
     with file.open() as opened:
@@ -186,7 +186,7 @@ def parse(file: File, num_classes: int) -> np.ndarray:
         except ValueError:
             row = []
         if len(row) != 5 or row[0] % 1 or not all(0 <= value <= 1 for value in row[1:]):
-            raise UserError(f"{file}, line {i}: expected `class x y width height`, these from 0 to 1; got {line!r}")
+            raise UserError(f"{file}, line {i}: expected `class x y width height`, the last four 0 to 1; got {line!r}")
         if not 0 <= row[0] < num_classes:
             raise UserError(f"{file}, line {i}: class {row[0]:.0f}, but the data.yaml names {num_classes} classes")
         rows.append(row)

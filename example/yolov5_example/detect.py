@@ -1,4 +1,4 @@
-r"""Draw what a detector finds in pictures; with a second one, both side by side.
+r"""Draw the boxes that a detector finds in pictures; two detectors are drawn side by side.
 
     python example/yolov5_example/detect.py --weights yolov5n.pt --source street.jpg --output found
     python example/yolov5_example/detect.py --weights yolov5n.pt --beside checkpoint/yolov5n_onnx_quantization.onnx \
@@ -34,13 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Draw the boxes that a detector finds in pictures.")
     add = parser.add_argument
     add("--weights", type=Path, required=True, help="float weights, a checkpoint of train_qat.py, or its ONNX file")
-    add("--beside", type=Path, metavar="WEIGHTS", help="a second detector, drawn on the right")
-    add("--source", type=Path, nargs="+", required=True, help="pictures, or folders of such")
-    add("--output", type=Path, default=Path("found"), help="folder of the drawings (default: found)")
+    add("--beside", type=Path, metavar="WEIGHTS", help="second detector, drawn on the right")
+    add("--source", type=Path, nargs="+", required=True, help="pictures, or folders of pictures")
+    add("--output", type=Path, default=Path("found"), help="folder for the drawings (default: found)")
     add("--device", default="cpu", help="cpu, cuda, or the number of a GPU (default: cpu)")
     add("--img", "--img-size", type=integer(32), default=640, help="longer side in px (default: 640, or the file's)")
-    add("--conf", type=number(0, 1), default=0.25, help="least confidence of a detection (default: 0.25)")
-    add("--iou", type=number(0, 1), default=0.45, help="overlap above which two are one object (default: 0.45)")
+    add("--conf", type=number(0, 1), default=0.25, help="minimum confidence of a detection (default: 0.25)")
+    add("--iou", type=number(0, 1), default=0.45, help="IoU above which two boxes are one object (default: 0.45)")
     return parser
 
 
@@ -60,11 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             drawn = [draw(picture, detections[index], names) for detections in found]
             path = flags.output / f"{Path(picture.file.name).stem}.jpg"
             Image.fromarray(np.concatenate(drawn, 1)).save(path, quality=90)
-            LOG.info("%s: %s", path, " | ".join(told(detections[index], names) for detections in found))
+            LOG.info("%s: %s", path, " | ".join(counts_of(detections[index], names) for detections in found))
 
 
 def read_pictures(sources: Sequence[Path]) -> list[Picture]:
-    """The pictures of files and folders; what is no picture is left out with a warning."""
+    """The pictures of files and folders; files that are not images are skipped with a warning.
+
+    Raises:
+        UserError: there are no pictures.
+    """
     files = [file for source in sources for file in (sorted(source.iterdir()) if source.is_dir() else [source])]
     found = []
     for file in files:
@@ -72,7 +76,7 @@ def read_pictures(sources: Sequence[Path]) -> list[Picture]:
             try:
                 found.append(Picture(File(str(file)), Image.open(file).size, np.zeros((0, 5), np.float32)))
             except (OSError, SyntaxError) as error:
-                LOG.warning("%s is left out: %s", file, error)
+                LOG.warning("%s is skipped: %s", file, error)
     if not found:
         raise UserError(f"--source {' '.join(map(str, sources))}: no pictures ({', '.join(SUFFIXES)})")
     return found
@@ -101,8 +105,8 @@ def draw(picture: Picture, found: torch.Tensor, names: tuple[str, ...] | None) -
     return np.asarray(to_pil_image(image))
 
 
-def told(found: torch.Tensor, names: tuple[str, ...] | None) -> str:
-    """What was found, in words."""
+def counts_of(found: torch.Tensor, names: tuple[str, ...] | None) -> str:
+    """The number of detections of each class, as text."""
     kinds, counts = found[:, 5].unique(return_counts=True)
     return ", ".join(f"{count} {name_of(kind, names)}" for kind, count in zip(kinds, counts, strict=True)) or "nothing"
 

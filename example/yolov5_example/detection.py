@@ -1,4 +1,4 @@
-"""From a model's boxes to detections, and how good they are."""
+"""From a model's boxes to detections, and their scores."""
 
 import contextlib
 import io
@@ -14,11 +14,11 @@ from pycocotools.cocoeval import COCOeval
 from torch import Tensor
 from torchvision.ops import batched_nms, box_convert
 
-MOST_CANDIDATES, MOST_DETECTIONS = 30000, 300  # of one image, before and after the suppression
+MOST_CANDIDATES, MOST_DETECTIONS = 30000, 300  # of one image, before and after suppression
 
 
 class Scores(NamedTuple):
-    """How good detections are, from 0 to 1; see :func:`score`."""
+    """Scores of detections, 0 to 1; see :func:`score`."""
 
     images: int
     targets: int
@@ -38,12 +38,12 @@ HEADLINE = "{:>22}".format("Class") + "".join(
 
 
 def suppress(boxes: Tensor, confidence: float, iou: float) -> Tensor:
-    """The detections of one image: each class above the confidence, less what overlaps with a better one.
+    """The detections of one image: non-maximum suppression in each class.
 
     Args:
         boxes: (boxes, 5 + classes): center, width and height in px, objectness, probability of each class.
-        confidence: what objectness times probability has to exceed.
-        iou: intersection over union above which a box of the same class is the same object.
+        confidence: minimum of objectness times probability.
+        iou: intersection over union above which two boxes of a class are the same object.
 
     Returns:
         (detections, 6): left, top, right, bottom, confidence, class; the best first.
@@ -60,7 +60,7 @@ def suppress(boxes: Tensor, confidence: float, iou: float) -> Tensor:
 
 
 def to_picture(found: Tensor, sample: Sample, picture: Picture) -> Tensor:
-    """Detections (detections, 6) in px of an image as those in px of its picture."""
+    """Convert detections (detections, 6) from px of the model's image to px of the picture."""
     left, top = sample.offset
     sides = (found[:, :4] - found.new_tensor([left, top, left, top])) / sample.scale
     width, height = picture.size
@@ -74,12 +74,12 @@ def detect(
     function: Callable[[Tensor], Tensor], batches: Iterable[Batch], pictures: Sequence[Picture],
     confidence: float = 0.001, iou: float = 0.6,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """The detections in each picture, in its px, by its number.
+    """The detections in each picture, in px of the picture, by its number.
 
     Args:
-        function: gives boxes (batch, boxes, 5 + classes) for images (batch, 3, height, width) from 0 to 1.
-        batches: of the pictures.
-        pictures: all of them.
+        function: maps images (batch, 3, height, width), 0 to 1, to boxes (batch, boxes, 5 + classes).
+        batches: batches of the pictures.
+        pictures: all pictures.
         confidence: see :func:`suppress`.
         iou: see :func:`suppress`.
     """
@@ -92,18 +92,18 @@ def detect(
 
 
 def score(found: dict[int, Tensor], pictures: Sequence[Picture], num_classes: int) -> Scores:
-    """COCO's measures of detections: average precision at IoU 0.5, and over 0.5 to 0.95 (101 points, 100 detections).
+    """COCO's scores: average precision at IoU 0.5, and averaged over 0.5 to 0.95 (101 points, 100 detections).
 
-    Precision and recall are those at the confidence of the highest F1, of each class at IoU 0.5, averaged over the
-    classes that occur.
+    Precision and recall are taken for each class at IoU 0.5 and the confidence with the highest F1, then averaged over
+    the classes that occur.
     """
     targets = sum(len(picture.labels) for picture in pictures)
     rows = [torch.cat((torch.full((len(f), 1), float(index)), f), 1) for index, f in found.items() if len(f)]
     if not targets or not rows:
         return Scores(len(pictures), targets, 0.0, 0.0, 0.0, 0.0)
     table = torch.cat(rows).double().numpy()
-    table[:, 3:5] -= table[:, 1:3]  # COCO's boxes have width and height
-    table[:, 6] += 1  # and its classes begin at 1
+    table[:, 3:5] -= table[:, 1:3]  # COCO's boxes are left, top, width, height
+    table[:, 6] += 1  # COCO's classes begin at 1
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
         truth.dataset = as_coco(pictures, num_classes)
@@ -121,7 +121,7 @@ def score(found: dict[int, Tensor], pictures: Sequence[Picture], num_classes: in
 
 
 def as_coco(pictures: Sequence[Picture], num_classes: int) -> dict[str, list[dict[str, object]]]:
-    """The labels in COCO's form."""
+    """The labels in COCO's format."""
     objects: list[dict[str, object]] = []
     for index, picture in enumerate(pictures):
         width, height = picture.size

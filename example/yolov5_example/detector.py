@@ -1,4 +1,4 @@
-"""Anything that finds boxes: a float model, a quantized one, or an ONNX file."""
+"""Detectors: a float model, a quantized model, or an ONNX file."""
 
 import json
 from pathlib import Path
@@ -20,17 +20,17 @@ from fxqat.convert_export import ExportReport
 BOXES, MAPS = "boxes", [f"map_{stride}" for stride in STRIDES]
 ABOUT = "yolov5_example"  # key of an ONNX file's metadata
 MAPS_IN_INTEGERS = ("TSQAT", "Experimental", "QNN", "QNN_A16", "Vitis")
-"""Backends that quantize the maps; on others the last layers give float values, or are float where that is faster."""
+"""Backends that quantize the maps; the others return float maps, or keep the last layers float if that is faster."""
 
 
 def default_config(backend: str) -> dict[str, Any]:
     """The configuration without ``--quant-config``.
 
-    Few epochs find no better BatchNorm statistics than the float model's, and the scales of weights are not learned:
-    a step of Adam is as large for a scale of 0.002 as for a weight. Ranges have the least squared error, that of values
-    over one histogram of all pictures: in the first layers rare values, at edges, are 20 times the deviation, and the
-    widest of the ranges of all batches (MSE) is too wide for the rest. Beyond 8 the sigmoid of a map's value is within
-    0.0004 of 0 or 1.
+    * BatchNorm keeps the float model's statistics: a few epochs find no better ones.
+    * Scales of weights are fixed: Adam's step for a scale of 0.002 would be as large as for a weight.
+    * Ranges minimize the squared error; those of activations use one histogram of all pictures. Rare values at edges
+      reach 20 standard deviations in the first layers, so MSE, the widest range of all batches, is too wide.
+    * Maps have the range -8 to 8: beyond 8 the sigmoid is within 0.0004 of 0 or 1.
     """
     ends = {"match": {"module": "model.24.m.*"}, "value": {"fixed_range": [-8.0, 8.0]}}
     return {
@@ -41,11 +41,12 @@ def default_config(backend: str) -> dict[str, Any]:
 
 
 class Detector:
-    """Gives boxes (batch, boxes, 5 + classes) for images (batch, 3, height, width) from 0 to 1.
+    """Maps images (batch, 3, height, width), 0 to 1, to boxes (batch, boxes, 5 + classes).
 
     Attributes:
-        names: of the classes, None if the file does not tell.
-        size: the only height and width that it takes, None if it takes any.
+        names: names of the classes; None if the file does not have them.
+        size: the required height and width in px; None if any size works.
+        num_classes: number of classes.
     """
 
     names: tuple[str, ...] | None
@@ -53,7 +54,7 @@ class Detector:
     num_classes: int
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Find boxes."""
+        """Return the boxes."""
         raise NotImplementedError
 
 
@@ -69,18 +70,21 @@ class TorchDetector(Detector):
 
 
 class OnnxDetector(Detector):
-    """An ONNX file of this example in ONNX Runtime, with decoding inside or without.
+    """An ONNX file of this example in ONNX Runtime; returns boxes also for a file that gives maps.
 
     Args:
         path: the file.
-        optimize: let ONNX Runtime rewrite the graph for speed.
+        optimize: whether ONNX Runtime may rewrite the graph for speed.
+
+    Raises:
+        UserError: the file is not from this example.
     """
 
     def __init__(self, path: Path, optimize: bool = True) -> None:
         self.session = OnnxModel(path, optimize=optimize)
         about = self.session.metadata.get(ABOUT)
         if about is None:
-            raise UserError(f"--weights {path} is no ONNX file of train_qat.py: {ABOUT!r} is not in its metadata")
+            raise UserError(f"--weights {path} is not an ONNX file of train_qat.py: {ABOUT!r} is not in its metadata")
         known = json.loads(about)
         self.names, self.size, self.num_classes = tuple(known["names"]), known["size"], len(known["names"])
         self.head = Detect(self.num_classes, [1, 1, 1], torch.tensor(ANCHORS, dtype=torch.float32), STRIDES)
@@ -105,7 +109,7 @@ def open_detector(path: Path, device: torch.device, optimize: bool = True) -> De
 
 
 def prepared(model: Yolo, options: dict[str, Any]) -> nn.Module:
-    """The model with its fake-quants; `options` are those of the training, by name."""
+    """The model with fake-quants; `options` are the training's options by name."""
     example = torch.zeros(1, 3, options["img"], options["img"], device=next(model.parameters()).device)
     backend = options["backend"]
     config = options["quant_config"] or default_config(backend)
@@ -115,7 +119,7 @@ def prepared(model: Yolo, options: dict[str, Any]) -> nn.Module:
 def export(
     gm: nn.Module, path: Path, size: int, names: tuple[str, ...], with_decode: bool, opset_version: int | None
 ) -> ExportReport:
-    """Write and verify the QDQ ONNX file with its JSON; of the verified file either the boxes are kept or the maps."""
+    """Write and verify the QDQ ONNX file and its JSON; then keep either the boxes or the maps as its outputs."""
     example = torch.rand(1, 3, size, size, device=next(gm.parameters()).device)
     report = convert_export(
         gm, (example,), path, path.with_suffix(".json"), opset_version=opset_version, dynamic_batch=True,

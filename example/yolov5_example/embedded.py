@@ -1,4 +1,4 @@
-"""A detection set that every installation has: scikit-learn's digits on its sample photos."""
+"""A detection data set made from scikit-learn: its digits on its sample photos."""
 
 import os
 import shutil
@@ -16,20 +16,20 @@ MOST_DIGITS = 6
 
 
 def embedded_description(folder: Path | None = None) -> Path:
-    """The `data.yaml` of the set, which is made where it is not there yet."""
+    """The `data.yaml` of the data set; writes the data set if it does not exist."""
     folder = folder or Path(tempfile.gettempdir()) / f"fxqat_digits_{SIDE}_{TRAIN}_{VAL}"
     if not folder.exists():
         partial = Path(tempfile.mkdtemp(dir=folder.parent))
         try:
             write(partial)
             os.replace(partial, folder)
-        except OSError:  # another process was faster
+        except OSError:  # another process has written it
             shutil.rmtree(partial, ignore_errors=True)
     return folder / "data.yaml"
 
 
 def write(folder: Path) -> None:
-    """Write the set: digits of other writers in `val` than in `train`, on other parts of the photos."""
+    """Write the data set; `val` has digits of other writers than `train`, on other parts of the photos."""
     random = np.random.default_rng(0)
     digits, photos = load_digits(), load_sample_images().images
     halves = np.array_split(np.arange(len(digits.images)), [len(digits.images) * TRAIN // (TRAIN + VAL)])
@@ -48,7 +48,7 @@ def write(folder: Path) -> None:
 def draw(
     photo: np.ndarray, digits: Any, choice: np.ndarray, random: np.random.Generator
 ) -> tuple[np.ndarray, list[str]]:
-    """A piece of a photo with digits on it, and the labels; no two overlap."""
+    """A part of a photo with digits that do not overlap, and their label lines."""
     top, left = (int(random.integers(size - SIDE)) for size in photo.shape[:2])
     image = photo[top : top + SIDE, left : left + SIDE].copy()
     taken = np.zeros((SIDE, SIDE), bool)

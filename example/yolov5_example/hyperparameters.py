@@ -1,4 +1,4 @@
-"""The numbers of a training that a file gives (`--hyp FILE.yaml`)."""
+"""The hyperparameters in a file (`--hyp FILE.yaml`)."""
 
 import difflib
 from dataclasses import asdict, dataclass, fields
@@ -14,19 +14,19 @@ FOLDER = Path(__file__).with_name("hyp")
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Numbers of a training; `box` to `anchor_t` are the :class:`Gains` of the loss.
+    """Hyperparameters of a training; `box` to `anchor_t` are the :class:`Gains` of the loss.
 
     Args:
         optim: sgd or adam.
         lr: highest learning rate.
-        lr_schedule: as of the ImageNet example.
-        warmup_epochs: in which the rate rises from 0.
-        momentum: of sgd, and beta 1 of adam.
-        wd: weight decay, not of biases and scales.
-        distill: share of the float model's part in the loss, with --distill.
-        mosaic: how often four pictures are put together.
-        fliplr: how often a picture is mirrored.
-        scale: of mosaics: 1 - this to 1 + this.
+        lr_schedule: cosine, step or constant, as in the ImageNet example.
+        warmup_epochs: epochs in which the learning rate rises from 0.
+        momentum: momentum of sgd, beta 1 of adam.
+        wd: weight decay; not applied to biases and scales.
+        distill: weight of the loss from the float model, with --distill.
+        mosaic: probability of joining four pictures.
+        fliplr: probability of mirroring a picture.
+        scale: mosaics scale pictures by 1 - scale to 1 + scale.
     """
 
     optim: str = "sgd"
@@ -46,19 +46,19 @@ class Hyperparameters:
 
     @property
     def gains(self) -> Gains:
-        """Those of the loss."""
+        """The weights of the loss."""
         return Gains(**{field.name: getattr(self, field.name) for field in fields(Gains)})
 
     def state_dict(self) -> dict[str, Any]:
-        """As in a file."""
+        """The values by name, as in a file."""
         return asdict(self)
 
 
 def read_hyperparameters(path: Path) -> Hyperparameters:
-    """Read a file; what it does not name has its default.
+    """Read a file; missing values have their defaults.
 
     Raises:
-        UserError: it cannot be read, or names something else.
+        UserError: the file cannot be read, or has an unknown name or a value of the wrong type.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -69,8 +69,8 @@ def read_hyperparameters(path: Path) -> Hyperparameters:
         raise UserError(f"--hyp {path}: expected lines like `lr: 0.001`, got {type(content).__name__}")
     for name, value in content.items():
         if name not in known:
-            near = "".join(f"; near it: {close}" for close in difflib.get_close_matches(str(name), known, 1))
-            raise UserError(f"--hyp {path}: unknown {name!r}{near}. Known are {', '.join(known)}")
+            near = "".join(f" (did you mean {close}?)" for close in difflib.get_close_matches(str(name), known, 1))
+            raise UserError(f"--hyp {path}: unknown name {name!r}{near}; valid names: {', '.join(known)}")
         wanted = str if isinstance(known[name], str) else (int, float)
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise UserError(f"--hyp {path}: {name} is {value!r}; expected something like {known[name]!r}")

@@ -1,6 +1,6 @@
-"""YOLOv5 by its published architecture (github.com/ultralytics/yolov5, releases v3.0 and v6.0), written anew.
+"""A new implementation of YOLOv5's published architecture (github.com/ultralytics/yolov5, releases v3.0 and v6.0).
 
-The whole of it is one table of rows, so that each layer has the number that it has in published weights.
+All layers are in one list, so that each has the same number as in the published weights.
 """
 
 import math
@@ -11,7 +11,7 @@ from blocks import C3, SPP, SPPF, BottleneckCSP, Conv, Detect, Focus, upsample
 from torch import Tensor, nn
 
 SIZES = {"n": (0.33, 0.25), "s": (0.33, 0.50), "m": (0.67, 0.75), "l": (1.0, 1.0), "x": (1.33, 1.25)}
-"""Depth and width multiples."""
+"""Depth and width multiples of each size."""
 STRIDES = (8, 16, 32)
 ANCHORS = (
     ((10, 13), (16, 30), (33, 23)),
@@ -23,13 +23,15 @@ ANCHORS = (
 
 @dataclass(frozen=True)
 class Generation:
-    """What a release has that the other has not.
+    """The differences between the releases.
 
     Args:
-        stem: the first layer.
-        stage: what stands between the layers that halve the map.
-        depths: how often its inner part is repeated in the four stages of the backbone, before the multiple.
-        pool_first: whether the pools stand before the last stage.
+        stem: type of the first layer.
+        stage: type of the blocks between the layers that halve the map.
+        activation: type of the activation.
+        pool: type of the pooling block.
+        depths: repetitions inside the four stages of the backbone, before the depth multiple.
+        pool_first: whether the pooling block is before the last stage.
     """
 
     stem: type[nn.Module]
@@ -47,15 +49,15 @@ GENERATIONS = {
 
 
 class Yolo(nn.Module):
-    """A detector.
+    """A YOLOv5 detector.
+
+    Takes images (batch, 3, height, width), 0 to 1, with height and width multiples of 32. Returns what :class:`Detect`
+    returns.
 
     Args:
         size: n, s, m, l or x.
-        num_classes: how many there are.
-        generation: v6.0, or v3.0.
-
-    Takes images (batch, 3, height, width) with values from 0 to 1, both sizes multiples of 32. What it gives:
-    :class:`Detect`.
+        num_classes: number of classes.
+        generation: v6.0 or v3.0.
     """
 
     def __init__(self, size: str = "s", num_classes: int = 80, generation: str = "v6.0") -> None:
@@ -75,7 +77,7 @@ class Yolo(nn.Module):
         d2, d3, d4, d5 = release.depths
         stem = conv(3, c1, 6, 2) if release.stem is Conv else release.stem(3, c1, 3, release.activation)
         pool, last = release.pool(c5, c5, release.activation), stage(c5, c5, d5, shortcut=not release.pool_first)
-        joint = nn.Identity()  # upsampling and joining have numbers, but no parameters
+        joint = nn.Identity()  # upsampling and concatenation have a number but no parameters
         anchors = torch.tensor(ANCHORS, dtype=torch.float32)
         self.model = nn.ModuleList(
             [
@@ -93,7 +95,7 @@ class Yolo(nn.Module):
         self.initialize_head()
 
     def initialize_head(self, objects: float = 8.0) -> None:
-        """Begin with few objects of each class, as in Lin et al. 2017 (RetinaNet, arXiv:1708.02002), section 3.3."""
+        """Set biases so that few objects are predicted at first (Lin et al. 2017, arXiv:1708.02002, section 3.3)."""
         head = self.model[-1]
         for conv, stride in zip(head.m, head.strides, strict=True):
             bias = conv.bias.detach().view(-1, head.outputs)

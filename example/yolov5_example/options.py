@@ -17,8 +17,8 @@ from model import GENERATIONS, SIZES
 from fxqat import BackendType
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoint"
-GIVEN_ALONE = ("resume", "output_dir", "device", "workers", "print_freq", "log_level", "epochs")
-"""What may stand beside --resume: it concerns one run and its machine, or how long it goes on."""
+ALLOWED_WITH_RESUME = ("resume", "output_dir", "device", "workers", "print_freq", "log_level", "epochs")
+"""Flags about one run, its machine and its length; all others come from the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Options:
     log_level: int
     output_dir: Path
 
-    # What the shared modules ask for, and this example has no flag for.
+    # Options that the shared modules need and this example has no flags for.
     gpu = amp_dtype = dist_url = dist_backend = None
     world_size = rank = -1
     sync_bn = False
@@ -59,7 +59,7 @@ class Options:
 
     @property
     def optim(self) -> str:
-        """Of the numbers of the training, as the next ones."""
+        """The optimizer; this and the following come from the hyperparameters."""
         return self.hyp.optim
 
     @property
@@ -69,17 +69,17 @@ class Options:
 
     @property
     def lr_schedule(self) -> str:
-        """How it goes."""
+        """The learning rate schedule."""
         return self.hyp.lr_schedule
 
     @property
     def warmup_epochs(self) -> float:
-        """In which it rises."""
+        """Epochs in which the learning rate rises."""
         return self.hyp.warmup_epochs
 
     @property
     def momentum(self) -> float:
-        """Of the optimizer."""
+        """Momentum of sgd, beta 1 of adam."""
         return self.hyp.momentum
 
     @property
@@ -88,7 +88,7 @@ class Options:
         return self.hyp.wd
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain values, for a checkpoint."""
+        """The options as plain values, for a checkpoint."""
         plain = asdict(self) | {"hyp": self.hyp.state_dict()}
         return {name: str(value.resolve()) if isinstance(value, Path) else value for name, value in plain.items()}
 
@@ -96,35 +96,42 @@ class Options:
 def build_parser() -> argparse.ArgumentParser:
     """All flags; None means "not given"."""
     parser = argparse.ArgumentParser(
-        description="Train a YOLOv5 detector in float, or quantize and finetune one and export a proven QDQ ONNX file. "
-        "Without --data: scikit-learn's digits on its sample photos.",
+        description="Train a YOLOv5 detector in float, or quantize and finetune one and export a verified QDQ ONNX "
+        "file. Without --data it uses scikit-learn's digits on its sample photos.",
         argument_default=None,
     )
     add = parser.add_argument
-    add("--data", type=Path, help="a YOLO data.yaml, or the folder of one (default: the embedded digits)")
-    add("--weights", type=Path, help="weights to start from: of this example, tensors by name, or a published .pt")
-    add("--resume", type=Path, help="a checkpoint of an interrupted training, which goes on with its flags")
-    add("--size", choices=tuple(SIZES), help="of a model without --weights (default: n)")
-    add("--generation", choices=tuple(GENERATIONS), help="of a model without --weights (default: v6.0)")
+    switch: dict[str, Any] = {"action": "store_true", "default": None}
+    add("--data", type=Path, help="YOLO data.yaml, or its folder (default: the embedded digits)")
+    add("--weights", type=Path, help="initial weights: a checkpoint of this example, a state dict, or a published .pt")
+    add("--resume", type=Path, help="checkpoint of an interrupted training to continue; its flags are used again")
+    add("--size", choices=tuple(SIZES), help="size of the model without --weights (default: n)")
+    add("--generation", choices=tuple(GENERATIONS), help="release of the model without --weights (default: v6.0)")
     add("--img", "--img-size", type=integer(32), help="longer side of an image in px (default: 640, digits 160)")
-    add("--epochs", type=integer(0), help="with --quantize 0 only calibrates (default: 10; of a float training 30)")
-    add("--batch-size", type=integer(1), help="of all processes together (default: 16)")
+    add("--epochs", type=integer(0), help="training epochs (default: 30, with --quantize 10; there 0 only calibrates)")
+    add("--batch-size", type=integer(1), help="images per step, in all processes together (default: 16)")
     add("--workers", type=integer(0), help="processes that load pictures (default: 4, digits 0)")
-    add("--seed", type=integer(0), help="of the run (default: 0)")
+    add("--seed", type=integer(0), help="seed of the run (default: 0)")
     add("--hyp", type=Path, metavar="FILE", help="YAML of learning rate, loss, augmentation (default: hyp/*.yaml)")
-    add("--quantize", action="store_true", default=None, help="quantization-aware training, and export")
-    add("--backend", choices=[backend.name for backend in BackendType], help="whom to quantize for (default: TSQAT)")
-    add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: in detector.py)")
-    add("--calib-pictures", type=integer(1), help="pictures to calibrate with (default: 64)")
-    add("--distill", action="store_true", default=None, help="learn from the float model (labels, too, by --hyp)")
-    add("--amp", action="store_true", default=None, help="automatic mixed precision")
-    add("--ema", type=number(0, 0.999999, above=True), help="decay of averaged weights, which are evaluated")
-    add("--with-decode", action="store_true", default=None, help="the ONNX file gives boxes (default: maps)")
-    add("--opset-version", type=integer(*OPSETS), help="of the ONNX file (default: 18, or 21 if a tensor needs it)")
-    add("--device", help="cpu, cuda, 0, or 0,1,2 for a process on each of these GPUs (default: cuda if there is one)")
-    add("--print-freq", type=integer(1), help="a line every so many steps (default: 20)")
-    add("--log-level", type=int, choices=tuple(LOG_LEVELS), help="0 debug to 3 error (default: 1, info)")
-    add("--output_dir", "--output-dir", type=Path, help="where the files go (default: checkpoint/ beside the script)")
+    add("--quantize", **switch, help="quantize, finetune and export the model of --weights")
+    add("--backend", choices=[backend.name for backend in BackendType], help="deployment backend (default: TSQAT)")
+    add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: see detector.py)")
+    add("--calib-pictures", type=integer(1), help="pictures for calibration (default: 64)")
+    add("--distill", **switch, help="learn from the float model; --hyp sets the weights of the labels")
+    add("--amp", **switch, help="automatic mixed precision")
+    add(
+        "--ema",
+        type=number(0, 0.999999, above=True),
+        help="decay of a moving average of the weights, which is evaluated and exported (default: none)",
+    )
+    add("--with-decode", **switch, help="the ONNX file returns boxes (default: maps)")
+    add("--opset-version", type=integer(*OPSETS), help="opset of the ONNX file (default: 18, or 21 if needed)")
+    add("--device", help="cpu, cuda, 0, or 0,1,2 for one process on each GPU (default: cuda if available)")
+    add("--print-freq", type=integer(1), help="steps between two log lines (default: 20)")
+    add("--log-level", type=int, choices=tuple(LOG_LEVELS), help="0 debug, 1 info, 2 warning, 3 error (default: 1)")
+    add(
+        "--output_dir", "--output-dir", type=Path, help="folder for the files (default: checkpoint/ next to the script)"
+    )
     return parser
 
 
@@ -132,37 +139,42 @@ def parse_options(argv: Sequence[str]) -> Options:
     """Read the command line.
 
     Raises:
-        UserError: flags do not go together.
+        UserError: flags do not fit each other or the checkpoint that is resumed.
     """
     given = {name: value for name, value in vars(build_parser().parse_args(argv)).items() if value is not None}
     if "resume" in given:
-        wrong = [name for name in given if name not in GIVEN_ALONE]
+        wrong = [name for name in given if name not in ALLOWED_WITH_RESUME]
         if wrong:
-            raise UserError(f"--{wrong[0].replace('_', '-')} has no effect with --resume, which has its flags: drop it")
+            flag = f"--{wrong[0].replace('_', '-')}"
+            raise UserError(f"{flag} has no effect with --resume, which uses the checkpoint's flags: drop it")
         known = read_extra(given["resume"])["options"]
-        known = {name: value for name, value in known.items() if name not in GIVEN_ALONE or name == "epochs"}
+        known = {name: value for name, value in known.items() if name not in ALLOWED_WITH_RESUME or name == "epochs"}
         hyp = Hyperparameters(**known.pop("hyp"))
         paths = {name: Path(known[name]) for name in ("data", "weights") if known.get(name)}
         return fill({**known, **paths, **given}, hyp)
-    refuse_idle(given)
+    check_combination(given)
     name = "scratch" if not given.get("quantize") else "distill" if given.get("distill") else "qat"
     hyp = given.pop("hyp", FOLDER / f"{name}.yaml")
     return fill(given, read_hyperparameters(hyp))
 
 
-def refuse_idle(given: dict[str, Any]) -> None:
-    """Refuse a flag that would have no effect, rather than ignore it."""
+def check_combination(given: dict[str, Any]) -> None:
+    """Refuse flags that would have no effect, missing flags, and impossible values.
+
+    Raises:
+        UserError: the flags do not fit each other.
+    """
     of_quantization = ("backend", "quant_config", "calib_pictures", "distill", "with_decode", "opset_version")
-    idle = {"without --quantize": [] if given.get("quantize") else of_quantization}
-    idle["with --weights, which tell it"] = ("size", "generation") if "weights" in given else ()
-    for why, names in idle.items():
+    unused = {"without --quantize": () if given.get("quantize") else of_quantization}
+    unused["with --weights, which determines it"] = ("size", "generation") if "weights" in given else ()
+    for why, names in unused.items():
         for name in names:
             if name in given:
                 raise UserError(f"--{name.replace('_', '-')} has no effect {why}: drop one of them")
     if given.get("quantize") and "weights" not in given:
-        raise UserError("--quantize needs --weights: a float model that was trained, by this script or published")
+        raise UserError("--quantize needs --weights: a trained float model, from this script or published")
     if given.get("epochs") == 0 and not given.get("quantize"):
-        raise UserError("--epochs 0 trains nothing: give 1 or more, or --quantize, which calibrates then")
+        raise UserError("--epochs 0 trains nothing: give 1 or more, or --quantize to calibrate only")
     if given.get("img", 32) % 32:
         raise UserError(f"--img {given['img']}: give a multiple of 32, the largest stride")
 

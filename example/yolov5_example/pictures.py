@@ -1,4 +1,4 @@
-"""From a picture to what the model sees: letterbox, mosaic, flip; and batches of such pictures."""
+"""From pictures to the model's input: letterbox, mosaic, flip, batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 GREY = 114
-MULTIPLE = 32  # of both sizes: the largest stride
-LEAST_SIDE, LEAST_SHARE = 2.0, 0.1  # of a box that is cut: shorter, or less of it left, is no object
+MULTIPLE = 32  # height and width are multiples of the largest stride
+LEAST_SIDE, LEAST_SHARE = 2.0, 0.1  # a box cut to less than this (side in px, share of its area) is dropped
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the model sees of one picture.
+    """The model's input for one picture.
 
     Args:
         image: (3, height, width), uint8.
         boxes: (objects, 5): class, then left, top, right and bottom in px of `image`.
-        index: of the picture.
-        scale: px of `image` for each px of the picture.
-        offset: where the picture's corner is in `image`, x and y in px.
+        index: number of the picture.
+        scale: px of `image` per px of the picture.
+        offset: x and y of the picture's corner in `image`, in px.
     """
 
     image: Tensor
@@ -40,8 +40,8 @@ class Batch:
 
     Args:
         images: (batch, 3, height, width), uint8.
-        targets: (objects, 6): number in the batch, class, left, top, right, bottom in px.
-        samples: the same one by one.
+        targets: (objects, 6): image in the batch, class, left, top, right, bottom in px.
+        samples: the samples themselves.
     """
 
     images: Tensor
@@ -49,30 +49,30 @@ class Batch:
     samples: Sequence[Sample]
 
     def pin_memory(self) -> "Batch":
-        """The same in memory that a GPU reads from."""
+        """The batch in pinned memory."""
         return Batch(self.images.pin_memory(), self.targets.pin_memory(), self.samples)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """A batch of samples."""
+    """Make a batch of samples."""
     targets = [torch.cat((torch.full((len(s.boxes), 1), float(i)), s.boxes), 1) for i, s in enumerate(samples)]
     return Batch(torch.stack([s.image for s in samples]), torch.cat(targets), samples)
 
 
 def corners(labels: np.ndarray, width: float, height: float, left: float = 0.0, top: float = 0.0) -> np.ndarray:
-    """Labels (objects, 5) of a picture as boxes in px, where the picture has this size and place."""
+    """Labels (objects, 5) as boxes in px, for a picture of this size with its corner at (left, top)."""
     kind, x, y, w, h = labels.T
     sides = ((x - w / 2) * width + left, (y - h / 2) * height + top, (x + w / 2) * width + left)
     return np.stack((kind, *sides, (y + h / 2) * height + top), 1)
 
 
 def as_tensor(canvas: np.ndarray) -> Tensor:
-    """An image (height, width, 3) as a tensor (3, height, width)."""
+    """Convert an image (height, width, 3) to a tensor (3, height, width)."""
     return torch.from_numpy(np.ascontiguousarray(canvas.transpose(2, 0, 1)))
 
 
 def letterbox(picture: Picture, index: int, size: int, shape: tuple[int, int]) -> Sample:
-    """The picture with its longer side `size`, in the middle of a grey image of this height and width."""
+    """The picture scaled to a longer side of `size`, in the middle of a grey image of shape (height, width)."""
     scale = size / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     left, top = (shape[1] - width) // 2, (shape[0] - height) // 2
@@ -85,10 +85,10 @@ def letterbox(picture: Picture, index: int, size: int, shape: tuple[int, int]) -
 
 
 def mosaic(pictures: Sequence[Picture], size: int, rescale: float, random: np.random.Generator) -> Sample:
-    """Four pictures around a point (Bochkovskiy et al. 2020, YOLOv4, arXiv:2004.10934, section 3.3).
+    """Four pictures around a random point (Bochkovskiy et al. 2020, YOLOv4, arXiv:2004.10934, section 3.3).
 
-    Each is scaled so that its longer side is `size`, times 1 - `rescale` to 1 + `rescale`; what is beyond the square of
-    that size is cut off.
+    Each is scaled to a longer side of `size`, times a random factor from 1 - `rescale` to 1 + `rescale`, and cut off at
+    the border of the square.
     """
     canvas = np.full((size, size, 3), GREY, np.uint8)
     x, y = (int(random.integers(size // 4, size - size // 4)) for _ in range(2))
@@ -105,7 +105,7 @@ def mosaic(pictures: Sequence[Picture], size: int, rescale: float, random: np.ra
 
 
 def cut(boxes: np.ndarray, window: tuple[slice, slice]) -> np.ndarray:
-    """The parts of boxes (objects, 5) in a window of columns and rows, without those of which little is left."""
+    """Cut boxes (objects, 5) to a window of columns and rows; drop those of which little is left."""
     clipped = boxes.copy()
     for axis, bounds in enumerate(window):
         clipped[:, [1 + axis, 3 + axis]] = clipped[:, [1 + axis, 3 + axis]].clip(bounds.start, bounds.stop)
@@ -115,14 +115,14 @@ def cut(boxes: np.ndarray, window: tuple[slice, slice]) -> np.ndarray:
 
 
 def flip(sample: Sample) -> Sample:
-    """The mirror image."""
+    """The sample mirrored left to right."""
     boxes = sample.boxes.clone()
     boxes[:, [1, 3]] = sample.image.shape[2] - sample.boxes[:, [3, 1]]
     return Sample(sample.image.flip(2), boxes, sample.index)
 
 
 class Augmented(Dataset[Sample]):
-    """Training pictures; what is drawn for one depends on the seed, the epoch and its number alone."""
+    """Augmented training pictures; the randomness of each depends only on the seed (with the epoch) and its number."""
 
     def __init__(
         self, pictures: Sequence[Picture], size: int, seed: Sequence[int], mosaics: float, flips: float, rescale: float
@@ -144,7 +144,7 @@ class Augmented(Dataset[Sample]):
 
 
 class Letterboxed(Dataset[Sample]):
-    """Pictures as they are evaluated, each with the shape of its batch; in the order of `order`."""
+    """Pictures for evaluation, each with the shape of its batch; `order` is their order."""
 
     def __init__(self, pictures: Sequence[Picture], size: int, batch_size: int, rectangular: bool) -> None:
         self.pictures, self.size = pictures, size
@@ -157,7 +157,7 @@ class Letterboxed(Dataset[Sample]):
             self.shapes |= dict.fromkeys(batch, self._shape(batch) if rectangular else (size, size))
 
     def _shape(self, batch: Sequence[int]) -> tuple[int, int]:
-        """The smallest height and width that hold all pictures of a batch."""
+        """The smallest height and width that fit all pictures of a batch."""
         sizes = np.array([self.pictures[i].size[::-1] for i in batch])
         needed = (sizes * self.size / sizes.max(1, keepdims=True)).max(0)
         height, width = (int(np.ceil(side / MULTIPLE) * MULTIPLE) for side in needed)

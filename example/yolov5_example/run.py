@@ -1,4 +1,4 @@
-"""The two kinds of training: in float, and with fake-quants."""
+"""The two kinds of training: float, and quantization-aware."""
 
 import copy
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ class Run:
 
     Args:
         options: the flags.
-        process: this one among all.
-        files: what is written.
-        names: of the classes.
-        pictures: of "train" and "val".
-        resumed: what the checkpoint that is resumed holds beside the weights.
+        process: this process.
+        files: paths of the output files.
+        names: names of the classes.
+        pictures: pictures of "train" and "val".
+        resumed: the checkpoint's content besides the weights, if a training is resumed.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Run:
             extra = self.extra(training) | {"float_state_dict": dict(model.state_dict())}
             if not self.process.is_first:
                 return
-            # An interrupt does not wait for an export.
+            # No export after an interrupt: the run should end soon.
             written = [] if training.steps_done else self.export(training.evaluated)
             if is_best:
                 for path in written:
                     copy_file(path, path.with_name(path.name.replace(files.onnx.stem, files.best_onnx.stem)))
                 save_checkpoint(training.evaluated, files.best, extra=extra)
-            save_checkpoint(gm, files.checkpoint, extra=extra)  # last: after a crash before it the epoch is repeated
+            save_checkpoint(gm, files.checkpoint, extra=extra)  # last: after a crash before it, the epoch is repeated
 
         if not self.resumed:
-            save(True)  # what was calibrated is the first candidate; and what cannot be exported shows now
+            save(True)  # the calibrated model is the first candidate; a model that cannot be exported fails now
         fit = self.fit(gm, task, training, NaNGuard(gm))
         fit.run(save)
         load_in_first(self.process, gm, lambda: load_checkpoint(gm, files.best))
@@ -99,7 +99,7 @@ class Run:
         return best
 
     def start(self, model: Yolo, trained: nn.Module) -> tuple[Detection, Training]:
-        """The task and the state of the training."""
+        """The task, and the training's state: new, or from the checkpoint."""
         options, device = self.options, self.process.device
         model.to(device)
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if options.distill else None
@@ -113,12 +113,12 @@ class Run:
         return task, training
 
     def fit(self, model: nn.Module, task: Detection, training: Training, guard: NaNGuard | None) -> Fit:
-        """The loop."""
+        """The training loop."""
         wrapped = self.process.wrapped(model)
         return Fit(training, wrapped, task, self.process, Board(None), self.options.print_freq, guard)
 
     def extra(self, training: Training) -> dict[str, Any]:
-        """What a checkpoint holds beside the model; all processes have to ask for it."""
+        """The content of a checkpoint besides the model; all processes must call this."""
         return {
             "options": self.options.state_dict(),
             "training": training.state_dict() | {"rng": gather(torch.get_rng_state())},
@@ -127,12 +127,12 @@ class Run:
         }
 
     def scores(self, name: str, model: nn.Module, task: Detection) -> Scores:
-        """How good a model is, told as it is found."""
+        """Measure and print how good a model is."""
         LOG.info("%s:", name)
         return task.measure(model, Precision(self.process.device.type, None))
 
     def export(self, gm: nn.Module) -> list[Path]:
-        """Write and verify the QDQ ONNX file with its JSON, in the first process; returns all files written."""
+        """Write and verify the QDQ ONNX file and its JSON, in the first process; returns the files written."""
         if not self.process.is_first:
             return []
         options = self.options

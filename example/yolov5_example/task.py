@@ -1,4 +1,4 @@
-"""Detection as a task of the training loop, with its data."""
+"""Detection as a task of the training loop, with its data loaders."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,8 +20,8 @@ from training import Precision
 
 
 def loader(dataset: Any, batches: Sequence[Sequence[int]], workers: int) -> DataLoader[Batch]:
-    """The samples of a data set in batches of these."""
-    own = torch.Generator().manual_seed(0)  # it leaves the model's random numbers alone, also when resumed
+    """A loader of the given batches of a data set."""
+    own = torch.Generator().manual_seed(0)  # keeps the global generator unchanged
     pin = torch.cuda.is_available()
     return DataLoader(
         dataset, batch_sampler=batches, num_workers=workers, collate_fn=collate, pin_memory=pin, generator=own
@@ -29,7 +29,7 @@ def loader(dataset: Any, batches: Sequence[Sequence[int]], workers: int) -> Data
 
 
 def in_batches(order: Sequence[int], size: int) -> list[Sequence[int]]:
-    """So many at a time; the last may be fewer."""
+    """Split into batches of `size`; the last one may be smaller."""
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
@@ -37,7 +37,7 @@ def evaluate(
     detector: Detector, pictures: Sequence[Picture], size: int, batch_size: int, workers: int,
     rectangular: bool = True, confidence: float = 0.001, iou: float = 0.6,
 ) -> Scores:  # fmt: skip
-    """How good a detector is on pictures; prints nothing."""
+    """Scores of a detector on pictures."""
     letterboxed = Letterboxed(pictures, size, batch_size, rectangular)
     batches = loader(letterboxed, in_batches(letterboxed.order, batch_size), workers)
     found = detect(detector, progress(batches, "evaluate"), pictures, confidence, iou)
@@ -45,17 +45,18 @@ def evaluate(
 
 
 class Detection:
-    """The task of a `Fit`: boxes in pictures.
+    """The task of a `Fit`: object detection.
 
     Args:
-        pictures: of "train" and "val".
-        hyp: numbers of loss and augmentation.
+        pictures: pictures of "train" and "val".
+        head: the model's head.
+        hyp: hyperparameters of loss and augmentation.
         size: longer side of an image in px.
-        batch_size: images of a batch of all processes together.
+        batch_size: images in a batch, of all processes together.
         workers: processes that load pictures.
-        seed: of order and augmentation.
-        process: this one among all.
-        teacher: a float model to learn from, if any; it gives maps.
+        seed: seed of order and augmentation.
+        process: this process.
+        teacher: float model in eval mode to learn from, if any.
     """
 
     figures = (("Box", ".4f"), ("Obj", ".4f"), ("Cls", ".4f"))
@@ -69,11 +70,11 @@ class Detection:
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         return max(1, len(self.pictures["train"]) // self.batch_size)
 
     def batches(self, epoch: int, first: int) -> Iterable[Batch]:
-        """Those of an epoch, from one of them on; the last, smaller one is left out."""
+        """The batches of an epoch, beginning with number `first`; a smaller last one is dropped."""
         pictures, hyp = self.pictures["train"], self.hyp
         order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
         seed = (self.seed, epoch)
@@ -83,7 +84,7 @@ class Detection:
         return loader(augmented, own, self.workers)
 
     def calibration(self, count: int) -> Iterable[Batch]:
-        """Training pictures as validation sees them."""
+        """Training pictures without augmentation, for calibration."""
         pictures = self.pictures["train"]
         order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(self.seed)).tolist()[:count]
         letterboxed = Letterboxed(pictures, self.size, self.batch_size, rectangular=False)
@@ -109,7 +110,7 @@ class Detection:
         return Evaluation(scores.map, f"mAP@.5 {scores.map50:.3f} mAP@.5:.95 {scores.map:.3f}", found)
 
     def measure(self, model: nn.Module, precision: Precision) -> Scores:
-        """All scores on the validation pictures, measured in the first process."""
+        """Scores on the validation pictures; the first process measures and prints them."""
         scores = None
         if self.process.is_first:
             detector = TorchDetector(model, self.head.outputs - 5, None, self.process.device)

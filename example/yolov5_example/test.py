@@ -1,4 +1,4 @@
-r"""How good a detector is: a float model, a quantized checkpoint, or an ONNX file in ONNX Runtime.
+r"""Measure the accuracy of a detector: a float model, a quantized checkpoint, or an ONNX file in ONNX Runtime.
 
 python example/yolov5_example/test.py --weights yolov5s.pt --data coco.yaml --device 0
 python example/yolov5_example/test.py --weights checkpoint/yolov5n_bestonnx_quantization.onnx
@@ -27,14 +27,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure a detector: precision, recall and mean average precision.")
     add = parser.add_argument
     add("--weights", type=Path, required=True, help="float weights, a checkpoint of train_qat.py, or its ONNX file")
-    add("--data", type=Path, help="a YOLO data.yaml, or the folder of one (default: the embedded digits)")
+    add("--data", type=Path, help="YOLO data.yaml, or its folder (default: the embedded digits)")
     add("--device", default="cpu", help="cpu, cuda, or the number of a GPU (default: cpu)")
-    add("--img", "--img-size", type=integer(32), help="longer side in px (default: the file's, else 640, digits 160)")
-    add("--batch", "--batch-size", type=integer(1), default=32, help="pictures at a time (default: 32)")
-    add("--conf", type=number(0, 1), default=0.001, help="least confidence of a detection (default: 0.001)")
-    add("--iou", type=number(0, 1), default=0.6, help="overlap above which two are one object (default: 0.6)")
-    add("--square", action="store_true", help="all images square, as ONNX files take them, not as low as they can be")
-    add("--unoptimized", action="store_true", help="run an ONNX file as it is written, without rewriting its graph")
+    add("--img", "--img-size", type=integer(32), help="longer side in px (default: the file's, or 640, digits 160)")
+    add("--batch", "--batch-size", type=integer(1), default=32, help="pictures per batch (default: 32)")
+    add("--conf", type=number(0, 1), default=0.001, help="minimum confidence of a detection (default: 0.001)")
+    add("--iou", type=number(0, 1), default=0.6, help="IoU above which two boxes are one object (default: 0.6)")
+    add(
+        "--square",
+        action="store_true",
+        help="pad pictures to squares, as for ONNX files (default: as little as possible)",
+    )
+    add("--unoptimized", action="store_true", help="run an ONNX file without ONNX Runtime's graph optimizations")
     add("--workers", type=integer(0), default=0, help="processes that load pictures (default: 0)")
     return parser
 
@@ -47,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(flags: argparse.Namespace) -> Scores:
-    """The scores that the flags ask for."""
+    """The scores for the flags."""
     set_up_logging(1, first=True)
     description = read_description(flags.data or embedded_description())
     device = torch.device(f"cuda:{flags.device}" if flags.device.isdigit() else flags.device)
     detector = open_detector(flags.weights, device, optimize=not flags.unoptimized)
     if detector.num_classes != len(description.names):
         raise UserError(
-            f"--weights {flags.weights} finds {detector.num_classes} classes, {description.file} names "
+            f"--weights {flags.weights} has {detector.num_classes} classes, {description.file} has "
             f"{len(description.names)}"
         )
     if detector.size is not None and flags.img not in (None, detector.size):

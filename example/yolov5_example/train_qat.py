@@ -1,6 +1,6 @@
-r"""Train a YOLOv5 detector: in float, or with --quantize from float weights to a proven ONNX file.
+r"""Train a YOLOv5 detector: in float, or with --quantize from float weights to a verified ONNX file.
 
-Without --data: scikit-learn's digits on its sample photos. Pictures of your own: a YOLO `data.yaml`.
+Without --data it uses scikit-learn's digits on its sample photos. For your own pictures give a YOLO `data.yaml`.
 
     python example/yolov5_example/train_qat.py --epochs 30
     python example/yolov5_example/train_qat.py --quantize --weights checkpoint/yolov5n_model_best.pth
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(options: Options, process: Process) -> None:
-    """Set up one training in this process, and do it."""
+    """Do one training in this process."""
     set_up_logging(options.log_level, process.is_first)
     torch.manual_seed(options.seed)  # the same weights in all processes
     description = read_description(options.data or embedded_description())
@@ -49,7 +49,7 @@ def train(options: Options, process: Process) -> None:
         model, content = Yolo(options.size, len(description.names), options.generation), {"names": None, "extra": {}}
     if model.num_classes != len(description.names):
         raise UserError(
-            f"--weights {weights} finds {model.num_classes} classes, {description.file} names {len(description.names)}"
+            f"--weights {weights} has {model.num_classes} classes, {description.file} has {len(description.names)}"
         )
     files = open_output(options.output_dir, f"yolov5{model.size}")
     pictures = {part: description.pictures(part) for part in ("train", "val")}

@@ -1,4 +1,4 @@
-"""Weights from files: of this example, tensors by name, or a published pickle, of which no code is run."""
+"""Weights from files: a checkpoint of this example, a state dict, or a published pickle, whose code is not run."""
 
 import pickle
 import zipfile
@@ -23,11 +23,11 @@ SAFE = {
         for kind in ("Half", "Float", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool", "BFloat16")
     ),
 }
-"""What a pickle may name besides classes that stand for themselves: makers of tensors, all of them torch's own."""
+"""What a pickle may load: functions of torch that make tensors. Everything else becomes :class:`Inert`."""
 
 
 class Inert:
-    """Stands for an object of any class of a pickle: its attributes, and nothing that runs."""
+    """Replaces an object of any class in a pickle; holds its attributes and runs none of its code."""
 
     attributes: dict[str, Any]
 
@@ -44,18 +44,18 @@ class Inert:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads a pickle; classes and functions that are not in `SAFE` are replaced."""
+    """Reads a pickle; replaces classes and functions that are not in `SAFE`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle means."""
+        """The class or function of a name in the pickle."""
         return super().find_class(module, name) if (module, name) in SAFE else type(name, (Inert,), {})
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """The content of a file: `state_dict`, in float32, and what is known beside it (`names`, `extra`).
+    """The content of a file: `state_dict` in float32, `names` of the classes, and `extra` of a checkpoint.
 
     Raises:
-        UserError: it cannot be read, or holds no detector.
+        UserError: the file cannot be read, or has no detector.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -78,17 +78,17 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def read_published(path: Path) -> Any:
-    """The content of a published checkpoint, with inert objects in it."""
+    """The content of a published checkpoint, with `Inert` objects."""
     module = SimpleNamespace(Unpickler=InertUnpickler, load=None, __name__="inert")
     try:
         return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
-    except Exception as error:  # a foreign pickle may end in any way
+    except Exception as error:  # a pickle can raise anything
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--weights {path} is neither a file of tensors nor a published model: {reason}") from error
+        raise UserError(f"--weights {path} is neither a state dict nor a published model: {reason}") from error
 
 
 def tensors_of(module: Inert, prefix: str = "") -> dict[str, Tensor]:
-    """The state dict of a model that was pickled."""
+    """The state dict of a pickled model."""
     found: dict[str, Tensor] = {}
     for part in ("_parameters", "_buffers"):
         tensors = module.attributes.get(part) or {}
@@ -99,10 +99,10 @@ def tensors_of(module: Inert, prefix: str = "") -> dict[str, Tensor]:
 
 
 def build_for(state: Mapping[str, Tensor], where: str) -> Yolo:
-    """The model that has these weights, found by their shapes, with them.
+    """The model with these weights; its size and generation are found by the shapes.
 
     Raises:
-        UserError: no size of any generation has such.
+        UserError: the shapes fit no size of any generation.
     """
     head = [name for name in state if name.endswith(".m.0.bias") and name.startswith("model.24.")]
     shapes = {name: tuple(value.shape) for name, value in state.items()}
@@ -116,6 +116,6 @@ def build_for(state: Mapping[str, Tensor], where: str) -> Yolo:
                 model.load_state_dict(dict(state))
                 return model
     raise UserError(
-        f"{where}: its {len(state)} tensors are not those of YOLOv5 {', '.join(SIZES)} of the generations "
-        f"{' and '.join(GENERATIONS)}, which this example builds"
+        f"{where}: its {len(state)} tensors do not fit YOLOv5 of any size ({', '.join(SIZES)}) and generation "
+        f"({', '.join(GENERATIONS)})"
     )
