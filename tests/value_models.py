@@ -1,4 +1,4 @@
-"""Models whose Python code looks at sizes, lengths, types and structure, each in one way.
+"""Models whose Python code looks at sizes, lengths, types and structure; each does so differently.
 
 ``CASES`` names them, with their inputs for a batch and the sizes that tracing has to fix.
 """

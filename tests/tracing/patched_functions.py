@@ -1,10 +1,10 @@
-"""Functions that cannot be traced, in a module of their own: they are called through it."""
+"""Functions that cannot be traced, in a separate module, since they are replaced in their module."""
 
 import torch
 
 
 class Config:
-    """Something that cannot stand in a graph."""
+    """A configuration object, which a graph cannot hold."""
 
     def __init__(self, threshold=0.0, factor=2.0):
         self.threshold = threshold
@@ -12,7 +12,7 @@ class Config:
 
 
 def gate(x, config=None, *, factor=1.0):
-    """Takes a way that depends on data."""
+    """Branches on tensor values."""
     config = config or Config()
     if x.sum() > config.threshold:  # the line to name
         return x * config.factor * factor
@@ -39,17 +39,17 @@ class Decoder:
         self.scale = scale
 
     def decode(self, x):
-        """Takes a way that depends on data."""
+        """Branches on tensor values."""
         return x * self.scale if x.max() > 0 else x
 
 
 @torch.fx.wrap
 def shifted(x, by):
-    """A user's leaf."""
+    """A leaf."""
     return x + by
 
 
 @torch.fx.wrap
 def add_to_tail(x, y):
-    """A user's leaf that works in place and gives nothing."""
+    """A leaf that works in place and returns None."""
     x[:, 1:] += y[:, 1:]

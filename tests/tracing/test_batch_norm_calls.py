@@ -96,7 +96,7 @@ def test_every_tensor_of_the_model_is_in_the_result_once(tmp_path):
 
 
 class Borrowing(nn.Module):
-    """Calls batch_norm with another module's tensors, and batch statistics of its own."""
+    """Calls batch_norm with another module's tensors, and with batch statistics."""
 
     def __init__(self):
         super().__init__()

@@ -155,7 +155,7 @@ def test_a_function_without_a_name_to_import_is_no_candidate():
     assert modules(trace(nn.Sequential(Net()), example_inputs=(image(),)).gm) == ["Net"]
 
 
-def test_what_cannot_stand_in_a_graph_is_kept_in_the_leaf():
+def test_arguments_that_a_graph_cannot_hold_are_kept_in_the_leaf():
     config = Config(threshold=-1e9, factor=5.0)
     x = torch.ones(2)
     assert torch.equal(FunctionLeaf(gate, {1: config})(x, None), x * 5)

@@ -1,4 +1,4 @@
-"""Float leaves: what cannot be traced is called as a whole, at the smallest module, and is reported."""
+"""Float leaves: the smallest module that cannot be traced is called as a whole, and is reported."""
 
 import copy
 import inspect
@@ -17,7 +17,7 @@ from fxqat.tracing.trace import trace
 
 
 class Gate(nn.Module):
-    """Takes a way that depends on data."""
+    """Branches on tensor values."""
 
     def forward(self, x):
         if x.sum() > 0:  # the line to name

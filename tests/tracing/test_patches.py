@@ -1,4 +1,4 @@
-"""What is replaced while tracing is put back, whatever happens; and what it does meanwhile."""
+"""The patches that are active while tracing: what they do, and that they are always removed."""
 
 import builtins
 import collections
@@ -18,18 +18,6 @@ from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
 from tests.tracing import patched_functions
 from tests.value_models import CASES, Base, build, inputs_of
 
-BEFORE = {
-    "isinstance": builtins.isinstance,
-    "wrapper": getattr(*WRAPPER),
-    "causal_check": getattr(*CAUSAL_CHECK),
-    **{name: getattr(torch, name) for name in CONSTRUCTORS},
-    "setattr": nn.Module.__setattr__,
-    "getattr": nn.Module.__getattr__,
-    "call": nn.Module.__call__,
-    "gate": patched_functions.gate,
-    "method": vars(patched_functions.Decoder)["decode"],
-}
-
 
 def now():
     return {
@@ -45,6 +33,9 @@ def now():
     }
 
 
+BEFORE = now()
+
+
 def assert_restored():
     assert now() == BEFORE
     assert "training" not in vars(nn.Module)
@@ -52,7 +43,7 @@ def assert_restored():
 
 
 class Fails(Base):
-    """Does a little of everything, then raises what it was given."""
+    """Uses every patch, then raises the given exception."""
 
     def __init__(self, error):
         super().__init__()
@@ -109,7 +100,7 @@ def test_everything_is_put_back_after_leaf_functions():
 
 
 class Maker:
-    """A tracer that keeps what it is asked for."""
+    """A tracer that records the calls of the patches."""
 
     def __init__(self):
         self.hashed = False
@@ -148,7 +139,7 @@ def test_constructors_become_nodes_unless_suspended():
     assert_restored()
 
 
-def test_training_tells_who_decides_by_it():
+def test_a_branch_on_training_is_reported():
     maker = Maker()
     patches = Patches(maker)
     module, other = nn.ReLU(), nn.Tanh().eval()
@@ -168,7 +159,7 @@ def test_training_tells_who_decides_by_it():
     assert_restored()
 
 
-def test_isinstance_answers_as_always_for_everything_else():
+def test_isinstance_is_unchanged_for_other_objects():
     with Patches(Maker()):
         assert isinstance(1, int)
         assert isinstance(True, (str, int))
@@ -245,7 +236,7 @@ def test_caches_that_saw_no_proxy_keep_what_they_hold():
 
 
 class Wrapped(nn.Module):
-    """Calls functions that torch.fx.wrap was told of."""
+    """Calls functions registered with torch.fx.wrap."""
 
     def __init__(self):
         super().__init__()

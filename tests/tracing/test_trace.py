@@ -1,4 +1,4 @@
-"""Trace: a copy becomes a graph, the model stays as it is, and what cannot be traced says where and why."""
+"""Trace: a copy becomes a graph, the model stays as it is, and errors say what cannot be traced, where and why."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ from tests.models import TOYS, Counting, build, inputs
 
 
 class Gate(nn.Module):
-    """Takes a way that depends on data."""
+    """Branches on tensor values."""
 
     def forward(self, x):
         if x.sum() > 0:  # the line that the message must name
@@ -35,7 +35,7 @@ class Gated(nn.Module):
 
 
 class Flagged(nn.Module):
-    """Takes a way that depends on an argument."""
+    """Branches on an argument."""
 
     def __init__(self):
         super().__init__()

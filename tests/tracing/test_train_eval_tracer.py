@@ -310,7 +310,7 @@ def test_a_model_that_does_the_same_in_both_modes_has_no_modes():
     assert traced.eval_only == ()
 
 
-def test_the_nodes_of_a_mode_stand_in_its_order():
+def test_the_nodes_of_each_mode_are_in_its_order():
     traced = trace(Counting(), example_inputs=(image(),))
     targets = [str(node.target) for node in traced.gm.graph.nodes]
     write = next(node for node in traced.gm.graph.nodes if node.target == "add_")

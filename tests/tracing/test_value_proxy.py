@@ -1,4 +1,6 @@
-"""Proxies with values: what they answer, what they record, and what they refuse."""
+"""Proxies with values: what they return, what they record, and what they refuse."""
+
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from fxqat.tracing.value_proxy import DataDependent, TracedValue, TrainingFlag, 
 
 
 class Recorder:
-    """A tracer that makes nodes of calls, computes them, and keeps what was forced."""
+    """A tracer that makes nodes of calls, computes them, and records the forced numbers."""
 
     def __init__(self):
         self.graph = fx.Graph()
@@ -48,7 +50,7 @@ def image(recorder):
     return recorder.input(torch.arange(24.0).view(2, 3, 4))
 
 
-def test_rank_and_type_are_answered_without_a_node(recorder, image):
+def test_rank_and_type_need_no_node(recorder, image):
     assert (image.ndim, image.dim(), image.dtype, image.is_floating_point()) == (3, 3, torch.float32, True)
     assert image.requires_grad is False
     assert image.is_cuda is False
@@ -117,7 +119,7 @@ def test_a_part_of_a_list_is_a_list_of_its_items_and_a_part_of_a_tensor_is_a_nod
     assert torch.equal(image[1:].fxqat_value.data, image.fxqat_value.data[1:])
 
 
-def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
+def test_dicts_have_keys_and_their_none_is_none(recorder):
     table = recorder.input({"a": torch.ones(2), "b": None})
     assert list(table) == ["a", "b"]
     assert "a" in table
@@ -140,13 +142,20 @@ def test_dicts_answer_keys_and_nothing_that_is_none(recorder):
         lambda x: bool(x[0, 0, 0] == 0),
     ],
 )
-def test_the_content_of_a_tensor_has_no_answer(recorder, image, use):
+def test_tensor_values_are_refused(recorder, image, use):
     if use.__code__.co_names[:3] == ("max", "item"):
         image.fxqat_value = TracedValue(image.fxqat_value.data, True, True, True)
     with pytest.raises(DataDependent) as caught:
         use(image)
     assert "which depends on tensor values" in str(caught.value)
     assert isinstance(caught.value, fx.proxy.TraceError)
+
+
+def test_traced_values_are_frozen():
+    value = TracedValue(1)
+    with pytest.raises(FrozenInstanceError):
+        value.data = 2
+    assert value == TracedValue(1, from_input=False, sized=False, from_content=False)
 
 
 def test_a_value_that_is_not_known_is_refused(recorder):
@@ -182,7 +191,7 @@ def test_assigning_to_items_makes_a_node(recorder, image):
     assert [node.name for node in recorder.graph.nodes][-1].startswith("setitem")
 
 
-def test_devices_are_nodes_that_answer(recorder, image):
+def test_devices_are_nodes_with_attributes(recorder, image):
     assert isinstance(image.device, ValueProxy)
     assert image.device.type == "cpu"
     assert image.device.index is None
@@ -207,7 +216,7 @@ def test_proxies_in_structures(recorder, image):
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_mode_flag_is_passed_on_as_false_and_seen_as_decided(seen):
+def test_a_training_flag_is_passed_on_as_false_and_reports_a_branch(seen):
     asked = []
 
     def decide():
