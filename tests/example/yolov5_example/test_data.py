@@ -50,7 +50,7 @@ def test_what_is_wrong_with_some_pictures_is_counted(dataset, tree, capsys):
     pictures = described(tree).pictures("train")
     printed = capsys.readouterr().out
     assert "(6 found, 1 missing, 1 empty, 1 duplicate, 1 corrupt, for 7 images)" in printed
-    assert "3.png is not an image: left out" in printed
+    assert "3.png is not an image: skipped" in printed
     assert [len(picture.labels) for picture in pictures] == [0, 0, 1, 1, 1, 1, 1]
 
 
@@ -59,7 +59,7 @@ def test_what_is_wrong_with_some_pictures_is_counted(dataset, tree, capsys):
     [
         ("2 .5 .5 .1 .1", "0.txt, line 1: class 2, but the data.yaml names 2 classes"),
         ("0 .5 .5 .1 .1\n0 .5 .5 .1", "0.txt, line 2: expected `class x y width height`"),
-        ("0 50 50 10 10", "these from 0 to 1; got '0 50 50 10 10'"),
+        ("0 50 50 10 10", "the last four 0 to 1; got '0 50 50 10 10'"),
         ("cat .5 .5 .1 .1", "got 'cat .5 .5 .1 .1'"),
     ],
 )
@@ -72,12 +72,12 @@ def test_wrong_labels_are_an_error_with_their_place(dataset, user_error, tree, t
 def test_wrong_descriptions(dataset, user_error, tree):
     with pytest.raises(user_error, match="nc is 3, but there are 2 names"):
         described(tree, nc=3)
-    with pytest.raises(user_error, match="elsewhere: no such folder or zip"):
+    with pytest.raises(user_error, match="elsewhere: the data.yaml names it, but there is no such folder"):
         described(tree, nc=2, train="elsewhere").pictures("train")
     with pytest.raises(user_error, match="has no pictures"):
         described(tree, train="labels/train").pictures("train")
     (tree / "data.yaml").write_text("names: [a]")
-    with pytest.raises(user_error, match="train, val missing"):
+    with pytest.raises(user_error, match="missing: train, val"):
         dataset.read_description(tree)
     shutil.rmtree(tree)
     with pytest.raises(user_error, match="cannot be read"):
@@ -88,7 +88,7 @@ def test_a_picture_that_ends_early_is_an_error_with_its_name(dataset, user_error
     path = tree / "images" / "train" / "0.png"
     path.write_bytes(path.read_bytes()[:2000])
     picture = described(tree).pictures("train")[0]
-    with pytest.raises(user_error, match="0.png is not an image that can be read"):
+    with pytest.raises(user_error, match="0.png cannot be read as an image"):
         picture.load()
 
 

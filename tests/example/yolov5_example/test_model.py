@@ -140,9 +140,9 @@ def test_no_code_of_a_pickle_runs(example, tmp_path, monkeypatch):
     user_error = sys.modules["errors"].UserError
     weights = sys.modules["weights"]
     assert weights.read_weights(tmp_path / "bomb.pt")["state_dict"] == {}
-    with pytest.raises(user_error, match="its 0 tensors are not those of YOLOv5"):
+    with pytest.raises(user_error, match="its 0 tensors do not fit YOLOv5"):
         weights.build_for({}, "bomb.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps({"model": Bomb()}))
-    with pytest.raises(user_error, match="neither a file of tensors nor a published model"):
+    with pytest.raises(user_error, match="neither a state dict nor a published model"):
         weights.read_weights(tmp_path / "plain.pt")
     assert not (tmp_path / "exploded").exists()
