@@ -26,6 +26,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import BACKENDS, TOYS, build, calibrate, calibrated, inputs, prepared
 
+PLACEMENTS = [backend for backend in BACKENDS if backend != "Experimental"]  # its placement is that of TSQAT
 TRAINS_ANOTHER_WAY = {"auxiliary_head"}  # its forward in training has an output more than the graph
 
 
@@ -64,7 +65,7 @@ def assert_same_function(gm, model, example):
 # off is float
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACEMENTS)
 @pytest.mark.parametrize("name", TOYS)
 def test_switched_off_it_is_the_float_model_in_eval_mode(name, backend):
     model = build(name)
@@ -133,7 +134,7 @@ def test_the_auxiliary_head_is_kept_for_the_float_model():
 # on, it trains
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACEMENTS)
 @pytest.mark.parametrize("name", TOYS)
 def test_a_quantized_step_gives_every_parameter_a_gradient(name, backend):
     gm = calibrate(prepared(name, backend), inputs(name, seed=1), inputs(name, seed=2)).train()
@@ -199,7 +200,7 @@ def picture(model):
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLACEMENTS)
 @pytest.mark.parametrize("name", TOYS)
 def test_the_users_model_is_untouched(name, backend):
     model = build(name).train()
@@ -319,28 +320,33 @@ def fresh_compiler():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["squeeze_excite", "shared_module", "attention", "dropouts", "transpose_convs"])
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [(name, True) for name in ("squeeze_excite", "shared_module", "attention", "dropouts", "transpose_convs")]
+    + [("attention", False), ("dropouts", False)],
+)
 def test_it_compiles_in_one_graph(name, training):
     gm = calibrated(name).train(training)
-    assert_compiled_is_equal(gm, name, "aot_eager")
+    assert_compiled_is_equal(gm, inputs(name), "aot_eager")
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("training", [True, False])
-def test_it_compiles_with_inductor(training):
-    gm = calibrated("conv_bn_relu").train(training)
-    assert_compiled_is_equal(gm, "conv_bn_relu", "inductor")
+def test_it_compiles_with_inductor():
+    """Generated code is slow to compile: one layer with BatchNorm and activation, forward and backward."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(2, 3, 6, 6)
+    gm = calibrate(prepare_by_platform(model), (torch.randn(2, 3, 6, 6),)).train()
+    assert_compiled_is_equal(gm, (x,), "inductor")
 
 
-def assert_compiled_is_equal(gm, name, backend):
+def assert_compiled_is_equal(gm, example, backend):
     """Outputs; in training also gradients and buffers."""
     with torch.no_grad():
         for quant in quantizers(gm):  # off the edge of the range, where the last bit of a division decides
             quant.scale.mul_(1.01)
     twin = copy.deepcopy(gm)
     compiled = torch.compile(twin, backend=backend, fullgraph=True)
-    example, close = inputs(name), {"rtol": 1e-3, "atol": 1e-4}
+    close = {"rtol": 1e-3, "atol": 1e-4}
     if not gm.training:
         with torch.no_grad():
             expected, actual = flatten_tensors(gm(*example)), flatten_tensors(compiled(*example))
@@ -361,7 +367,7 @@ def assert_compiled_is_equal(gm, name, backend):
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_state_functions_reach_through_compile():
     gm = prepared("conv_bn_relu")
-    compiled = torch.compile(gm, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(gm, backend="eager", fullgraph=True)
     (x,) = inputs("conv_bn_relu")
     with torch.no_grad():
         off = compiled(x)

@@ -6,6 +6,7 @@ import pytest
 
 from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
 from fxqat.errors import ConfigError
+from tests.custom_quantizer.prepared_once import prepared_once
 from tests.models import FURTHER_BACKENDS, TOYS, VARIANTS, prepared
 
 PLACEMENTS = ("TSQAT", "ONNXRuntime", "TensorRT", *FURTHER_BACKENDS)
@@ -18,7 +19,7 @@ def test_placement_is_the_reviewed_one(name, golden):
     for backend in PLACEMENTS:
         if (name, backend) in NOTHING:
             continue
-        report = prepared(name, backend).quant_report
+        report = prepared_once(name, backend).quant_report
         text = report.to_text()
         assert text.splitlines() == golden(f"{name}-{backend}", text).splitlines(), backend
         assert len(report) == len(text.splitlines())
@@ -36,7 +37,7 @@ def test_the_same_placement_with_other_schemes(name):
     names = SAME_PLACEMENT if name in ("attention", "concat", "residual", "squeeze_excite") else ["Experimental"]
     for backend in names:
         kinds = (SAME_PLACEMENT[backend], backend)
-        reports = [prepared(name, kind).quant_report for kind in kinds]
+        reports = [prepared_once(name, kind).quant_report for kind in kinds]
         base, other = (
             [(r.node, r.op, r.target, r.status, r.group, r.reason.replace(f"{kind} has", "It has")) for r in report]
             for kind, report in zip(kinds, reports, strict=True)

@@ -42,7 +42,7 @@ class StoredGrid(Head):
 
 
 class OneDimension(Head):
-    """The places along one axis, in a buffer of one dimension."""
+    """The positions along one axis, in a buffer of one dimension."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class OneDimension(Head):
 
 
 class Anchored(Head):
-    """Sizes, too: factors of one row of a table."""
+    """Sizes as well: factors of one row of a table."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class Anchored(Head):
 
 
 class Denormalised(nn.Module):
-    """Behind the last layer, but with no positions: the mean and deviation of each channel."""
+    """After the last layer, but without positions: the mean and deviation of each channel."""
 
     def __init__(self):
         super().__init__()
@@ -95,27 +95,36 @@ def image(batch=2):
     return torch.randn(batch, 3, 8, 8)
 
 
+def calibrated(head, backend):
+    model = head().eval()
+    gm = prepare_by_platform(model, backend, example_inputs=(image(),)).eval()
+    fxqat.calibrate(gm, [image()])
+    fxqat.enable_quantization(gm)
+    return model, gm
+
+
 def decoding(gm):
     return [row.op for row in gm.quant_report if row.reason == DECODES_POSITIONS]
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
 @pytest.mark.parametrize("head", [Head, StoredGrid, OneDimension])
-def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend, tmp_path):
-    model, x = head().eval(), image()
-    gm = prepare_by_platform(model, backend, example_inputs=(x,)).eval()
+def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend):
+    model, gm = calibrated(head, backend)
     grid = ["unsqueeze"] if head is OneDimension else []
     assert decoding(gm) == ["sigmoid", "getitem", "mul", *grid, "add", "mul", "getitem", "cat"]
-    fxqat.enable_calibration(gm)
-    gm(x)
-    fxqat.enable_quantization(gm)
-    boxes, maps = gm(x)
+    boxes, maps = gm(image())
     scores = maps.sigmoid()
-    expected = torch.cat(((scores[..., :2] * 2 + model.grid(x) + 0.0) * 8, scores[..., 2:]), -1)
+    expected = torch.cat(((scores[..., :2] * 2 + model.grid(image()) + 0.0) * 8, scores[..., 2:]), -1)
     torch.testing.assert_close(boxes, expected)
-    fxqat.convert_export(gm, (x,), tmp_path / "model.onnx")
-    found = run_session(session(tmp_path / "model.onnx"), [x])
-    torch.testing.assert_close(torch.from_numpy(found[0]), boxes.detach(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("head", "backend"), [(Head, "TSQAT"), (StoredGrid, "ONNXRuntime"), (OneDimension, "TSQAT")])
+def test_exported_boxes_are_those_of_the_model(head, backend, tmp_path):
+    _, gm = calibrated(head, backend)
+    fxqat.convert_export(gm, (image(),), tmp_path / "model.onnx")
+    found = run_session(session(tmp_path / "model.onnx"), [image()])
+    torch.testing.assert_close(torch.from_numpy(found[0]), gm(image())[0].detach(), rtol=1e-4, atol=1e-3)
 
 
 def test_the_anchors_of_decoded_boxes_stay_float():

@@ -8,7 +8,8 @@ from fxqat import prepare_by_platform
 from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.utils.fx_graph import called_module
-from tests.models import TOYS, prepared
+from tests.custom_quantizer.prepared_once import prepared_once
+from tests.models import TOYS
 
 REFUSED = [("conv1d", "ArmCPU"), ("conv3d", "ArmCPU"), ("transpose_convs", "ArmCPU")]
 KINDS = ("TSQAT", "ONNXRuntime", "TensorRT", "OpenVINO", "QNN", "Vitis", "ArmCPU")
@@ -27,7 +28,7 @@ def test_the_reasons_agree_with_the_graph(name):
     for backend in KINDS:
         if (name, backend) in REFUSED:
             continue
-        gm, spec = prepared(name, backend), BACKENDS[BackendType(backend)]
+        gm, spec = prepared_once(name, backend), BACKENDS[BackendType(backend)]
         nodes = {node.name: node for node in gm.graph.nodes}
         rows = {row.node: row for row in gm.quant_report}
         assert len(gm.quant_report) > 1

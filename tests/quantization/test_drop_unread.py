@@ -1,4 +1,4 @@
-"""What is computed for nothing leaves the graph; what is written stays."""
+"""Drop unread: calls whose results are not read are erased; writes stay."""
 
 import operator
 

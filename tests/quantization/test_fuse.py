@@ -118,7 +118,7 @@ def test_fused_modules_take_the_path_of_the_layer(name, expected):
 
 
 class Pair(nn.Module):
-    """Two modules in a row, with something that may keep them apart."""
+    """Two modules in a row, where something may prevent their fusion."""
 
     def __init__(self, first, second, forward):
         super().__init__()
@@ -159,7 +159,7 @@ APART = {
 
 
 @pytest.mark.parametrize("case", APART)
-def test_what_must_stay_apart(case):
+def test_what_must_not_be_fused(case):
     model = APART[case]().eval()
     x = torch.randn(3, 4, 2, 5) if "output size" in case else torch.randn(3, 5 if "axis" in case else 4, 5, 5)
     with torch.no_grad():
@@ -170,7 +170,7 @@ def test_what_must_stay_apart(case):
 
 
 def test_a_second_spatial_linear_layer_with_batch_norm_is_not_mistaken():
-    """BatchNorm1d behind a Linear on (N, L, C) normalizes L, not the features, also where both are equal."""
+    """BatchNorm1d after a Linear on (N, L, C) normalizes L, not the features, also where both are equal."""
     model = Pair(nn.Linear(4, 4), nn.BatchNorm1d(4), lambda m, x: m.second(m.first(x))).eval()
     nn.init.uniform_(model.second.running_mean)
     nn.init.uniform_(model.second.running_var, 0.5, 2)

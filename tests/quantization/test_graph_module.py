@@ -29,7 +29,7 @@ COPIES = {
     "twice": lambda gm: copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(gm)))),
 }
 THOROUGH = ["torch.save", "twice"]
-"""All ways to copy in two: for the tests that run on many models."""
+"""Together these copy in every way; for the tests with many models."""
 
 
 def step(gm, example):
