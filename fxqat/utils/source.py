@@ -22,7 +22,7 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(NOT_THE_USERS)
 
 
-def innermost_line(frame: FrameType | None, until: CodeType) -> str:
+def innermost_line(frame: FrameType | None, until: CodeType | None = None) -> str:
     """The user's line in a frame or its nearest caller, ``"file.py:12"``; the search stops at the code ``until``."""
     while frame is not None and frame.f_code is not until:
         if is_user_file(frame.f_code.co_filename):

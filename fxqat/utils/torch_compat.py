@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,14 @@ ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
+
+
+CHECKPOINTS = tuple(
+    (torch.utils.checkpoint, name)
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    if hasattr(torch.utils.checkpoint, name)
+)
+"""The functions that ``torch.utils.checkpoint.checkpoint`` calls without reentrant autograd."""
 
 
 def load_compiler() -> None:
@@ -77,6 +86,19 @@ class ContentWatch(TorchDispatchMode):
             indices = args[1] if func.name() == "aten::index.Tensor" else None
             masks = indices is None or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
             self.read_content = self.read_content or masks
+        return func(*args, **(kwargs or {}))
+
+
+class EqualRandomNumbers(TorchDispatchMode):
+    """Seeds the generators before each random operator: equal calls give equal numbers, in whatever order they run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
         return func(*args, **(kwargs or {}))
 
 
