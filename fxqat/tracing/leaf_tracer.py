@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class LeafTracer(fx.Tracer):
     Attributes:
         leaves: the modules and functions that became leaves, and why.
         path_of_failure: the innermost module that failed, when the whole trace failed.
+        thread: the thread that traces. torch.fx patches all modules meanwhile; other threads compute as always.
         attribute_names: names of the parameters and buffers, by ``id``.
         attribute_proxies: proxies of the parameters and buffers that the graph reads, by name.
     """
@@ -60,11 +62,13 @@ class LeafTracer(fx.Tracer):
         self.untraceable = untraceable
         self.leaves: dict[str, FloatLeaf] = {}
         self.path_of_failure = ""
+        self.thread = threading.get_ident()
         self.attribute_names: dict[int, str] = {}
         self.attribute_proxies: dict[str, fx.Proxy] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module."""
+        self.thread = threading.get_ident()
         named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         self.attribute_names = {id(tensor): name for name, tensor in reversed(named)}
         self.attribute_proxies = {}
@@ -89,6 +93,8 @@ class LeafTracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """A parameter or buffer that forward reads becomes a node."""
+        if self.in_other_thread():
+            return attr_val
         name = self.attribute_names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
         if name is None:
             return attr_val
@@ -96,13 +102,17 @@ class LeafTracer(fx.Tracer):
             self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self.attribute_proxies[name]
 
+    def in_other_thread(self) -> bool:
+        """Whether a patch of torch.fx was reached by a thread that does not trace."""
+        return threading.get_ident() != self.thread
+
     def is_made_in_forward(self, m: nn.Module) -> bool:
         """Whether ``forward()`` created the module, as in ``nn.ReLU()(x)``, so that it is not part of the model."""
         return m not in (self.submodule_paths or {}) and next(m.parameters(), None) is None
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace one module call. If that fails, undo it and make a leaf of a function inside, or of the module."""
-        if self.is_made_in_forward(m):
+        if self.in_other_thread() or self.is_made_in_forward(m):
             return forward(*args, **kwargs)
         path, mark = self.path_of_module(m), self.mark_position()
         while True:

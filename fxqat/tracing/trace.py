@@ -16,21 +16,28 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
+from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.python_state import python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_failure
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
+
+ONE_TRACE = threading.RLock()
+"""Held while a model is traced: torch.fx and fxqat patch torch meanwhile, for the thread that traces."""
 
 
 class Traced(NamedTuple):
@@ -40,9 +47,12 @@ class Traced(NamedTuple):
         root: the copy of the model, whose tensors the graph module shares.
         gm: the graph module, in the mode of the model.
         fixed: names of the arguments of forward that torch.fx fixed to a value.
+        state_changes: what forward changed outside of the graph while it was traced.
+        concrete_args: arguments that the user fixed to a value.
         forced: sizes that the graph holds as numbers.
         leaves: modules and functions that could not be traced.
         eval_only: modules that compute differently in training, of which the graph holds eval mode only.
+        checkpointed: lines of the user's code with activation checkpointing, which the graph does not have.
     """
 
     root: nn.Module
@@ -51,6 +61,15 @@ class Traced(NamedTuple):
     forced: tuple[ForcedNumber, ...] = ()
     leaves: tuple[FloatLeaf, ...] = ()
     eval_only: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    state_changes: tuple[str, ...] = ()
+    concrete_args: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def remarks(self) -> dict[str, tuple[Any, ...]]:
+        """What the report says about tracing."""
+        names = ("leaves", "forced", "eval_only", "checkpointed", "state_changes")
+        return {name: getattr(self, name) for name in names}
 
 
 class TracedGraphModule(TrainEvalGraphModule):
@@ -103,16 +122,26 @@ def trace(
         given, defaults = _bind(root, example_inputs, fixed)
         fixed = defaults | fixed
         tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
-    graph, tracer = _first_success(model, root, tracers, fixed)
+    with ONE_TRACE, functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
+        graph, tracer = _first_success(model, root, tracers, fixed)
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
     copy_modes(root, gm)
-    batch_norms_to_modules(root, gm)
-    leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
-    if isinstance(tracer, TrainEvalTracer):
-        eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
-        return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
-    return Traced(root, gm, tuple(fixed), (), leaves)
+    batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)
+    leaves = (*(tracer.leaves.values() if isinstance(tracer, LeafTracer) else ()), *autograd_calls(gm))
+    with_values = isinstance(tracer, TrainEvalTracer)
+    eval_only = tracer.eval_only if isinstance(tracer, TrainEvalTracer) else ()
+    return Traced(
+        root,
+        gm,
+        fixed=() if with_values else tuple(fixed),
+        forced=tuple(tracer.forced.values()) if isinstance(tracer, TrainEvalTracer) else (),
+        leaves=leaves,
+        eval_only=tuple(dict.fromkeys(path or type(model).__name__ for path in eval_only)),
+        checkpointed=tuple(dict.fromkeys(checkpointed)),
+        state_changes=tuple(dict.fromkeys(state_changes)),
+        concrete_args=dict(concrete_args or {}),
+    )
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -129,6 +158,12 @@ def copy_model(model: nn.Module) -> nn.Module:
             elif type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
     return copy.deepcopy(model, memo)
+
+
+def share_tensors(model: nn.Module) -> nn.Module:
+    """A copy of a model that has the same parameters and buffers, not copies of them."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _first_success(
