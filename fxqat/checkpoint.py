@@ -26,7 +26,7 @@ from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
-from fxqat.quantization.graph_module import prepared_model
+from fxqat.quantization.graph_module import float_tensors, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.utils.files import atomic_path
 
@@ -102,11 +102,7 @@ def _check_extra(extra: Any) -> None:
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a prepared model as the state dict of its float model."""
     gm = prepared_model(model, CheckpointError)
-    state = gm.state_dict()
-    trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
-    for name, found in gm.provenance.split_tensors.items():
-        trained[name] = torch.cat([state[part].detach() for part in found.names], found.dim)
-    return trained | {name: tensor.detach() for name, tensor in gm.provenance.unread.items()}
+    return {name: tensor.detach() for name, tensor in float_tensors(gm).items()}
 
 
 def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict[str, Any]:

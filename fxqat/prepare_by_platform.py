@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -19,7 +20,7 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
-from fxqat.quantization.compare_outputs import check_same_outputs, run_reference
+from fxqat.nn.qat import BN_FREEZE
 from fxqat.quantization.drop_unread import drop_unread
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.graph_module import (
@@ -29,10 +30,12 @@ from fxqat.quantization.graph_module import (
     named_tensors,
 )
 from fxqat.quantization.insert import insert
+from fxqat.quantization.perturbed_inputs import Arguments
 from fxqat.quantization.report import QuantReport, build_report
+from fxqat.quantization.sameness import FirstCallCheck, Reference, check_sameness
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
-from fxqat.tracing.trace import trace
+from fxqat.tracing.trace import Traced, share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
 
 __all__ = ["BackendType", "prepare_by_platform"]
@@ -49,6 +52,7 @@ def prepare_by_platform(
     example_inputs: tuple[Any, ...] | Tensor | None = None,
     is_qat: bool = True,
     untraceable: str = "leaf",
+    check: str = "full",
 ) -> QuantGraphModule:
     """Insert fake-quant into a copy of a model, by the rules of a deployment backend.
 
@@ -61,12 +65,15 @@ def prepare_by_platform(
         prepare_custom_config_dict: changes to the backend's choices; a dict or the path of a YAML file.
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
         example_inputs: a tuple of the model's inputs (None for an optional one that is left out). With them the
-            Python code of the model may look at sizes, lengths and types while it is traced, and the result is
-            compared with the model on them, in eval mode. Arguments of forward that they leave out are fixed to
-            their defaults.
+            Python code of the model may look at sizes, lengths and types while it is traced. Arguments of forward
+            that they leave out are fixed to their defaults.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
+        check: how the result is compared with the model (``fxqat.quantization.sameness``). ``"full"``: on the example
+            inputs, on other values, on another size, and in training with the gradients of all parameters;
+            ``"quick"``: on the example inputs in eval mode; ``"off"``: not at all. Without example inputs, it is
+            compared on the first inputs that it gets, such as the first batch of calibration.
 
     Returns:
         The prepared model, in the mode (train or eval) of the given one; its ``quant_report`` says what was decided and
@@ -81,7 +88,7 @@ def prepare_by_platform(
         >>> [row.status for row in gm.quant_report]
         ['quantized', 'quantized']
     """
-    _check_arguments(model, untraceable)
+    _check_arguments(model, untraceable, check)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     config = parse_config(prepare_custom_config_dict)
     inputs = _as_tuple(example_inputs)
@@ -94,30 +101,63 @@ def prepare_by_platform(
         example_inputs=inputs,
         untraceable=untraceable,
     )
-    reference = None if inputs is None else run_reference(traced.root, inputs, config.concrete_args)
+    float_model = None if check == "off" else share_tensors(traced.root)
     float_tensors = named_tensors(traced.root)
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = standardize(traced.gm, traced.fixed)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
-    report = build_report(gm, spec.name, traced.leaves, traced.forced, traced.eval_only)
+    report = build_report(gm, spec.name, **traced.remarks)
     effective = describe_config(gm, applied)
     _check_decisions(gm, report, type(model).__name__, is_qat)
     gm = insert(gm, config.bn_mode)
     prepared = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
     prepared.provenance = make_provenance(prepared, report, effective, float_tensors, split, config.preserve_attr)
     _preserve(model, prepared, config.preserve_attr)
-    if reference is not None:
-        check_same_outputs(prepared, reference)
+    if float_model is not None:
+        trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
+        _compare(prepared, Reference(float_model, _float_arguments(prepared, inputs, traced), trains), inputs, check)
     return prepared
 
 
-def _check_arguments(model: nn.Module, untraceable: str) -> None:
+def _compare(prepared: QuantGraphModule, reference: Reference, inputs: tuple[Any, ...] | None, check: str) -> None:
+    """Compare the prepared model with the float model, now or at its first call."""
+    if inputs is None:
+        prepared.register_forward_pre_hook(FirstCallCheck(reference, check), with_kwargs=True)
+        return
+    given = tuple(value for value in inputs if value is not None)
+    lines = check_sameness(prepared, reference, (given, {}), check)
+    prepared.provenance.report = replace(prepared.quant_report, sameness=tuple(lines))
+
+
+def _float_arguments(
+    prepared: QuantGraphModule, inputs: tuple[Any, ...] | None, traced: Traced
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
+    """The function that makes the float model's arguments of those of the prepared model.
+
+    The prepared model has no arguments that were left out of the example inputs, or fixed by ``concrete_args``.
+    """
+    names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
+    by_name = inputs is None and not any(name.startswith("*") for name in names)
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if by_name:
+            return (), {**dict(zip(names, args, strict=False)), **kwargs, **traced.concrete_args}
+        rest = iter(args)
+        given = (None if value is None else next(rest) for value in inputs) if inputs is not None else args
+        return tuple(given), {**kwargs, **traced.concrete_args}
+
+    return arguments
+
+
+def _check_arguments(model: nn.Module, untraceable: str, check: str) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if untraceable not in ("leaf", "error"):
         raise ConfigError(f"untraceable must be 'leaf' or 'error', got {untraceable!r}")
+    if check not in ("full", "quick", "off"):
+        raise ConfigError(f"check must be 'full', 'quick' or 'off', got {check!r}")
 
 
 def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat: bool) -> None:

@@ -9,6 +9,7 @@ function.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -81,6 +82,19 @@ def disable_all(model: nn.Module) -> None:
 def enable_all(model: nn.Module) -> None:
     """Observers and fake-quant on."""
     _switch(model, ALL, observe=True, quantize=True)
+
+
+@contextmanager
+def all_off(model: nn.Module) -> Iterator[None]:
+    """Observers and fake-quant off for the block, without a word to the other ranks; afterwards as they were."""
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
+    for quant, _, _ in before:
+        quant.observer_enabled = quant.fake_quant_enabled = False
+    try:
+        yield
+    finally:
+        for quant, observes, quantizes in before:
+            quant.observer_enabled, quant.fake_quant_enabled = observes, quantizes
 
 
 def require_calibrated(model: nn.Module) -> None:

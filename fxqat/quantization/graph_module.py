@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import FxqatError
@@ -102,6 +103,20 @@ def make_provenance(
         preserved=preserved,
         config=config,
     )
+
+
+def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of the float model, by their names in its state dict.
+
+    Args:
+        gm: the prepared model.
+        of: a tensor to take instead of each, such as its gradient, of the same shape.
+    """
+    state = gm.state_dict(keep_vars=True)
+    tensors = {name: of(state[inside]) for name, inside in gm.provenance.tensor_names.items()}
+    for name, found in gm.provenance.split_tensors.items():
+        tensors[name] = torch.cat([of(state[part]) for part in found.names], found.dim)
+    return tensors | {name: of(tensor) for name, tensor in gm.provenance.unread.items()}
 
 
 class QuantGraphModule(TrainEvalGraphModule):
