@@ -45,6 +45,11 @@ def tensor_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, or a parameter that FullyShardedDataParallel has flattened."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "_fsdp_flattened")
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks, as torch's old weight_norm has, so that a call runs more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
