@@ -21,7 +21,7 @@ from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.name_outputs import NameOutputs
-from fxqat.onnx.name_tensors import NameTensors, tensors_of
+from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
@@ -131,7 +131,7 @@ def convert_export(
     passes = [
         Simplify(),
         NameOutputs(output_names or lowered.output_names),
-        NameTensors(lowered.tensors),
+        NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
         WriteClamps(),
@@ -147,7 +147,7 @@ def convert_export(
     if expected is not None:
         integers, outputs = expected
         activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
-        in_file = {named[path].name: integers[tensor.name] for path, tensor in activations.items()}
+        in_file = {named[path].name: integers[tensor.name] for path, tensor in activations.items() if path in named}
         certificate = require_parity(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)

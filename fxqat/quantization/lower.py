@@ -77,12 +77,21 @@ def lower(
     output.args = (_without_dataclasses(output.args[0]),)  # case 5
     work.graph.eliminate_dead_code()
     work.delete_all_unused_submodules()
+    _drop_inner(work, state.replaced)
     work.graph.lint()
     work.recompile()
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
     return Lowered(module, tensors, tuple(_output_names(output.args[0], "")))
+
+
+def _drop_inner(gm: fx.GraphModule, replaced: set[str]) -> None:
+    """Drop replaced layers inside called modules, whose names their shared weights would get (``emb.linear``)."""
+    read = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+    for path in replaced:
+        if not any(target.startswith(f"{path}.") for target in read):
+            gm.delete_submodule(path)
 
 
 def _without_dataclasses(value: Any) -> Any:
@@ -116,6 +125,7 @@ class _Lowering:
         self.weights = weights
         self.opset_version = opset_version
         self.tensors: dict[str, QuantizedTensor] = {}
+        self.replaced: set[str] = set()
         self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
@@ -148,6 +158,7 @@ class _Lowering:
             if layer.activation is not None:
                 result = graph.call_module(self._add(layer.activation), (result,))
         self._replace(node, result)
+        self.replaced.add(path)
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
         """Replace a fused layer that stayed float by the folded layer, followed by its activation."""
