@@ -14,7 +14,7 @@ from fxqat.errors import FxqatError
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.torch_compat import keep_local_under_ddp, unwrap
+from fxqat.utils.torch_compat import HOOKS, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
@@ -157,7 +157,7 @@ def _keep_ranges_local(gm: nn.Module) -> None:
 
 def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any]) -> None:
     target.provenance = copy.deepcopy(source["provenance"], memo)
-    for name in source["provenance"].preserved:
+    for name in (*source["provenance"].preserved, *HOOKS):
         setattr(target, name, copy.deepcopy(source[name], memo))
 
 

@@ -55,6 +55,19 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The forward hooks of a module and its forward pre-hooks, by the keys of their handles."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+"""The attributes of a module that hold its hooks; copying a GraphModule loses them."""
+
+
 def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
     """Keep DistributedDataParallel from overwriting these buffers with those of rank 0 before each forward."""
     model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
