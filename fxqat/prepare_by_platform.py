@@ -13,6 +13,8 @@ from torch import Tensor, fx, nn
 from fxqat.config.calibration_only import check_calibration_only
 from fxqat.config.config import parse_config
 from fxqat.config.effective import describe_config
+from fxqat.config.example_inputs import inputs_in_order
+from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
@@ -46,7 +48,7 @@ def prepare_by_platform(
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     custom_tracer: fx.Tracer | None = None,
     *,
-    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     is_qat: bool = True,
     untraceable: str = "leaf",
 ) -> QuantGraphModule:
@@ -60,10 +62,10 @@ def prepare_by_platform(
         backend: a :class:`BackendType`, its name, or a :class:`~fxqat.custom_quantizer.spec.BackendSpec`.
         prepare_custom_config_dict: changes to the backend's choices; a dict or the path of a YAML file.
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
-        example_inputs: a tuple of the model's inputs (None for an optional one that is left out). With them the
-            Python code of the model may look at sizes, lengths and types while it is traced, and the result is
-            compared with the model on them, in eval mode. Arguments of forward that they leave out are fixed to
-            their defaults.
+        example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
+            name. With them the Python code of the model may look at sizes, lengths and types while it is traced, and
+            the result is compared with the model on them, in eval mode. Arguments of forward that they leave out are
+            fixed to their defaults.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
@@ -81,10 +83,11 @@ def prepare_by_platform(
         >>> [row.status for row in gm.quant_report]
         ['quantized', 'quantized']
     """
-    _check_arguments(model, untraceable)
+    check_model(model, example_inputs)
+    _check_untraceable(untraceable)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     config = parse_config(prepare_custom_config_dict)
-    inputs = _as_tuple(example_inputs)
+    inputs = inputs_in_order(model, example_inputs, config.concrete_args)
 
     traced = trace(
         model,
@@ -113,9 +116,7 @@ def prepare_by_platform(
     return prepared
 
 
-def _check_arguments(model: nn.Module, untraceable: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def _check_untraceable(untraceable: str) -> None:
     if untraceable not in ("leaf", "error"):
         raise ConfigError(f"untraceable must be 'leaf' or 'error', got {untraceable!r}")
 
@@ -126,16 +127,6 @@ def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat:
         check_calibration_only(gm)
     if report.num_quantized == 0:
         raise ConfigError(f"{name}: nothing to quantize for {report.backend}. Every node is left float:\n{report}")
-
-
-def _as_tuple(example_inputs: tuple[Any, ...] | Tensor | None) -> tuple[Any, ...] | None:
-    if example_inputs is None:
-        return None
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,)
-    if not isinstance(example_inputs, (tuple, list)) or not example_inputs:
-        raise ConfigError(f"example_inputs must be a tensor or a non-empty tuple of inputs, got {example_inputs!r}")
-    return tuple(example_inputs)
 
 
 def _preserve(model: nn.Module, prepared: nn.Module, names: tuple[str, ...]) -> None:
