@@ -77,7 +77,7 @@ class ExportReport:
 
 def convert_export(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Tensor,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
     file_path: str | os.PathLike[str],
     file_path_json: str | os.PathLike[str] | None = None,
     *,
@@ -96,8 +96,8 @@ def convert_export(
 
     Args:
         model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
-        example_inputs: a tuple of inputs, or a single tensor. They give the shapes, and the file is compared with the
-            model on them.
+        example_inputs: a tuple of inputs, a dict of them by name, or a single tensor. They give the shapes, and the
+            file is compared with the model on them.
         file_path: the ONNX file to write.
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
@@ -126,7 +126,7 @@ def convert_export(
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = prepared_model(model, ExportError)
-    inputs = example_tuple(example_inputs)
+    inputs = example_tuple(gm, example_inputs)
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)

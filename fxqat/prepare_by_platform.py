@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -14,6 +13,8 @@ from torch import Tensor, fx, nn
 from fxqat.config.calibration_only import check_calibration_only
 from fxqat.config.config import parse_config
 from fxqat.config.effective import describe_config
+from fxqat.config.example_inputs import inputs_in_order
+from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
@@ -30,12 +31,11 @@ from fxqat.quantization.graph_module import (
     named_tensors,
 )
 from fxqat.quantization.insert import insert
-from fxqat.quantization.perturbed_inputs import Arguments
 from fxqat.quantization.report import QuantReport, build_report
-from fxqat.quantization.sameness import FirstCallCheck, Reference, check_sameness
+from fxqat.quantization.sameness import compare_with_float
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
-from fxqat.tracing.trace import Traced, share_tensors, trace
+from fxqat.tracing.trace import share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
 
 __all__ = ["BackendType", "prepare_by_platform"]
@@ -49,7 +49,7 @@ def prepare_by_platform(
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     custom_tracer: fx.Tracer | None = None,
     *,
-    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     is_qat: bool = True,
     untraceable: str = "leaf",
     check: str = "full",
@@ -64,9 +64,9 @@ def prepare_by_platform(
         backend: a :class:`BackendType`, its name, or a :class:`~fxqat.custom_quantizer.spec.BackendSpec`.
         prepare_custom_config_dict: changes to the backend's choices; a dict or the path of a YAML file.
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
-        example_inputs: a tuple of the model's inputs (None for an optional one that is left out). With them the
-            Python code of the model may look at sizes, lengths and types while it is traced. Arguments of forward
-            that they leave out are fixed to their defaults.
+        example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
+            name. With them the Python code of the model may look at sizes, lengths and types while it is traced.
+            Arguments of forward that they leave out are fixed to their defaults.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
@@ -88,10 +88,11 @@ def prepare_by_platform(
         >>> [row.status for row in gm.quant_report]
         ['quantized', 'quantized']
     """
-    _check_arguments(model, untraceable, check)
+    check_model(model, example_inputs)
+    _check_choices(untraceable, check)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     config = parse_config(prepare_custom_config_dict)
-    inputs = _as_tuple(example_inputs)
+    inputs = inputs_in_order(model, example_inputs, config.concrete_args)
 
     traced = trace(
         model,
@@ -117,43 +118,11 @@ def prepare_by_platform(
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
-        _compare(prepared, Reference(float_model, _float_arguments(prepared, inputs, traced), trains), inputs, check)
+        compare_with_float(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
 
 
-def _compare(prepared: QuantGraphModule, reference: Reference, inputs: tuple[Any, ...] | None, check: str) -> None:
-    """Compare the prepared model with the float model, now or at its first call."""
-    if inputs is None:
-        prepared.register_forward_pre_hook(FirstCallCheck(reference, check), with_kwargs=True)
-        return
-    given = tuple(value for value in inputs if value is not None)
-    lines = check_sameness(prepared, reference, (given, {}), check)
-    prepared.provenance.report = replace(prepared.quant_report, sameness=tuple(lines))
-
-
-def _float_arguments(
-    prepared: QuantGraphModule, inputs: tuple[Any, ...] | None, traced: Traced
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Arguments]:
-    """The function that makes the float model's arguments of those of the prepared model.
-
-    The prepared model has no arguments that were left out of the example inputs, or fixed by ``concrete_args``.
-    """
-    names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
-    by_name = inputs is None and not any(name.startswith("*") for name in names)
-
-    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        if by_name:
-            return (), {**dict(zip(names, args, strict=False)), **kwargs, **traced.concrete_args}
-        rest = iter(args)
-        given = (None if value is None else next(rest) for value in inputs) if inputs is not None else args
-        return tuple(given), {**kwargs, **traced.concrete_args}
-
-    return arguments
-
-
-def _check_arguments(model: nn.Module, untraceable: str, check: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def _check_choices(untraceable: str, check: str) -> None:
     if untraceable not in ("leaf", "error"):
         raise ConfigError(f"untraceable must be 'leaf' or 'error', got {untraceable!r}")
     if check not in ("full", "quick", "off"):
@@ -166,16 +135,6 @@ def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat:
         check_calibration_only(gm)
     if report.num_quantized == 0:
         raise ConfigError(f"{name}: nothing to quantize for {report.backend}. Every node is left float:\n{report}")
-
-
-def _as_tuple(example_inputs: tuple[Any, ...] | Tensor | None) -> tuple[Any, ...] | None:
-    if example_inputs is None:
-        return None
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,)
-    if not isinstance(example_inputs, (tuple, list)) or not example_inputs:
-        raise ConfigError(f"example_inputs must be a tensor or a non-empty tuple of inputs, got {example_inputs!r}")
-    return tuple(example_inputs)
 
 
 def _preserve(model: nn.Module, prepared: nn.Module, names: tuple[str, ...]) -> None:

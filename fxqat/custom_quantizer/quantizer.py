@@ -11,7 +11,7 @@ from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
-from fxqat.custom_quantizer.override_rules import Overrides, check_lists, check_shared_weights
+from fxqat.custom_quantizer.override_rules import Overrides, check_additions, check_lists, check_shared_weights
 from fxqat.custom_quantizer.position_decoding import decoding_positions
 from fxqat.custom_quantizer.reasons import (
     ADDED,
@@ -98,6 +98,7 @@ class BackendQuantizer:
         applied = overrides.applied()
         groups = share_scales(requests, values, left_float)
         _drop_unused(values, kinds)
+        check_additions(requests, values.keys(), config.additional)
         _number_groups(values, asked, groups, untrained(gm))
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():

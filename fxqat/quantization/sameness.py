@@ -81,6 +81,47 @@ class Values(NamedTuple):
     buffers: dict[str, Tensor]
 
 
+def compare_with_float(
+    prepared: QuantGraphModule,
+    model: nn.Module,
+    inputs: tuple[Any, ...] | None,
+    concrete_args: Mapping[str, Any],
+    check: str,
+    trains: bool,
+) -> None:
+    """Compare a prepared model with its float model now, or at its first call, and note the result in its report.
+
+    Args:
+        prepared: the prepared model.
+        model: the float model, see :class:`Reference`.
+        inputs: example inputs of the float model, None for an argument that is left out; without inputs the models are
+            compared at the first call of the prepared one.
+        concrete_args: arguments that the user fixed to a value: the prepared model does not have them.
+        check: as for :func:`check_sameness`.
+        trains: see :class:`Reference`.
+
+    Raises:
+        TraceError: the models differ.
+    """
+    names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
+    by_name = inputs is None and not any(name.startswith("*") for name in names)
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if by_name:
+            return (), {**dict(zip(names, args, strict=False)), **kwargs, **concrete_args}
+        rest = iter(args)
+        given = args if inputs is None else tuple(None if value is None else next(rest) for value in inputs)
+        return given, {**kwargs, **concrete_args}
+
+    reference = Reference(model, arguments, trains)
+    if inputs is None:
+        prepared.register_forward_pre_hook(FirstCallCheck(reference, check), with_kwargs=True)
+        return
+    given = tuple(value for value in inputs if value is not None)
+    lines = check_sameness(prepared, reference, (given, {}), check)
+    prepared.provenance.report = replace(prepared.quant_report, sameness=tuple(lines))
+
+
 def check_sameness(
     prepared: QuantGraphModule, reference: Reference, inputs: Arguments, check: str = "full", strict: bool = True
 ) -> list[str]:

@@ -18,6 +18,18 @@ MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
 
 
+class TypeNotInGraph(fx.proxy.TraceError):
+    """An argument of a node, or an output, is of a type that a graph cannot hold.
+
+    Attributes:
+        value_type: the type.
+    """
+
+    def __init__(self, value_type: type) -> None:
+        super().__init__(f"a graph cannot hold a value of the type {value_type.__module__}.{value_type.__qualname__}")
+        self.value_type = value_type
+
+
 class CallCounts(dict[str, int]):
     """How often each module was called. Can be rewound without having been copied."""
 
@@ -80,6 +92,13 @@ class LeafTracer(fx.Tracer):
         file, _, line = self.user_line().rpartition(":")
         node.stack_trace = f'File "{file}", line {line}' if file else None
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        """Convert an argument of a node, or the output."""
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise TypeNotInGraph(type(a)) from None
 
     def user_line(self) -> str:
         """The line of the user's code that is being traced."""

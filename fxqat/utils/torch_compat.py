@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -82,6 +83,16 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made this module, or ``module.compile()`` was called."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor was made under ``FakeTensorMode``: it has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 class ContentWatch(TorchDispatchMode):
