@@ -4,15 +4,17 @@ The file is a dict that ``torch.load(weights_only=True)`` reads:
 
 * ``state_dict``: the weights under the names of the float model, without fake-quant;
 * ``qat_state_dict``: the complete state of the prepared model, with the switches;
-* ``schemes``: the scheme of every fake-quant, as text;
+* ``schemes``: the fields of the scheme of every fake-quant (at first: their text);
 * ``format``, ``backend``, ``bias_corrected`` (see ``Provenance``), ``extra``.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.convert_export import convert_export
-from fxqat.errors import CheckpointError
-from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
+from fxqat.errors import CheckpointError, ConfigError
+from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase, read_switches
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
+from fxqat.scheme import QuantizeScheme
 from fxqat.utils.files import atomic_path
 
 FORMAT = "fxqat.checkpoint.1"
@@ -69,7 +72,7 @@ def save_checkpoint(
         "format": FORMAT,
         "backend": gm.provenance.backend,
         "state_dict": float_state_dict(gm),
-        "schemes": _schemes(gm),
+        "schemes": {name: asdict(quant.scheme) for name, quant in named_fake_quants(gm)},
         "bias_corrected": gm.provenance.bias_corrected,
         "qat_state_dict": gm.state_dict(),
         "extra": extra if extra is not None else {},
@@ -139,13 +142,8 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
             f"{file_path} is for backend {content['backend']}, but the model was prepared for {gm.provenance.backend}. "
             f"Prepare it for {content['backend']}."
         )
-    _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
-    if content["schemes"] != _schemes(gm):
-        names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
-        raise CheckpointError(
-            f"{file_path} was saved with other schemes, of {names[:4]}. "
-            "Prepare the model with the configuration it was saved with."
-        )
+    _check_fits(gm, content["qat_state_dict"], str(file_path))
+    _check_schemes(gm, content["schemes"], str(file_path))
     gm.load_state_dict(content["qat_state_dict"], strict=True)
     gm.provenance.bias_corrected = content.get("bias_corrected", False)
     return content["extra"]  # type: ignore[no-any-return]
@@ -189,9 +187,29 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
 
 
-def _schemes(gm: nn.Module) -> dict[str, str]:
-    """The complete scheme of every fake-quant, as text."""
-    return {name: repr(quant.scheme) for name, quant in named_fake_quants(gm)}
+def _check_schemes(gm: nn.Module, saved: dict[str, Any], path: str) -> None:
+    """Check that every fake-quant was saved with the scheme it has."""
+    quants = dict(named_fake_quants(gm))
+    names = [name for name, quant in quants.items() if _saved_scheme(saved.get(name), path) != quant.scheme]
+    if names or len(saved) != len(quants):
+        raise CheckpointError(
+            f"{path} was saved with other schemes, of {names[:4] or sorted(set(saved) - set(quants))[:4]}. "
+            "Prepare the model with the configuration it was saved with."
+        )
+
+
+def _saved_scheme(saved: Any, path: str) -> QuantizeScheme | None:
+    """A scheme of its fields, or of its text, as it was saved at first; fields that were not saved have defaults."""
+    if saved is None:
+        return None
+    try:
+        if isinstance(saved, str):
+            call: Any = ast.parse(saved, mode="eval").body
+            saved = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
+        known = {field.name for field in fields(QuantizeScheme)}
+        return QuantizeScheme(**{name: value for name, value in saved.items() if name in known})
+    except (AttributeError, ConfigError, SyntaxError, TypeError, ValueError) as cause:
+        raise CheckpointError(f"{path} is damaged: a scheme is {saved!r:.80}. Save it again.") from cause
 
 
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
@@ -219,11 +237,14 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
         raise CheckpointError(f"{where}: zero points must be within {limits}, found {entry['zero_point'][:4]}")
 
 
-def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> None:
+def _check_fits(gm: nn.Module, found: dict[str, Any], path: str) -> None:
+    wanted = gm.state_dict()
+    modules = gm.named_modules(remove_duplicate=False)
+    switches = [f"{name}._extra_state" for name, module in modules if isinstance(module, FakeQuantizeBase)]
     missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     shapes = [
         f"{name}: {_shape_of(found[name])} instead of {tuple(wanted[name].shape)}"
-        for name in set(wanted) & set(found)
+        for name in (set(wanted) & set(found)).difference(switches)
         if isinstance(wanted[name], Tensor) and tuple(wanted[name].shape) != getattr(found[name], "shape", None)
     ]
     if missing or surplus or shapes:
@@ -232,6 +253,11 @@ def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Non
             f"shapes {sorted(shapes)[:4]}. "
             "Prepare the model with the backend and configuration it was saved with."
         )
+    for name in switches:
+        try:
+            read_switches(found[name])
+        except CheckpointError as cause:
+            raise CheckpointError(f"{path}: {name}: {cause}") from cause
 
 
 def _shape_of(value: Any) -> str:

@@ -271,6 +271,63 @@ def test_what_else_is_saved_comes_back(tmp_path: Path) -> None:
     assert load_checkpoint(gm, tmp_path / "c.pth") == {}
 
 
+def as_saved_at_first(content: dict[str, Any], gm: nn.Module) -> dict[str, Any]:
+    """The content of a checkpoint in the form of the first version: switches as dicts, schemes as text."""
+    state = dict(content["qat_state_dict"])
+    quants = {name: module for name, module in gm.named_modules() if isinstance(module, FakeQuantizeBase)}
+    for name, quant in quants.items():
+        switches = {"observer_enabled": quant.observer_enabled, "fake_quant_enabled": quant.fake_quant_enabled}
+        state[f"{name}._extra_state"] = switches
+    return {
+        "format": "fxqat.checkpoint.1",
+        "backend": content["backend"],
+        "state_dict": content["state_dict"],
+        "schemes": {name: repr(quant.scheme) for name, quant in quants.items()},
+        "bias_corrected": False,
+        "qat_state_dict": state,
+        "extra": content["extra"],
+    }
+
+
+def change_file(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content of a checkpoint; a result other than None replaces it."""
+    content = torch.load(path, weights_only=True)
+    torch.save(change(content) or content, path)
+
+
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:
+    gm, _ = trained("residual")
+    save_checkpoint(gm, tmp_path / "c.pth", extra={"epoch": 7})
+    change_file(tmp_path / "c.pth", lambda content: as_saved_at_first(content, gm))
+    fresh = prepare_by_platform(build("residual"), "TSQAT")
+    assert load_checkpoint(fresh, tmp_path / "c.pth") == {"epoch": 7}
+    assert same_state(gm, fresh)
+    other = prepare_by_platform(build("residual"), "TSQAT", {"extra_qconfig_dict": {"a_qscheme": {"signed": False}}})
+    refused(other, tmp_path / "c.pth", "other schemes, of .*act_fake_quant")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scheme: scheme.pop("signed"),
+        lambda scheme: scheme.pop("fixed_range"),
+        lambda scheme: scheme.update(of_a_later_version=3),
+    ],
+)
+def test_a_scheme_is_compared_in_the_fields_that_both_versions_know(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path
+) -> None:
+    gm = prepared("residual")
+    save_checkpoint(gm, tmp_path / "c.pth")
+    change_file(tmp_path / "c.pth", lambda content: [change(scheme) for scheme in content["schemes"].values()] and None)
+    fresh = prepare_by_platform(build("residual"), "TSQAT")
+    load_checkpoint(fresh, tmp_path / "c.pth")
+    assert same_state(gm, fresh)
+    coarse = {"extra_qconfig_dict": {"w_qscheme": {"scale_bits": 8}}}
+    save_checkpoint(prepare_by_platform(build("residual"), "TSQAT", coarse), tmp_path / "coarse.pth")
+    refused(fresh, tmp_path / "coarse.pth", "other schemes, of .*weight_fake_quant")
+
+
 # What does not fit
 
 
