@@ -56,8 +56,8 @@ class FakeQuantizeBase(nn.Module):
         zero_point: integers (float32 storage) of the same shape.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
-        observed_state: the state of the weight that its layer last showed to the observer; empty when observers are
-            switched on.
+        observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
+            again.
         scale_bits: significant bits of the scale in use.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
