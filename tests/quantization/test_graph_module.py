@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from fxqat import disable_all, prepare_by_platform
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import TOYS, build, calibrate, calibrated, inputs, prepared
 
@@ -250,3 +251,16 @@ def test_a_model_of_two_modes_can_be_exported_by_name():
     with torch.no_grad():
         program = torch.export.export(gm, (X,), {"mask": MASK})
         torch.testing.assert_close(program.module()(X, mask=MASK), gm(X, MASK))
+
+
+def test_a_prepared_model_inside_another_module_is_named():
+    class Task(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = prepared("conv_bn_relu")
+
+    with pytest.raises(ExportError, match=r"returned, got Task\. It holds one: pass its 'model'"):
+        prepared_model(Task(), ExportError)
+    for other in (nn.Linear(2, 2), None):
+        with pytest.raises(ExportError, match="returned, got (Linear|NoneType)$"):
+            prepared_model(other, ExportError)
