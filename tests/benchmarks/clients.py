@@ -81,6 +81,12 @@ CLIENTS = {
         "ViT",
         ("transformers", "accelerate"),
     ),
+    "hf_vit_logits": Client(
+        "``Trainer`` with ``compute_loss_func``, model without labels",
+        "huggingface_programs.hf_trainer_without_labels",
+        "ViT without labels",
+        ("transformers", "accelerate"),
+    ),
     "hf_bert": Client(
         "``Trainer``: train, evaluate, save, resume",
         "huggingface_programs.hf_trainer",
@@ -128,7 +134,7 @@ CLIENTS = {
 def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A float model with random weights, and its samples: the arguments of forward by name and the labels."""
     torch.manual_seed(0)
-    if name in ("CNN", "ViT"):
+    if name in ("CNN", "ViT", "ViT without labels"):
         images, labels = patterns(COUNT, (3, 8, 8))
         if name == "CNN":
             return CNN(), {"x": images, "labels": labels}
@@ -151,8 +157,8 @@ def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def example(name: str, samples: dict[str, Tensor]) -> tuple[Any, ...]:
     """The arguments of forward of one batch."""
     first = {key: value[:BATCH] for key, value in samples.items()}
-    if name == "ViT":
-        return first["pixel_values"], first["labels"]
+    if name.startswith("ViT"):
+        return (first["pixel_values"],) if "without" in name else (first["pixel_values"], first["labels"])
     if name == "BERT":
         return first["input_ids"], first["attention_mask"], None, None, None, first["labels"]
     return (first["x"],)

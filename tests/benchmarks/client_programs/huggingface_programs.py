@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from job import Job, Outcome, check_same_state, optimizer_of
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 
-def trainer_of(model: nn.Module, job: Job) -> Trainer:
+def trainer_of(model: nn.Module, job: Job, **options: Any) -> Trainer:
     """A trainer that knows only the model and the samples, which have a column that the model does not take."""
     columns = {**job.samples, "index": torch.arange(len(job.samples["labels"]))}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -28,13 +29,14 @@ def trainer_of(model: nn.Module, job: Job) -> Trainer:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        label_names=None if "labels" in inspect.signature(model.forward).parameters else ["labels"],
     )
-    return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows, **options)
 
 
-def hf_trainer(job: Job) -> Outcome:
+def hf_trainer(job: Job, **options: Any) -> Outcome:
     """``Trainer`` that trains, evaluates and saves at each epoch, and resumes from the first one in a fresh model."""
-    trainer = trainer_of(job.model, job)
+    trainer = trainer_of(job.model, job, **options)
     trainer.train()
     history = trainer.state.log_history
     losses = [entry["loss"] for entry in history if "loss" in entry]
@@ -48,16 +50,30 @@ def hf_trainer(job: Job) -> Outcome:
 
     resumed = job.fresh()
     first = min(job.folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    trainer_of(resumed, job).train(resume_from_checkpoint=str(first))
+    trainer_of(resumed, job, **options).train(resume_from_checkpoint=str(first))
     checked = ["evaluation = loss by hand", check_same_state(resumed, job.model, "resumed = uninterrupted")]
     return Outcome({"model": resumed}, losses, checked)
+
+
+def hf_trainer_without_labels(job: Job) -> Outcome:
+    """The same with a model that takes no labels, and ``compute_loss_func``."""
+    return hf_trainer(job, compute_loss_func=loss_of)
+
+
+def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Cross entropy of the logits; ``num_items_in_batch`` is the number of samples, as one step has one batch."""
+    return nn.functional.cross_entropy(outputs.logits, labels)
 
 
 def loss_by_hand(model: nn.Module, job: Job) -> float:
     """The mean loss of the model over all samples."""
     model.eval()
-    with torch.no_grad():
-        losses = [model(**dict(zip(job.samples, batch, strict=True))).loss for batch in job.loader()]
+    losses = []
+    for batch in job.loader():
+        arguments = dict(zip(job.samples, batch, strict=True))
+        taken = {name: arguments[name] for name in inspect.signature(model.forward).parameters}
+        with torch.no_grad():
+            losses.append(loss_of(model(**taken), arguments["labels"]))
     return torch.stack(losses).mean().item()
 
 
