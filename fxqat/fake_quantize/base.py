@@ -32,6 +32,9 @@ class Observer(Protocol):
     def reduce_over_ranks(self) -> bool:
         """Agree with the other ranks on one range; returns whether there are any."""
 
+    def reset(self) -> None:
+        """Forget all tensors."""
+
     def has_seen_data(self) -> bool:
         """Whether it watched a tensor."""
 
@@ -116,6 +119,12 @@ class FakeQuantizeBase(nn.Module):
         if self.scheme.fixed_range is None:
             self.observer(self.target(x))
             self.update_from_observer()
+
+    def forget_range(self) -> None:
+        """Let the observer start anew; a fixed range stays, and so do scale and zero point until there is data."""
+        if self.scheme.fixed_range is None:
+            self.observer.reset()
+        self.observed_state = ()
 
     @torch.no_grad()
     def update_from_observer(self) -> None:
