@@ -162,16 +162,19 @@ def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any])
 
 
 def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:
-    """The prepared model inside a DDP or ``torch.compile`` wrapper, or the model itself.
+    """The prepared model inside a DDP, AveragedModel or ``torch.compile`` wrapper, or the model itself.
 
     Args:
         model: the model that the user gave.
         error: the class of the error.
 
     Raises:
-        error: the model was not prepared.
+        error: the model was not prepared, or is inside another module.
     """
     gm = unwrap(model)
-    if not isinstance(gm, QuantGraphModule):
-        raise error(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
-    return gm
+    if isinstance(gm, QuantGraphModule):
+        return gm
+    message = f"expected a model that prepare_by_platform returned, got {type(model).__name__}"
+    modules = gm.named_modules() if isinstance(gm, nn.Module) else ()
+    inside = [path for path, module in modules if isinstance(module, QuantGraphModule)]
+    raise error(f"{message}. It holds one: pass its {inside[0]!r}" if inside else message)

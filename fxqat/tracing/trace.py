@@ -33,7 +33,7 @@ from fxqat.tracing.python_state import python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
+from fxqat.utils.node_meta import FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -126,6 +126,7 @@ def trace(
     remedies = partial(_remedies, model, concrete_args or {}, example_inputs is not None, custom_tracer is not None)
     with ONE_TRACE, functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
         graph, tracer = _first_success(model, root, tracers, fixed, remedies)
+    _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
     copy_modes(root, gm)
@@ -184,6 +185,30 @@ def _first_success(
             failures.append((tracer, error))
     first, cause = failures[0]
     raise TraceError(_explain(model, first, cause, remedies(cause))) from cause
+
+
+def _keep_signature(graph: fx.Graph, root: nn.Module, given: Mapping[str, Any]) -> None:
+    """Give the placeholders the order and the defaults of the arguments of forward.
+
+    A default is left out if the example inputs gave another value: it may lead to code that was not traced.
+
+    Args:
+        graph: the traced graph.
+        root: the traced model.
+        given: the example inputs by name, empty without them.
+    """
+    parameters = inspect.signature(root.forward).parameters
+    placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    for name in reversed(list(given)):
+        default = parameters[name].default
+        if describe(default) != "plain" or type(default) is not type(given[name]) or default != given[name]:
+            break  # an argument before one without a default has none either
+        placeholders[name].args = (default,)
+    kinds = {f"*{name}" if p.kind == p.VAR_POSITIONAL else name: p.kind for name, p in parameters.items()}
+    variadic = [node for name, node in placeholders.items() if kinds.get(name) == inspect.Parameter.VAR_POSITIONAL]
+    by_keyword = [node for name, node in placeholders.items() if kinds.get(name) == inspect.Parameter.KEYWORD_ONLY]
+    for node in variadic if by_keyword else ():
+        by_keyword[0].prepend(node)  # fx puts *args behind them
 
 
 def _bind(

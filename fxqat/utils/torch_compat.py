@@ -9,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -75,9 +76,9 @@ def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP / DataParallel and ``torch.compile`` wrappers."""
+    """The model inside DDP, DataParallel, AveragedModel and ``torch.compile`` wrappers."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
