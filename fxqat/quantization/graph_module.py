@@ -14,6 +14,7 @@ from fxqat.errors import FxqatError
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
+from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.torch_compat import HOOKS, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -120,9 +121,13 @@ def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda 
 
 
 class QuantGraphModule(TrainEvalGraphModule):
-    """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
+    """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it.
+
+    The state functions warn about living copies (averaged models) that they leave behind.
+    """
 
     provenance: Provenance
+    living_copies: LivingCopies
 
     @property
     def quant_report(self) -> QuantReport:
@@ -133,6 +138,8 @@ class QuantGraphModule(TrainEvalGraphModule):
         result: Any = super().__deepcopy__(memo)
         _carry_over(self.__dict__, result, memo)
         _keep_ranges_local(result)
+        result.living_copies = LivingCopies()
+        self.__dict__.setdefault("living_copies", LivingCopies()).found.add(result)
         return result  # type: ignore[no-any-return]
 
 
