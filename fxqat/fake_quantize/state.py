@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -99,6 +100,19 @@ def disable_all(model: nn.Module) -> None:
 def enable_all(model: nn.Module) -> None:
     """Observers and fake-quant on. Ranges stay and are extended."""
     _switch(model, ALL, observe=True, quantize=True)
+
+
+@contextmanager
+def all_off(model: nn.Module) -> Iterator[None]:
+    """Observers and fake-quant off for the block, without a word to the other ranks; afterwards as they were."""
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
+    for quant, _, _ in before:
+        quant.observer_enabled = quant.fake_quant_enabled = False
+    try:
+        yield
+    finally:
+        for quant, observes, quantizes in before:
+            quant.observer_enabled, quant.fake_quant_enabled = observes, quantizes
 
 
 def require_calibrated(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
-2. Functional dropout becomes the module, so that it follows ``train()`` and ``eval()``.
+2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
 3. A module call that passes its input by keyword passes it by position.
 4. In-place ops become out-of-place ops, and later readers of the overwritten value read the result: fake-quant of the
    value would lose the write. Updates of buffers stay in place.
@@ -30,6 +30,7 @@ from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
+from fxqat.utils.train_eval_graph import follows_mode
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
@@ -137,13 +138,17 @@ def _add_bias(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> N
 
 def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> fx.Node:
     bound = _bound(node, ("input", "p", "training", "inplace"))
-    if bound.get("training", True) is True:
-        return node  # the user chose dropout that is always on
+    training, p = bound.get("training", True), bound.get("p", 0.5)
+    known = VALUE in node.meta  # else it was traced without values, where self.training is False
+    if isinstance(p, fx.Node) or not (follows_mode(training) or (training is False and not known)):
+        return node  # the user chose dropout that is always on, or off
     path = unique_name(gm, kind.__name__.lower())
-    gm.add_submodule(path, kind(bound.get("p", 0.5), bound.get("inplace", False)).train(gm.training))
+    gm.add_submodule(path, kind(p, bound.get("inplace", False)).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
+    if isinstance(training, fx.Node) and not training.users:
+        gm.graph.erase_node(training)
     return new
 
 

@@ -20,6 +20,11 @@ def eval_or_train(in_eval: Any, in_training: Any) -> Any:
     return in_eval
 
 
+def follows_mode(value: Any) -> bool:
+    """Whether an argument is False in eval mode and True in training, as ``self.training`` that forward passes on."""
+    return isinstance(value, fx.Node) and value.target is eval_or_train and value.args == (False, True)
+
+
 def nodes_only_in(graph: fx.Graph, training: bool) -> set[fx.Node]:
     """The nodes that run only in training, or only in eval mode, and the nodes that passes added after them."""
     found: set[fx.Node] = set()

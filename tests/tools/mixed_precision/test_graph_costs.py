@@ -41,7 +41,9 @@ def test_both_factors_of_a_product_count_however_they_are_given(product):
     x = torch.randn(3, 6)
     bank = WidthBank(Product(product).eval(), [x], (8,), (2, 8))
     widths = dict.fromkeys(bank.units, 8) | {"a": 2}
-    assert bit_operations(bank, (x,)).of(widths) == pytest.approx((2 * 6 * 4 * 8 * 8) + 3 * 4 * 2 * 8)
+    cost = bit_operations(bank, (x,))
+    assert cost.of(widths) == pytest.approx((2 * 6 * 4 * 8 * 8) + 3 * 4 * 2 * 8)
+    assert cost.of(widths | {"a": 8}) == pytest.approx((2 * 6 * 4 * 8 * 8) + 3 * 4 * 8 * 8)
 
 
 def test_an_activation_function_is_computed_with_its_input():
