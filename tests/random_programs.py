@@ -3,10 +3,11 @@
 A program is the source text of an ``nn.Module``. It is composed of layers and of steps of ``random_programs.txt``; a
 seed reproduces it. :func:`judge` prepares it, with or without example inputs, and compares the prepared model, with its
 fake-quants off, with the float model: other values, other batch sizes, one more element in a list, in eval mode and in
-training, with the same random numbers; outputs, what happened to the inputs, and the gradients of all parameters.
+training, with the same random numbers; outputs, what happened to the inputs, and the gradients of all parameters. Between
+the modes the parameters change, as in training; at the end both models are pickled.
 
     python -m tests.random_programs --count 500         # a table of verdicts by kind of step, and each failure
-    python -m tests.random_programs --each              # each step alone, four ways
+    python -m tests.random_programs --each              # each step alone, six ways
     python -m tests.random_programs --seed 17 --show    # one program: source text, verdict, report
 """
 
@@ -18,6 +19,7 @@ import dataclasses
 import itertools
 import linecache
 import logging
+import pickle
 import random
 import sys
 import types
@@ -76,9 +78,13 @@ class Step:
     def __str__(self) -> str:
         return f"{self.kind}: {self.name}"
 
-    def text(self, section: str, number: int, channels: int) -> str:
+    def text(self, section: str, number: int, channels: int, image: bool) -> str:
         """A section with its numbers."""
-        return self.sections.get(section, "").replace("$n", str(number)).replace("$c", str(channels))
+        numbers = {"$n": number, "$c": channels, "$rest": "1, 1" if image else "", "$ones": "1, 1, 1" if image else "1"}
+        text = self.sections.get(section, "")
+        for sign, value in numbers.items():
+            text = text.replace(sign, str(value))
+        return text
 
     def fits(self, image: bool) -> bool:
         """Whether the step works on images, or else on vectors."""
@@ -109,48 +115,54 @@ class Program:
         seed: for its layers.
         channels: number of channels.
         inputs: the step that takes the inputs.
-        plan: layers (names of methods of this class) and steps, each with whether it is in a module of its own.
+        plan: layers (names of methods of this class) and steps, each with how often it is called as a module of its
+            own; 0 for a step in the forward of the model itself.
         outputs: the step that returns the outputs.
 
     Attributes:
         steps: all steps.
+        calls: for each step between inputs and outputs, how often it is called as a module.
         source: the text; the class is called ``Program``.
     """
 
     def __init__(
-        self, seed: int, channels: int, inputs: Step, plan: Iterable[tuple[Step | str, bool]], outputs: Step
+        self, seed: int, channels: int, inputs: Step, plan: Iterable[tuple[Step | str, int]], outputs: Step
     ) -> None:
         self.seed, self.inputs = seed, inputs
         self.steps = [inputs]
+        self.calls: list[int] = []
         self._above: list[str] = []
         self._init: list[str] = []
         self._forward: list[str] = []
         self._channels, self._width, self._image = channels, channels, True
         self._count = 0
-        self._add(inputs, False)
-        for step, apart in plan:
+        self._add(inputs, 0)
+        for step, calls in plan:
             if isinstance(step, str):
                 getattr(self, step)()
             else:
                 self.steps.append(step)
-                self._add(step, apart)
+                self.calls.append(calls)
+                self._add(step, calls)
         self.steps.append(outputs)
-        self._add(outputs, False)
+        self._add(outputs, 0)
         signature = inputs.sections["signature"].strip()
         stem = f"self.stem = nn.Conv2d(3, {channels}, 3, padding=1)"
         body = _class("Program", [stem, *self._init], signature, self._forward)
         self.source = "\n\n".join([IMPORTS, *self._above, body]) + "\n"
 
-    def _add(self, step: Step, apart: bool) -> None:
+    def _add(self, step: Step, calls: int) -> None:
         self._count += 1
-        texts = {s: step.text(s, self._count, self._channels) for s in ("before", "init", "forward", "width")}
+        texts = {
+            s: step.text(s, self._count, self._channels, self._image) for s in ("before", "init", "forward", "width")
+        }
         if texts["before"]:
             self._above.append(texts["before"])
-        if apart:
+        if calls:
             name = f"block{self._count}"
             self._above.append(_class(name.title(), [texts["init"]], "y", [f"# {step}", texts["forward"], "return y"]))
             self._init.append(f"self.{name} = {name.title()}()")
-            self._forward.append(f"y = self.{name}(y)")
+            self._forward += [f"y = self.{name}(y)"] * calls
         else:
             self._init.append(texts["init"])
             self._forward += [f"# {step}", texts["forward"]]
@@ -179,7 +191,9 @@ class Program:
             layer = f"nn.Linear({self._width}, {self._channels})"
         self._width = self._channels
         name = f"layer{self._count}"
-        self._init.append(f"self.{name} = nn.Sequential({', '.join([layer, *more])})" if more else f"self.{name} = {layer}")
+        self._init.append(
+            f"self.{name} = nn.Sequential({', '.join([layer, *more])})" if more else f"self.{name} = {layer}"
+        )
         self._forward.append(f"y = self.{name}(y)")
 
     @property
@@ -194,7 +208,7 @@ class Program:
             copy_name: for the name of the module; two copies share no globals.
         """
         name = f"random_program_{self.seed}_{copy_name}"
-        file = f"<{name}>"
+        file = f"{name}.py"
         linecache.cache[file] = (len(self.source), None, self.source.splitlines(True), file)
         module = types.ModuleType(name)
         module.__dict__["__file__"] = file
@@ -241,37 +255,37 @@ def _compose(seed: int, draw: random.Random) -> Program:
     kinds = [kind for kind in STEPS if kind not in PARTS]
     inputs = STEPS["inputs"][0] if draw.random() < 0.5 else draw.choice(STEPS["inputs"])
     outputs = STEPS["outputs"][0] if draw.random() < 0.4 else draw.choice(STEPS["outputs"])
-    plan: list[tuple[Step | str, bool]] = []
-    image = True
+    plan: list[tuple[Step | str, int]] = []
+    image, apart = True, draw.choice((0.2, 0.8))
     for _ in range(draw.randint(2, 5)):
         if image and draw.random() < 0.2:
-            plan += [(draw.choice(STEPS["flatten"]), False), (draw.choice(("conv", "conv_norm")), False)]
+            plan += [(draw.choice(STEPS["flatten"]), 0), (draw.choice(("conv", "conv_norm")), 0)]
             image = False
         step = draw.choice([step for step in STEPS[draw.choice(kinds)] if step.fits(image)] or STEPS["views"])
-        plan.append((step, draw.random() < 0.35))
+        plan.append((step, draw.choice((1, 1, 2)) if draw.random() < apart else 0))
         if draw.random() < 0.5:
-            plan.append((draw.choice(("conv", "conv_norm", "relu")), False))
+            plan.append((draw.choice(("conv", "conv_norm", "relu")), 0))
     return Program(seed, draw.choice((4, 5, 6)), inputs, plan, outputs)
 
 
-def program_of_step(step: Step, number: int, apart: bool) -> Program:
+def program_of_step(step: Step, number: int, calls: int) -> Program:
     """The smallest program with a step.
 
     Args:
         step: the step.
         number: for the names.
-        apart: whether the step is in a module of its own.
+        calls: how often it is called as a module of its own; 0 for a step in the forward of the model itself.
     """
     inputs, outputs = STEPS["inputs"][0], STEPS["outputs"][0]
-    plan: list[tuple[Step | str, bool]] = [(step, apart), ("conv", False)]
+    plan: list[tuple[Step | str, int]] = [(step, calls), ("conv", 0)]
     if step.kind == "inputs":
-        inputs, plan = step, [("conv", False)]
+        inputs, plan = step, [("conv", 0)]
     elif step.kind == "outputs":
-        outputs, plan = step, [("conv", False)]
+        outputs, plan = step, [("conv", 0)]
     elif step.kind == "flatten":
-        plan = [(step, False), ("conv", False)]
+        plan = [(step, 0), ("conv", 0)]
     elif not step.fits(True):
-        plan = [(STEPS["flatten"][0], False), ("conv", False), (step, apart), ("conv", False)]
+        plan = [(STEPS["flatten"][0], 0), ("conv", 0), (step, calls), ("conv", 0)]
     return Program(number, 4, inputs, plan, outputs)
 
 
@@ -318,6 +332,11 @@ CALLS = [
     for training in (False, True)
     for name, sizes in (("other values", (2, 2)), ("batch of 3", (3, 3)), ("batch of 5", (5, 3, 2.0)))
 ]
+
+
+FIRST_IN_TRAINING = CALLS[3]
+"""Before this call the parameters are changed, as an optimizer does."""
+PICKLED = Call("other values, a pickled copy", False, 2, 2)
 
 
 @dataclass
@@ -389,7 +408,6 @@ def float_failure(program: Program) -> str:
     """Why a program is no use as a float model: it crashes, is not deterministic, or nothing can be trained."""
     try:
         first, second = program.load("first"), program.load("second")
-        copy.deepcopy(first)
     except Exception as error:  # noqa: BLE001
         return reason_of(error)
     for number, call in enumerate(CALLS):
@@ -440,7 +458,9 @@ def leaf_difference(x: Any, y: Any, absent: bool = False) -> str:
         a, b = (torch.view_as_real(t) if t.is_complex() else t.double() for t in (x, y))
         if not (a.numel() and b.numel()):
             return ""
-        largest, off = float(a.abs().max()), float((a - b).abs().max())
+        largest, off = float(a.nan_to_num().abs().max()), float(torch.where(a == b, 0.0, a - b).abs().max())
+        if off != off and torch.equal(a.isnan(), b.isnan()):
+            off = float((a - b).nan_to_num().abs().max())
         return "" if off <= TOLERANCE * largest + 2e-6 else f"off by {off:.3g} of {largest:.3g}"
     if type(x) is not type(y):
         return f"{type(y).__name__} instead of {type(x).__name__}"
@@ -462,6 +482,23 @@ def gradients_of_float(gm: Any, float_names: Iterable[str], found: Mapping[str, 
     return result
 
 
+@torch.no_grad()
+def change_parameters(reference: nn.Module, gm: Any) -> None:
+    """Add the same random numbers to the parameters of a model and of the prepared model."""
+    provenance, held = gm.provenance, dict(gm.named_parameters(remove_duplicate=False))
+    for number, (name, parameter) in enumerate(reference.named_parameters()):
+        with same_random_numbers(number):
+            change = torch.randn_like(parameter) * 0.05
+        parameter.add_(change)
+        if name in provenance.split_tensors:
+            split = provenance.split_tensors[name]
+            parts = [held[part] for part in split.names]
+            for part, by in zip(parts, change.split([p.shape[split.dim] for p in parts], split.dim), strict=True):
+                part.add_(by)
+        elif name in provenance.tensor_names:
+            held[provenance.tensor_names[name]].add_(change)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a program.
@@ -481,10 +518,14 @@ class Verdict:
     reported: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        steps = "; ".join(map(str, self.program.steps[1:-1])) or "-"
+        called = ("", " (a module)", " (a module, twice)")
+        steps = [f"{s}{called[n]}" for s, n in zip(self.program.steps[1:-1], self.program.calls, strict=True)]
         how = "example inputs" if self.with_inputs else "no example inputs"
         first, last = self.program.steps[0], self.program.steps[-1]
-        lines = [f"{self.program.seed}: {self.verdict} ({how}): {self.reason}", f"    {first} -> {steps} -> {last}"]
+        lines = [
+            f"{self.program.seed}: {self.verdict} ({how}): {self.reason}",
+            f"    {first} -> {'; '.join(steps) or '-'} -> {last}",
+        ]
         return "\n".join([*lines, *(f"    reported: {text}" for text in self.reported)])
 
 
@@ -533,10 +574,27 @@ def judge(program: Program, with_inputs: bool) -> Verdict:
     if not with_inputs:
         with torch.no_grad(), same_random_numbers():
             reference.eval()(*given)
+    return _compare(program, gm, reference, with_inputs, logged)
+
+
+def _compare(program: Program, gm: Any, reference: nn.Module, with_inputs: bool, logged: list[str]) -> Verdict:
+    """Call both models with the same inputs."""
     report = gm.quant_report
     names = [name for name, _ in reference.named_parameters(remove_duplicate=False)]
     excused, failed = [], []
-    for number, call in enumerate(CALLS):
+    for number, call in enumerate([*CALLS, PICKLED]):
+        if call is FIRST_IN_TRAINING:
+            change_parameters(reference, gm)
+        if call is PICKLED:
+            try:
+                reference = pickle.loads(pickle.dumps(reference))
+            except Exception:  # noqa: BLE001  not every float model can be pickled
+                break
+            try:
+                gm = pickle.loads(pickle.dumps(gm))
+            except Exception as error:  # noqa: BLE001
+                failed.append(f"a pickled copy: crashes: {reason_of(error)}")
+                break
         expected, actual = (observe(m, program, call, number) for m in (reference, gm))
         if expected.crash:
             raise AssertionError(f"the float model crashes: {expected.crash}")
@@ -614,12 +672,12 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[Program, bool]]:
         return
     numbers = itertools.count(1)
     for step in (step for steps in STEPS.values() for step in steps if arguments.each in str(step)):
-        places = (False,) if step.kind in PARTS else (False, True)
-        for apart, with_inputs in itertools.product(places, (True, False)):
-            program = program_of_step(step, next(numbers), apart)
+        places = (0,) if step.kind in PARTS else (0, 1, 2)
+        for calls, with_inputs in itertools.product(places, (True, False)):
+            program = program_of_step(step, next(numbers), calls)
             failure = float_failure(program)
             if failure:
-                tqdm.write(f"NOT A PROGRAM {step} {'apart' if apart else ''}: {failure}")
+                tqdm.write(f"not a program: {step}, {calls} calls: {failure}")
             else:
                 yield program, with_inputs
 
