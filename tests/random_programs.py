@@ -3,8 +3,8 @@
 A program is the source text of an ``nn.Module``. It is composed of layers and of steps of ``random_programs.txt``; a
 seed reproduces it. :func:`judge` prepares it, with or without example inputs, and compares the prepared model, with its
 fake-quants off, with the float model: other values, other batch sizes, one more element in a list, in eval mode and in
-training, with the same random numbers; outputs, what happened to the inputs, and the gradients of all parameters. Between
-the modes the parameters change, as in training; at the end both models are pickled.
+training, with the same random numbers; outputs, what happened to the inputs, and the gradients of all parameters.
+Before the calls in training the parameters change, as an optimizer changes them; at the end both models are pickled.
 
     python -m tests.random_programs --count 500         # a table of verdicts by kind of step, and each failure
     python -m tests.random_programs --each              # each step alone, six ways
@@ -128,16 +128,16 @@ class Program:
     def __init__(
         self, seed: int, channels: int, inputs: Step, plan: Iterable[tuple[Step | str, int]], outputs: Step
     ) -> None:
-        self.seed, self.inputs = seed, inputs
+        self.seed, self.channels, self.inputs, self.plan, self.outputs = seed, channels, inputs, list(plan), outputs
         self.steps = [inputs]
         self.calls: list[int] = []
         self._above: list[str] = []
         self._init: list[str] = []
         self._forward: list[str] = []
-        self._channels, self._width, self._image = channels, channels, True
+        self._width, self._image = channels, True
         self._count = 0
         self._add(inputs, 0)
-        for step, calls in plan:
+        for step, calls in self.plan:
             if isinstance(step, str):
                 getattr(self, step)()
             else:
@@ -154,7 +154,7 @@ class Program:
     def _add(self, step: Step, calls: int) -> None:
         self._count += 1
         texts = {
-            s: step.text(s, self._count, self._channels, self._image) for s in ("before", "init", "forward", "width")
+            s: step.text(s, self._count, self.channels, self._image) for s in ("before", "init", "forward", "width")
         }
         if texts["before"]:
             self._above.append(texts["before"])
@@ -171,13 +171,13 @@ class Program:
 
     def conv(self) -> None:
         """A layer: a convolution or a linear layer."""
-        self._layer(f"nn.Conv2d({self._width}, {self._channels}, 3, padding=1)")
+        self._layer(f"nn.Conv2d({self._width}, {self.channels}, 3, padding=1)")
 
     def conv_norm(self) -> None:
         """The same with a norm and an activation."""
         self._layer(
-            f"nn.Conv2d({self._width}, {self._channels}, 3, padding=1, bias=False)",
-            f"nn.BatchNorm2d({self._channels})" if self._image else f"nn.LayerNorm({self._channels})",
+            f"nn.Conv2d({self._width}, {self.channels}, 3, padding=1, bias=False)",
+            f"nn.BatchNorm2d({self.channels})" if self._image else f"nn.LayerNorm({self.channels})",
             "nn.ReLU()",
         )
 
@@ -188,8 +188,8 @@ class Program:
     def _layer(self, layer: str, *more: str) -> None:
         self._count += 1
         if not self._image:
-            layer = f"nn.Linear({self._width}, {self._channels})"
-        self._width = self._channels
+            layer = f"nn.Linear({self._width}, {self.channels})"
+        self._width = self.channels
         name = f"layer{self._count}"
         self._init.append(
             f"self.{name} = nn.Sequential({', '.join([layer, *more])})" if more else f"self.{name} = {layer}"
@@ -287,6 +287,23 @@ def program_of_step(step: Step, number: int, calls: int) -> Program:
     elif not step.fits(True):
         plan = [(STEPS["flatten"][0], 0), ("conv", 0), (step, calls), ("conv", 0)]
     return Program(number, 4, inputs, plan, outputs)
+
+
+def reduced(program: Program, with_inputs: bool) -> Program:
+    """The smallest program with the same verdict that is found by leaving out one thing after the other."""
+    verdict = judge(program, with_inputs).verdict
+    while True:
+        plans = [program.plan[:i] + program.plan[i + 1 :] for i in range(len(program.plan))]
+        smaller = [(program.inputs, plan, program.outputs) for plan in plans]
+        smaller += [(STEPS["inputs"][0], program.plan, program.outputs)] * (program.inputs is not STEPS["inputs"][0])
+        smaller += [(program.inputs, program.plan, STEPS["outputs"][0])] * (program.outputs is not STEPS["outputs"][0])
+        for inputs, plan, outputs in smaller:
+            found = Program(program.seed, program.channels, inputs, plan, outputs)
+            if float_failure(found) == "" and judge(found, with_inputs).verdict == verdict:
+                program = found
+                break
+        else:
+            return program
 
 
 @contextmanager
@@ -499,6 +516,16 @@ def change_parameters(reference: nn.Module, gm: Any) -> None:
             held[provenance.tensor_names[name]].add_(change)
 
 
+@torch.no_grad()
+def copy_buffers(reference: nn.Module, gm: Any) -> None:
+    """Give the buffers of the prepared model the values that they have in the float model."""
+    held = dict(gm.named_buffers(remove_duplicate=False))
+    for name, buffer in reference.named_buffers():
+        own = held.get(gm.provenance.tensor_names.get(name, ""))
+        if isinstance(own, Tensor) and own.shape == buffer.shape:
+            own.copy_(buffer)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of a program.
@@ -604,6 +631,7 @@ def _compare(program: Program, gm: Any, reference: nn.Module, with_inputs: bool,
         other_sizes = call.batch != PREPARED_WITH.batch
         known = (report.forced and other_sizes) or (report.eval_only and call.training) or _warned(logged)
         (excused if known else failed).append(f"{call}: {found}")
+        copy_buffers(reference, gm)  # so that a difference that was reported does not come back in the next call
     told = [f"leaf {leaf.path}: {leaf.reason}" for leaf in report.leaves]
     told += [f"forced: {forced.expression} = {forced.value}" for forced in report.forced]
     told += [f"eval only: {path or 'the model'}" for path in report.eval_only]
@@ -689,12 +717,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--each", nargs="?", const="", help="each step alone, or those whose name contains this")
     parser.add_argument("--show", action="store_true", help="print the source text of each")
+    parser.add_argument("--reduce", action="store_true", help="leave out of each failing program what is not needed")
     parser.add_argument("--all", action="store_true", help="print each verdict, not only the failures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     verdicts = []
     for program, with_inputs in tqdm(cases(arguments), disable=None):
         verdicts.append(judge(program, with_inputs))
+        if arguments.reduce and verdicts[-1].verdict in FAILURES:
+            verdicts[-1] = judge(reduced(program, with_inputs), with_inputs)
         if arguments.show:
             show(verdicts[-1])
         elif arguments.all or verdicts[-1].verdict in FAILURES:
