@@ -256,8 +256,8 @@ def _compose(seed: int, draw: random.Random) -> Program:
     inputs = STEPS["inputs"][0] if draw.random() < 0.5 else draw.choice(STEPS["inputs"])
     outputs = STEPS["outputs"][0] if draw.random() < 0.4 else draw.choice(STEPS["outputs"])
     plan: list[tuple[Step | str, int]] = []
-    image, apart = True, draw.choice((0.2, 0.8))
-    for _ in range(draw.randint(2, 5)):
+    image, apart = True, draw.choice((0.2, 0.8, 0.8, 1.0))
+    for _ in range(draw.randint(1, 4)):
         if image and draw.random() < 0.2:
             plan += [(draw.choice(STEPS["flatten"]), 0), (draw.choice(("conv", "conv_norm")), 0)]
             image = False
