@@ -553,7 +553,7 @@ class Verdict:
             f"{self.program.seed}: {self.verdict} ({how}): {self.reason}",
             f"    {first} -> {'; '.join(steps) or '-'} -> {last}",
         ]
-        return "\n".join([*lines, *(f"    reported: {text}" for text in self.reported)])
+        return "\n".join([*lines, *(f"    reported: {text}" for text in dict.fromkeys(self.reported))])
 
 
 class Recorder(logging.Handler):
@@ -604,6 +604,23 @@ def judge(program: Program, with_inputs: bool) -> Verdict:
     return _compare(program, gm, reference, with_inputs, logged)
 
 
+def is_reported(report: Any, logged: Iterable[str], call: Call) -> bool:
+    """Whether the report says that the prepared model may differ in a call.
+
+    A leaf is no excuse: it runs the code of the model.
+    """
+    other_size = call.batch != PREPARED_WITH.batch
+    differs = [line for line in report.sameness if line.startswith("computes something else")]
+    return bool(
+        (report.forced and other_size)
+        or (report.eval_only and call.training)
+        or report.state_changes
+        or any("of another size" in line for line in differs) * other_size
+        or any("in training" in line for line in differs) * call.training
+        or any("could not be compared" in text for text in logged)
+    )
+
+
 def _compare(program: Program, gm: Any, reference: nn.Module, with_inputs: bool, logged: list[str]) -> Verdict:
     """Call both models with the same inputs."""
     report = gm.quant_report
@@ -626,27 +643,18 @@ def _compare(program: Program, gm: Any, reference: nn.Module, with_inputs: bool,
         if expected.crash:
             raise AssertionError(f"the float model crashes: {expected.crash}")
         found = difference(expected, actual, expected.gradients, gradients_of_float(gm, names, actual.gradients))
-        other_sizes = call.batch != PREPARED_WITH.batch
-        known = (report.forced and other_sizes) or (report.eval_only and call.training) or _warned(logged)
+        known = is_reported(report, logged, call)
         if known:  # what was reported does not come back in the next call
             copy_buffers(reference, gm)
         if found:
             (excused if known else failed).append(f"{call}: {found}")
-    told = [f"leaf {leaf.path}: {leaf.reason}" for leaf in report.leaves]
-    told += [f"forced: {forced.expression} = {forced.value}" for forced in report.forced]
-    told += [f"eval only: {path or 'the model'}" for path in report.eval_only]
-    told += [f"logged: {text}" for text in logged]
+    told = (*report.remarks, *(line for line in report.sameness if not line.startswith("equal")), *logged)
     if failed:
         crashed = all(" crashes: " in text for text in failed)
-        return Verdict(program, with_inputs, CRASHES if crashed else DIFFERENT, failed[0], tuple(told))
+        return Verdict(program, with_inputs, CRASHES if crashed else DIFFERENT, failed[0], told)
     if excused:
-        return Verdict(program, with_inputs, REPORTED, excused[0], tuple(told))
-    return Verdict(program, with_inputs, SAME, "", tuple(told))
-
-
-def _warned(logged: list[str]) -> bool:
-    """Whether a warning says that the prepared model is something else; sizes, leaves and modes are judged apart."""
-    return any(not any(word in text for word in ("size fixed", "left float", "in training")) for text in logged)
+        return Verdict(program, with_inputs, REPORTED, excused[0], told)
+    return Verdict(program, with_inputs, SAME, "", told)
 
 
 def _prepare(program: Program, model: nn.Module, given: tuple[Any, ...] | None) -> Any:
@@ -678,7 +686,9 @@ def table(verdicts: Iterable[Verdict]) -> PrettyTable:
         kinds = {step.kind for step in verdict.program.steps}
         for kind in [*kinds, "all programs"]:
             counts[kind][verdict.verdict] += 1
-            counts[kind]["leaf"] += verdict.verdict == SAME and any(t.startswith("leaf") for t in verdict.reported)
+            counts[kind]["leaf"] += verdict.verdict == SAME and any(
+                t.startswith("left float") for t in verdict.reported
+            )
     result = PrettyTable(["kind of step", "programs", "same", "(with a float leaf)", *VERDICTS[1:]], align="l")
     for kind, count in counts.items():
         total = sum(count[verdict] for verdict in VERDICTS)
