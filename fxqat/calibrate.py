@@ -12,19 +12,26 @@ from torch import nn
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.state import disable_all, enable_calibration
+from fxqat.fake_quantize.state import disable_all, enable_calibration, named_fake_quants
 from fxqat.utils.batches import check_batches, described, forward_of, read_batch
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.torch_compat import unwrap
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None = None, progress: bool = True) -> int:
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    max_batches: int | None = None,
+    progress: bool = True,
+    keep: bool = False,
+) -> int:
     """Run batches through a prepared model while its observers watch, in eval mode and without gradients.
 
     Afterwards observers and fake-quants are off, and every module is in the mode that it was in:
-    :func:`fxqat.enable_quantization` switches the fake-quants on. A second call adds its batches to those of the first.
-    Under ``torch.distributed`` every rank must call it; the ranks agree on the ranges at the end.
+    :func:`fxqat.enable_quantization` switches the fake-quants on. A second call starts anew, unless ``keep`` is true.
+    A warning of the logger ``fxqat`` names activations that were 0 in all batches, and values beyond 1e10. Under
+    ``torch.distributed`` every rank must call it; the ranks agree on the ranges at the end.
 
     Args:
         model: a prepared model, also wrapped by DDP or ``torch.compile``.
@@ -33,6 +40,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None 
             has arguments, as of a DataLoader of ``(x, y)``, or the keys ``label``, ``labels``, ``target``, ``targets``.
         max_batches: at most so many; None for all.
         progress: show a progress bar if the output is a terminal.
+        keep: add the batches to those of an earlier calibration.
 
     Returns:
         The number of batches that were used.
@@ -52,8 +60,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None 
     if max_batches is not None and max_batches < 1:
         raise ConfigError(f"calibrate: max_batches must be at least 1, or None for all batches, got {max_batches}")
     check_batches(batches, "calibrate")
-    enable_calibration(model)
+    enable_calibration(model, keep=True)
     gm = unwrap(model)
+    if not keep:  # also after a calibration that was interrupted, which left the observers on
+        for _, quant in named_fake_quants(gm):
+            quant.forget_range()
     total = min(filter(None, (length_hint(batches), max_batches)), default=None)
     bar = tqdm(islice(batches, max_batches), "calibrate", total, leave=False, disable=None if progress else True)
     count = 0

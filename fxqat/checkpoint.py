@@ -4,15 +4,22 @@ The file is a dict that ``torch.load(weights_only=True)`` reads:
 
 * ``state_dict``: the weights under the names of the float model, without fake-quant;
 * ``qat_state_dict``: the complete state of the prepared model, with the switches;
-* ``schemes``: the scheme of every fake-quant, as text;
+* ``schemes``: the fields of the scheme of every fake-quant (at first: their text);
+* ``methods``: the class and the arguments of every fake-quant and of its observer;
 * ``format``, ``backend``, ``bias_corrected`` (see ``Provenance``), ``extra``.
+
+The digest of the whole file is its zip comment. A file without it is read as well: one that is older, or that was
+written with ``torch.save``.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import io
 import json
 import os
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -20,15 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.convert_export import convert_export
-from fxqat.errors import CheckpointError
-from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
+from fxqat.errors import CheckpointError, ConfigError
+from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase, read_switches
 from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
-from fxqat.quantization.graph_module import prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, prepared_model
 from fxqat.quantization.lower import lower
-from fxqat.utils.files import atomic_path
+from fxqat.scheme import QuantizeScheme
+from fxqat.utils.files import atomic_path, check_distinct
+from fxqat.utils.torch_compat import is_sharded
+from fxqat.utils.zip_digest import append_digest, is_intact
 
 FORMAT = "fxqat.checkpoint.1"
 
@@ -57,19 +67,24 @@ def save_checkpoint(
         extra: further state of the training (epoch, optimizer state); tensors and plain values only.
 
     Raises:
-        CheckpointError: the model is not a prepared one, a path cannot be written, ``example_inputs`` is missing, or
-            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
+        CheckpointError: the model is not a prepared one or is sharded (FSDP), two paths are the same file, a path
+            cannot be written, ``example_inputs`` is missing, or ``extra`` holds something that
+            ``torch.load(weights_only=True)`` would refuse.
         CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
         ExportError: JSON or ONNX is requested of a model that cannot be exported; the ``.pth`` is written already.
     """
     gm = prepared_model(model, CheckpointError)
     if file_path_onnx is not None and example_inputs is None:
         raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
+    paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": file_path_onnx}
+    check_distinct(paths, CheckpointError)
+    _check_whole(gm)
     content = {
         "format": FORMAT,
         "backend": gm.provenance.backend,
         "state_dict": float_state_dict(gm),
-        "schemes": _schemes(gm),
+        "schemes": {name: asdict(quant.scheme) for name, quant in named_fake_quants(gm)},
+        "methods": _methods(gm),
         "bias_corrected": gm.provenance.bias_corrected,
         "qat_state_dict": gm.state_dict(),
         "extra": extra if extra is not None else {},
@@ -77,6 +92,7 @@ def save_checkpoint(
     _check_extra(content["extra"])
     with atomic_path(file_path, CheckpointError) as temporary:
         torch.save(content, temporary)
+        append_digest(temporary)
     if file_path_onnx is not None:
         assert example_inputs is not None
         convert_export(model, example_inputs, file_path_onnx, file_path_json)
@@ -102,11 +118,7 @@ def _check_extra(extra: Any) -> None:
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a prepared model as the state dict of its float model."""
     gm = prepared_model(model, CheckpointError)
-    state = gm.state_dict()
-    trained = {name: state[inside].detach() for name, inside in gm.provenance.tensor_names.items()}
-    for name, found in gm.provenance.split_tensors.items():
-        trained[name] = torch.cat([state[part].detach() for part in found.names], found.dim)
-    return trained | {name: tensor.detach() for name, tensor in gm.provenance.unread.items()}
+    return {name: tensor.detach() for name, tensor in float_tensors(gm).items()}
 
 
 def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -120,32 +132,32 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
         The ``extra`` that was saved.
 
     Raises:
-        CheckpointError: the file cannot be read, is no checkpoint of fxqat, or does not fit the model. The model is
-            then unchanged.
+        CheckpointError: the file cannot be read, was changed after it was written, is no checkpoint of fxqat, holds
+            scales or ranges that are not valid, or does not fit the model; or the model is sharded (FSDP). The model
+            is then unchanged.
     """
     gm = prepared_model(model, CheckpointError)
+    _check_whole(gm)
     try:
         content = torch.load(file_path, map_location="cpu", weights_only=True)
     except Exception as cause:  # torch.load raises many kinds
         raise CheckpointError(f"cannot read a checkpoint from {file_path}: {cause}") from cause
+    intact = is_intact(file_path)
+    if intact is False:
+        raise CheckpointError(f"{file_path} is damaged: it differs from what was written. Use another copy of it.")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{file_path} is not a checkpoint of fxqat.save_checkpoint ({FORMAT})")
     entries = {"backend": str, "schemes": dict, "state_dict": dict, "qat_state_dict": dict, "extra": dict}
     broken = [key for key, kind in entries.items() if not isinstance(content.get(key), kind)]
     if broken:
         raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of a wrong type. Save it again.")
-    if content["backend"] != gm.provenance.backend:
-        raise CheckpointError(
-            f"{file_path} is for backend {content['backend']}, but the model was prepared for {gm.provenance.backend}. "
-            f"Prepare it for {content['backend']}."
-        )
-    _check_fits(gm.state_dict(), content["qat_state_dict"], str(file_path))
-    if content["schemes"] != _schemes(gm):
-        names = [name for name, scheme in _schemes(gm).items() if content["schemes"].get(name) != scheme]
-        raise CheckpointError(
-            f"{file_path} was saved with other schemes, of {names[:4]}. "
-            "Prepare the model with the configuration it was saved with."
-        )
+    _check_backend(gm, content["backend"], str(file_path))
+    _check_fits(gm, content["qat_state_dict"], str(file_path))
+    _check_schemes(gm, content["schemes"], str(file_path))
+    _check_methods(gm, content.get("methods", {}), str(file_path))
+    # files without "methods" are older than the digest
+    rewritten = intact is None and "methods" in content
+    _check_values(gm, content["qat_state_dict"], str(file_path), negative_scales=not rewritten)
     gm.load_state_dict(content["qat_state_dict"], strict=True)
     gm.provenance.bias_corrected = content.get("bias_corrected", False)
     return content["extra"]  # type: ignore[no-any-return]
@@ -159,11 +171,13 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         file_path_json: the JSON file.
 
     Raises:
-        CheckpointError: the file cannot be read, does not have exactly one entry for each fake-quant of the model, or
-            has an entry that does not fit the scheme.
+        CheckpointError: the file cannot be read, is for another backend, does not have exactly one entry for each
+            fake-quant of the model, or has an entry that does not fit the scheme.
     """
     gm = prepared_model(model, CheckpointError)
-    tensors = read_params(file_path_json)["tensors"]
+    document = read_params(file_path_json)
+    _check_backend(gm, document.get("backend"), str(file_path_json))
+    tensors = document["tensors"]
     entries: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in tensors.values():
         if entry["kind"] != "bias":
@@ -189,9 +203,110 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
 
 
-def _schemes(gm: nn.Module) -> dict[str, str]:
-    """The complete scheme of every fake-quant, as text."""
-    return {name: repr(quant.scheme) for name, quant in named_fake_quants(gm)}
+def _check_backend(gm: QuantGraphModule, found: Any, path: str) -> None:
+    wanted = gm.provenance.backend
+    if found != wanted:
+        raise CheckpointError(
+            f"{path} is for backend {found}, but the model was prepared for {wanted}. Prepare it for {found}."
+        )
+
+
+def _check_schemes(gm: nn.Module, saved: dict[str, Any], path: str) -> None:
+    """Check that every fake-quant was saved with the scheme it has."""
+    quants = dict(named_fake_quants(gm))
+    names = [name for name, quant in quants.items() if _saved_scheme(saved.get(name), path) != quant.scheme]
+    if names or len(saved) != len(quants):
+        raise CheckpointError(
+            f"{path} was saved with other schemes, of {names[:4] or sorted(set(saved) - set(quants))[:4]}. "
+            "Prepare the model with the configuration it was saved with."
+        )
+
+
+def _saved_scheme(saved: Any, path: str) -> QuantizeScheme | None:
+    """A scheme of its fields, or of its text, as it was saved at first; fields that were not saved have defaults."""
+    if saved is None:
+        return None
+    try:
+        if isinstance(saved, str):
+            call: Any = ast.parse(saved, mode="eval").body
+            saved = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
+        known = {field.name for field in fields(QuantizeScheme)}
+        return QuantizeScheme(**{name: value for name, value in saved.items() if name in known})
+    except (AttributeError, ConfigError, SyntaxError, TypeError, ValueError) as cause:
+        raise CheckpointError(f"{path} is damaged: a scheme is {saved!r:.80}. Save it again.") from cause
+
+
+def _methods(gm: nn.Module) -> dict[str, dict[str, dict[str, Any]]]:
+    """For every fake-quant, its class and arguments and those of its observer."""
+    return {
+        name: {"fake_quantize": _class_and_arguments(quant), "observer": _class_and_arguments(quant.observer)}
+        for name, quant in named_fake_quants(gm)
+    }
+
+
+def _class_and_arguments(made: object) -> dict[str, Any]:
+    """The name of a class, and the plain values with which an object of it was made, as far as it keeps them."""
+    names = {name for kind in type(made).__mro__[:-1] for name in inspect.signature(kind).parameters}
+    kept = {name: vars(made)[name] for name in sorted(names & vars(made).keys())}
+    plain = {name: value for name, value in kept.items() if value is None or isinstance(value, (bool, int, float, str))}
+    return {"class": type(made).__name__} | plain
+
+
+def _check_methods(gm: nn.Module, saved: Any, path: str) -> None:
+    """Check that fake-quants and observers are those of the file; a file of before has none."""
+    different = []
+    for name, wanted in _methods(gm).items():
+        for what, values in wanted.items():
+            try:
+                found = saved.get(name, wanted)[what]
+                pairs = [(key, found[key], value) for key, value in values.items() if key in found]
+            except (AttributeError, KeyError, TypeError) as cause:
+                raise CheckpointError(f"{path} is damaged: {name} has no {what}. Save it again.") from cause
+            different += [f"{name}, {what}: {key} {old!r} instead of {new!r}" for key, old, new in pairs if old != new]
+    if different:
+        raise CheckpointError(
+            f"{path} was saved with other fake-quants or observers: {different[:4]}. "
+            "Prepare the model with the configuration it was saved with."
+        )
+
+
+def _check_values(gm: nn.Module, state: dict[str, Any], path: str, negative_scales: bool) -> None:
+    """Check the scales, zero points and ranges in a state dict.
+
+    Args:
+        gm: the model for which the state dict is.
+        state: the state dict.
+        path: the file, for the message.
+        negative_scales: whether a learned scale may be 0 or negative. Training can make it so; it counts by its
+            magnitude.
+    """
+    wrong = []
+    for name, quant in named_fake_quants(gm):
+        learned = {key for key, _ in quant.named_parameters(recurse=False)}
+        for key in sorted({"scale", "zero_point", *learned} & quant.state_dict().keys()):
+            value = state[f"{name}.{key}"]
+            if not bool(value.isfinite().all()):
+                wrong.append(f"{name}.{key} (NaN or infinite)")
+            elif key == "scale" and not (negative_scales and key in learned) and not bool((value > 0).all()):
+                wrong.append(f"{name}.{key} (zero or negative)")
+        ranges = [f"{name}.observer.{key}" for key in ("min_val", "max_val")]
+        wrong += [f"{key} (NaN)" for key in ranges if key in state and bool(state[key].isnan().any())]
+    if wrong:
+        raise CheckpointError(
+            f"{path} holds values that are not valid: {', '.join(wrong[:8])}. Use another checkpoint."
+        )
+
+
+def _check_whole(gm: nn.Module) -> None:
+    """Check that this process holds the whole model."""
+    parameters = [*gm.named_parameters(), *gm.named_buffers()]
+    sharded = [name for name, tensor in parameters if is_sharded(tensor)]
+    if sharded:
+        raise CheckpointError(
+            f"the model is sharded (FSDP): this process does not hold the whole of {sharded[:4]}. Load a checkpoint "
+            "before you shard the model. To save one, gather the full state dict, load it into a model that is "
+            "prepared in the same way and not sharded, and save that."
+        )
 
 
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
@@ -200,11 +315,13 @@ def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
 
 def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str, Any], path: str) -> None:
     scheme = quant.scheme
-    wanted = (scheme.bit_width, scheme.signed, quant.scale.numel(), quant.scale.numel())
-    found = (entry["bit_width"], entry["signed"], len(entry["scale"]), len(entry["zero_point"]))
+    integers = ("bit_width", "signed", "quant_min", "quant_max")
+    wanted = (*(getattr(scheme, name) for name in integers), quant.scale.numel(), quant.scale.numel())
+    found = (*(entry[name] for name in integers), len(entry["scale"]), len(entry["zero_point"]))
     where = f"{path}: {key[1]} ({key[0]})"
     if wanted != found:
-        raise CheckpointError(f"{where}: expected (bits, signed, scales, zero points) {wanted}, found {found}")
+        what = "(bits, signed, smallest and largest integer, scales, zero points)"
+        raise CheckpointError(f"{where}: expected {what} {wanted}, found {found}")
     if not all(SCALE_MIN <= scale <= SCALE_MAX for scale in entry["scale"]):
         raise CheckpointError(
             f"{where}: scales must be within [{SCALE_MIN:g}, {SCALE_MAX:g}], found {entry['scale'][:4]}"
@@ -214,16 +331,22 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
             f"{where}: scales of {scheme} must have at most {scheme.scale_bits} significant bits, found "
             f"{entry['scale'][:4]}. Prepare the model with scale_bits=24 to load any scale."
         )
+    middle = scheme.symmetric_zero_point
+    if scheme.symmetric and any(zero_point != middle for zero_point in entry["zero_point"]):
+        raise CheckpointError(f"{where}: zero points of {scheme} must be {middle}, found {entry['zero_point'][:4]}")
     if not all(scheme.quant_min <= zero_point <= scheme.quant_max for zero_point in entry["zero_point"]):
         limits = f"[{scheme.quant_min}, {scheme.quant_max}]"
         raise CheckpointError(f"{where}: zero points must be within {limits}, found {entry['zero_point'][:4]}")
 
 
-def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> None:
+def _check_fits(gm: nn.Module, found: dict[str, Any], path: str) -> None:
+    wanted = gm.state_dict()
+    modules = gm.named_modules(remove_duplicate=False)
+    switches = [f"{name}._extra_state" for name, module in modules if isinstance(module, FakeQuantizeBase)]
     missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     shapes = [
         f"{name}: {_shape_of(found[name])} instead of {tuple(wanted[name].shape)}"
-        for name in set(wanted) & set(found)
+        for name in (set(wanted) & set(found)).difference(switches)
         if isinstance(wanted[name], Tensor) and tuple(wanted[name].shape) != getattr(found[name], "shape", None)
     ]
     if missing or surplus or shapes:
@@ -232,6 +355,11 @@ def _check_fits(wanted: dict[str, Any], found: dict[str, Any], path: str) -> Non
             f"shapes {sorted(shapes)[:4]}. "
             "Prepare the model with the backend and configuration it was saved with."
         )
+    for name in switches:
+        try:
+            read_switches(found[name])
+        except CheckpointError as cause:
+            raise CheckpointError(f"{path}: {name}: {cause}") from cause
 
 
 def _shape_of(value: Any) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,25 @@ import onnx_ir as ir
 from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple
-from fxqat.custom_symbolic_opset import run_exporter
+from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.name_outputs import NameOutputs
-from fxqat.onnx.name_tensors import NameTensors, tensors_of
+from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
-from fxqat.quantization.capture import capture
-from fxqat.quantization.graph_module import prepared_model
-from fxqat.quantization.lower import lower
-from fxqat.quantization.raw_inputs import InputStats, parse_input_stats, raw_inputs, stats_by_name
+from fxqat.quantization.capture import Captured, capture
+from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
+from fxqat.quantization.file_size import check_size
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.lower import Lowered, lower
+from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.files import atomic_path
 from fxqat.utils.tensors import flatten_tensors
@@ -48,6 +51,10 @@ class ExportReport:
         opset_version: opset of the file.
         certificate: the comparison of file and model, None without verification.
         tensors: every quantized tensor of the file.
+        warnings: what a user of the file must know: warnings of torch's exporter, hooks and buffers that are not in the
+            file, outputs that do not follow the batch size, an optimizer of ONNX Runtime that fails. All are logged.
+        buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
+            has no state: each run starts from the values that they had at the export.
     """
 
     onnx_path: Path
@@ -56,16 +63,21 @@ class ExportReport:
     opset_version: int
     certificate: ParityCertificate | None
     tensors: tuple[QuantizedTensor, ...]
+    warnings: tuple[str, ...] = ()
+    buffers_not_updated: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         size = self.onnx_path.stat().st_size / 2**20 if self.onnx_path.exists() else 0.0
         head = f"{self.onnx_path} ({size:.2f} MiB, opset {self.opset_version}, {len(self.tensors)} quantized tensors)"
-        return head if self.certificate is None else f"{head}\n{self.certificate}"
+        lines = [head, *(f"warning: {text}" for text in self.warnings)]
+        if self.buffers_not_updated:
+            lines.append(f"not updated by the file: {', '.join(self.buffers_not_updated)}")
+        return "\n".join(lines if self.certificate is None else [*lines, str(self.certificate)])
 
 
 def convert_export(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Tensor,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
     file_path: str | os.PathLike[str],
     file_path_json: str | os.PathLike[str] | None = None,
     *,
@@ -84,15 +96,16 @@ def convert_export(
 
     Args:
         model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
-        example_inputs: a tuple of inputs, or a single tensor. They give the shapes, and the file is compared with the
-            model on them.
+        example_inputs: a tuple of inputs, a dict of them by name, or a single tensor. They give the shapes, and the
+            file is compared with the model on them.
         file_path: the ONNX file to write.
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
             None is 18, or 21 if a tensor has less than 5 or more than 8 bits.
         input_names: names of the file's inputs.
         output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
-        dynamic_batch: leave the batch size (the first dimension of every input) open.
+        dynamic_batch: leave the batch size open: the first dimension of the first input, and of every input that has
+            the same first dimension. The model and the file then also run on the batch twice.
         verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` for float weights before Q/DQ pairs.
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
@@ -105,14 +118,15 @@ def convert_export(
 
     Raises:
         CalibrationError: a fake-quant has no usable range.
-        ExportError: an argument is wrong, the opset does not have the type of a tensor, the model does not run on the
-            inputs, the exporter or a pass fails, or a file cannot be written.
+        ExportError: an argument is wrong, the opset does not have the type of a tensor, the parameters do not fit into
+            a file, the model does not run on the inputs, a hook changes its outputs, an output is complex or does not
+            follow the batch size, the exporter or a pass fails, or a file cannot be written.
         ParityError: the file does not compute what the model computes; nothing is written.
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = prepared_model(model, ExportError)
-    inputs = example_tuple(example_inputs)
+    inputs = example_tuple(gm, example_inputs)
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)
@@ -120,18 +134,25 @@ def convert_export(
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
+    check_size(gm, weights)
     require_calibrated(gm)
 
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
-    expected = capture(gm, inputs, normalizers) if verify else None
+    captured = capture(gm, inputs, normalizers)
+    warnings = _told(captured)
+    second = None
+    if dynamic_batch:
+        second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
+        warnings += notes
 
     exported = run_exporter(lowered.module, inputs, input_names, output_names, dynamic_batch)
+    warnings += exporter_warnings(exported)
 
     passes = [
         Simplify(),
         NameOutputs(output_names or lowered.output_names),
-        NameTensors(lowered.tensors),
+        NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
         WriteClamps(),
@@ -144,15 +165,67 @@ def convert_export(
     if weights == "integer":
         check_params(proto, tensors)
     certificate = None
-    if expected is not None:
-        integers, outputs = expected
-        activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
-        in_file = {named[path].name: integers[tensor.name] for path, tensor in activations.items()}
-        certificate = require_parity(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
+    if verify:
+        certificate = _certify(proto, lowered, named, inputs, captured)
+        if second is not None:
+            certificate = replace(certificate, second_batch=_certify(proto, lowered, named, twice(inputs), second))
+        warnings += certificate.warnings()
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
     document = params_document(tensors, gm.provenance.backend, opset_version, raw)
-    return _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
+    report = _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
+    for text in warnings:
+        logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
+    return replace(report, warnings=warnings, buffers_not_updated=captured.updated)
+
+
+def _told(captured: Captured) -> tuple[str, ...]:
+    """What the file does not have of the model."""
+    told = []
+    if captured.hooks:
+        told.append(f"hooks of the prepared model are not in the file: {', '.join(captured.hooks)}")
+    if captured.carried:
+        told.append(
+            f"the model updates {', '.join(captured.carried)}, and its next outputs depend on it. The file has no "
+            "state: each run starts from the values at the export. To keep the state, make it an input and an output "
+            "of forward()."
+        )
+    return tuple(told)
+
+
+def _second_batch(
+    gm: QuantGraphModule,
+    inputs: tuple[Any, ...],
+    normalizers: Normalizers,
+    captured: Captured,
+    names: Sequence[str],
+) -> tuple[Captured, tuple[str, ...]]:
+    """The run of the model on the batch twice, and what is to be told of it."""
+    forced, size = gm.quant_report.forced, batch_size(inputs)
+    try:
+        second = capture(gm, twice(inputs), normalizers)
+    except ExportError as cause:
+        raise ExportError(
+            f"dynamic_batch was asked for, but the prepared model does not run on {2 * size} samples: "
+            f"{cause.__cause__ or cause}. {cause_of(forced)}"
+        ) from cause
+    if len(names) != len(captured.outputs):
+        names = [f"output_{number}" for number in range(len(captured.outputs))]
+    return second, check_batch(captured.outputs, second.outputs, names, size, forced)
+
+
+def _certify(
+    proto: onnx.ModelProto,
+    lowered: Lowered,
+    named: Mapping[str, QuantizedTensor],
+    inputs: tuple[Any, ...],
+    captured: Captured,
+) -> ParityCertificate:
+    """The certificate of the file on inputs on which the model computed what was captured."""
+    activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
+    in_file = {named[path].name: captured.integers[t.name] for path, t in activations.items() if path in named}
+    arrays = [t.numpy() for t in flatten_tensors(inputs)]
+    return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
 
 
 def _write(

@@ -20,8 +20,12 @@ from torch import nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
-from fxqat.utils.tensors import map_tensors
+from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
+from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
+
+WARNINGS = "fxqat.warnings"
+"""Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
 
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
@@ -41,19 +45,19 @@ def run_exporter(
         inputs: example inputs.
         input_names: names of the model's inputs; by default those of the module's arguments.
         output_names: names of the model's outputs; by default the exporter chooses them.
-        dynamic_batch: leave the first dimension of every input open.
+        dynamic_batch: leave the batch size open, see :mod:`fxqat.quantization.dynamic_batch`.
 
     Returns:
-        The model, in ``NATIVE_OPSET``.
+        The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
         ExportError: the exporter fails, the number of names is wrong, or the model's code fixes the batch size.
     """
-    if dynamic_batch:  # torch.export treats a batch of 1 as a constant
-        inputs = map_tensors(inputs, lambda t: torch.cat([t, t]) if t.shape[0] == 1 else t)
-    batch = torch.export.Dim("batch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    if dynamic_batch and batch_size(inputs) == 1:  # torch.export treats a batch of 1 as a constant
+        inputs = twice(inputs)
+    size, batch = batch_size(inputs) if dynamic_batch else 0, torch.export.Dim("batch")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
         try:
             program = torch.onnx.export(
                 module,
@@ -64,7 +68,9 @@ def run_exporter(
                 opset_version=NATIVE_OPSET,
                 input_names=input_names,
                 output_names=output_names,
-                dynamic_shapes=map_tensors(inputs, lambda _: {0: batch}) if dynamic_batch else None,
+                dynamic_shapes=(
+                    map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
+                ),
                 custom_translation_table=translation_table(),
             )
         except Exception as cause:  # the exporter wraps every kind of failure
@@ -75,13 +81,27 @@ def run_exporter(
     for what, names, values in (("input", input_names, graph.inputs), ("output", output_names, graph.outputs)):
         if names is not None and len(names) != len(values):
             raise ExportError(f"{what}_names: the model has {len(values)}, got {len(names)} names {list(names)}")
-    fixed = [value.name for value in graph.inputs if value.shape is not None and isinstance(value.shape[0], int)]
+    batches = [v for v, t in zip(graph.inputs, flatten_tensors(inputs), strict=False) if has_batch(t, size)]
+    fixed = [value.name for value in batches if value.shape is not None and isinstance(value.shape[0], int)]
     if dynamic_batch and fixed:
         raise ExportError(
             f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
             "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
         )
+    program.model.meta[WARNINGS] = tuple(dict.fromkeys(str(w.message) for w in heard if not _is_noise(w)))
     return program.model
+
+
+def exporter_warnings(model: ir.Model) -> tuple[str, ...]:
+    """What torch's exporter warned of while it made a model."""
+    found: tuple[str, ...] = model.meta.get(WARNINGS, ())
+    return found
+
+
+def _is_noise(warning: warnings.WarningMessage) -> bool:
+    """Whether a warning of the exporter tells the user nothing: about torch's own code, or names of axes."""
+    about_torch = issubclass(warning.category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning))
+    return about_torch or "axis name" in str(warning.message)
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

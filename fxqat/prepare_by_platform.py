@@ -13,13 +13,15 @@ from torch import Tensor, fx, nn
 from fxqat.config.calibration_only import check_calibration_only
 from fxqat.config.config import parse_config
 from fxqat.config.effective import describe_config
+from fxqat.config.example_inputs import inputs_in_order
+from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
-from fxqat.quantization.compare_outputs import check_same_outputs, run_reference
+from fxqat.nn.qat import BN_FREEZE
 from fxqat.quantization.drop_unread import drop_unread
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.graph_module import (
@@ -30,9 +32,10 @@ from fxqat.quantization.graph_module import (
 )
 from fxqat.quantization.insert import insert
 from fxqat.quantization.report import QuantReport, build_report
+from fxqat.quantization.sameness import compare_with_float
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
-from fxqat.tracing.trace import trace
+from fxqat.tracing.trace import share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
 
 __all__ = ["BackendType", "prepare_by_platform"]
@@ -46,9 +49,10 @@ def prepare_by_platform(
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     custom_tracer: fx.Tracer | None = None,
     *,
-    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     is_qat: bool = True,
     untraceable: str = "leaf",
+    check: str = "full",
 ) -> QuantGraphModule:
     """Insert fake-quant into a copy of a model, by the rules of a deployment backend.
 
@@ -60,13 +64,16 @@ def prepare_by_platform(
         backend: a :class:`BackendType`, its name, or a :class:`~fxqat.custom_quantizer.spec.BackendSpec`.
         prepare_custom_config_dict: changes to the backend's choices; a dict or the path of a YAML file.
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
-        example_inputs: a tuple of the model's inputs (None for an optional one that is left out). With them the
-            Python code of the model may look at sizes, lengths and types while it is traced, and the result is
-            compared with the model on them, in eval mode. Arguments of forward that they leave out are fixed to
-            their defaults.
+        example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
+            name. With them the Python code of the model may look at sizes, lengths and types while it is traced.
+            Arguments of forward that they leave out are fixed to their defaults.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
+        check: how the result is compared with the model (``fxqat.quantization.sameness``). ``"full"``: on the example
+            inputs, on other values, on another size, and in training with the gradients of all parameters;
+            ``"quick"``: on the example inputs in eval mode; ``"off"``: not at all. Without example inputs, it is
+            compared on the first inputs that it gets, such as the first batch of calibration.
 
     Returns:
         The prepared model, in the mode (train or eval) of the given one; its ``quant_report`` says what was decided and
@@ -81,10 +88,11 @@ def prepare_by_platform(
         >>> [row.status for row in gm.quant_report]
         ['quantized', 'quantized']
     """
-    _check_arguments(model, untraceable)
+    check_model(model, example_inputs)
+    _check_choices(untraceable, check)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     config = parse_config(prepare_custom_config_dict)
-    inputs = _as_tuple(example_inputs)
+    inputs = inputs_in_order(model, example_inputs, config.concrete_args)
 
     traced = trace(
         model,
@@ -94,30 +102,31 @@ def prepare_by_platform(
         example_inputs=inputs,
         untraceable=untraceable,
     )
-    reference = None if inputs is None else run_reference(traced.root, inputs, config.concrete_args)
+    float_model = None if check == "off" else share_tensors(traced.root)
     float_tensors = named_tensors(traced.root)
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = standardize(traced.gm, traced.fixed)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
-    report = build_report(gm, spec.name, traced.leaves, traced.forced, traced.eval_only)
+    report = build_report(gm, spec.name, **traced.remarks)
     effective = describe_config(gm, applied)
     _check_decisions(gm, report, type(model).__name__, is_qat)
     gm = insert(gm, config.bn_mode)
     prepared = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
     prepared.provenance = make_provenance(prepared, report, effective, float_tensors, split, config.preserve_attr)
     _preserve(model, prepared, config.preserve_attr)
-    if reference is not None:
-        check_same_outputs(prepared, reference)
+    if float_model is not None:
+        trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
+        compare_with_float(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
 
 
-def _check_arguments(model: nn.Module, untraceable: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+def _check_choices(untraceable: str, check: str) -> None:
     if untraceable not in ("leaf", "error"):
         raise ConfigError(f"untraceable must be 'leaf' or 'error', got {untraceable!r}")
+    if check not in ("full", "quick", "off"):
+        raise ConfigError(f"check must be 'full', 'quick' or 'off', got {check!r}")
 
 
 def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat: bool) -> None:
@@ -126,16 +135,6 @@ def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat:
         check_calibration_only(gm)
     if report.num_quantized == 0:
         raise ConfigError(f"{name}: nothing to quantize for {report.backend}. Every node is left float:\n{report}")
-
-
-def _as_tuple(example_inputs: tuple[Any, ...] | Tensor | None) -> tuple[Any, ...] | None:
-    if example_inputs is None:
-        return None
-    if isinstance(example_inputs, Tensor):
-        return (example_inputs,)
-    if not isinstance(example_inputs, (tuple, list)) or not example_inputs:
-        raise ConfigError(f"example_inputs must be a tensor or a non-empty tuple of inputs, got {example_inputs!r}")
-    return tuple(example_inputs)
 
 
 def _preserve(model: nn.Module, prepared: nn.Module, names: tuple[str, ...]) -> None:

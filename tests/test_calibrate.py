@@ -111,12 +111,48 @@ def test_state_and_modes_afterwards(prepared):
     assert not any(parameter.grad is not None for parameter in gm.parameters())
 
 
-def test_a_second_call_adds_to_the_first(prepared, expected):
+def test_a_second_call_starts_anew(prepared, expected):
     gm = copy.deepcopy(prepared)
-    assert fxqat.calibrate(gm, BATCHES[:2]) == 2
-    assert fxqat.calibrate(gm, BATCHES[2:]) == 1
+    fxqat.calibrate(gm, [x * 50.0 for x in BATCHES])
+    fxqat.enable_quantization(gm)
+    assert fxqat.calibrate(gm, BATCHES) == 3
     fxqat.enable_quantization(gm)
     assert_same_scales(gm, expected)
+
+
+def test_a_second_call_adds_to_the_first_on_request(prepared, expected):
+    gm = copy.deepcopy(prepared)
+    assert fxqat.calibrate(gm, BATCHES[:2]) == 2
+    assert fxqat.calibrate(gm, BATCHES[2:], keep=True) == 1
+    fxqat.enable_quantization(gm)
+    assert_same_scales(gm, expected)
+
+
+def test_a_calibration_that_was_interrupted_leaves_nothing(prepared, expected):
+    gm = copy.deepcopy(prepared)
+    with pytest.raises(ConfigError, match="batch 1"):
+        fxqat.calibrate(gm, [BATCHES[0] * 50.0, torch.ones(2, 2)])
+    fxqat.calibrate(gm, BATCHES)
+    fxqat.enable_quantization(gm)
+    assert_same_scales(gm, expected)
+
+
+def test_zeros_only_and_huge_values_are_told_once(prepared, caplog):
+    gm = copy.deepcopy(prepared)
+    fxqat.calibrate(gm, [x * 0.0 for x in BATCHES])
+    fxqat.enable_quantization(gm)
+    (message,) = caplog.messages
+    assert "1 of 8 fake-quants saw only zeros: x_act_fake_quant." in message
+    caplog.clear()
+    fxqat.calibrate(gm, [BATCHES[0], BATCHES[1] * 1e30])
+    (message,) = caplog.messages
+    assert "values beyond 1e+10 reached" in message
+    assert "x_act_fake_quant" in message
+    assert "conv1.weight_fake_quant" not in message
+    caplog.clear()
+    fxqat.calibrate(gm, BATCHES)
+    fxqat.enable_quantization(gm)
+    assert caplog.messages == []
 
 
 def test_no_more_than_max_batches_are_read(prepared):

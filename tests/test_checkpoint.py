@@ -2,9 +2,10 @@
 
 import copy
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fxqat import (
     convert_export,
@@ -271,6 +274,64 @@ def test_what_else_is_saved_comes_back(tmp_path: Path) -> None:
     assert load_checkpoint(gm, tmp_path / "c.pth") == {}
 
 
+def as_saved_at_first(content: dict[str, Any], gm: nn.Module) -> dict[str, Any]:
+    """The content of a checkpoint in the form of the first version: switches as dicts, schemes as text."""
+    state = dict(content["qat_state_dict"])
+    quants = {name: module for name, module in gm.named_modules() if isinstance(module, FakeQuantizeBase)}
+    for name, quant in quants.items():
+        switches = {"observer_enabled": quant.observer_enabled, "fake_quant_enabled": quant.fake_quant_enabled}
+        state[f"{name}._extra_state"] = switches
+    return {
+        "format": "fxqat.checkpoint.1",
+        "backend": content["backend"],
+        "state_dict": content["state_dict"],
+        "schemes": {name: repr(quant.scheme) for name, quant in quants.items()},
+        "bias_corrected": False,
+        "qat_state_dict": state,
+        "extra": content["extra"],
+    }
+
+
+def change_file(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content of a checkpoint; a dict that the change returns replaces it."""
+    content = torch.load(path, weights_only=True)
+    changed = change(content)
+    torch.save(changed if isinstance(changed, dict) else content, path)
+
+
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path: Path) -> None:
+    gm, _ = trained("residual")
+    save_checkpoint(gm, tmp_path / "c.pth", extra={"epoch": 7})
+    change_file(tmp_path / "c.pth", lambda content: as_saved_at_first(content, gm))
+    fresh = prepare_by_platform(build("residual"), "TSQAT")
+    assert load_checkpoint(fresh, tmp_path / "c.pth") == {"epoch": 7}
+    assert same_state(gm, fresh)
+    other = prepare_by_platform(build("residual"), "TSQAT", {"extra_qconfig_dict": {"a_qscheme": {"signed": False}}})
+    refused(other, tmp_path / "c.pth", "other schemes, of .*act_fake_quant")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scheme: scheme.pop("signed"),
+        lambda scheme: scheme.pop("fixed_range"),
+        lambda scheme: scheme.update(of_a_later_version=3),
+    ],
+)
+def test_a_scheme_is_compared_in_the_fields_that_both_versions_know(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path
+) -> None:
+    gm = prepared("residual")
+    save_checkpoint(gm, tmp_path / "c.pth")
+    change_file(tmp_path / "c.pth", lambda content: [change(scheme) for scheme in content["schemes"].values()])
+    fresh = prepare_by_platform(build("residual"), "TSQAT")
+    load_checkpoint(fresh, tmp_path / "c.pth")
+    assert same_state(gm, fresh)
+    coarse = {"extra_qconfig_dict": {"w_qscheme": {"scale_bits": 8}}}
+    save_checkpoint(prepare_by_platform(build("residual"), "TSQAT", coarse), tmp_path / "coarse.pth")
+    refused(fresh, tmp_path / "coarse.pth", "other schemes, of .*weight_fake_quant")
+
+
 # What does not fit
 
 
@@ -306,6 +367,116 @@ def test_another_configuration_is_refused(config: dict[str, Any], message: str, 
     save_checkpoint(prepared("residual"), tmp_path / "c.pth")
     text = refused(prepare_by_platform(build("residual"), "TSQAT", config), tmp_path / "c.pth", message)
     assert "configuration" in text
+
+
+def with_methods(weight: str, **arguments: Any) -> QuantGraphModule:
+    """A prepared linear layer whose weight has this fake-quant."""
+    torch.manual_seed(0)
+    config = {"extra_qconfig_dict": {"w_fakequantize": weight} | arguments}
+    return prepare_by_platform(nn.Sequential(nn.Linear(4, 3)).eval(), "TSQAT", config)
+
+
+PERCENTILE = {"w_observer": "Percentile", "w_observer_extra_args": {"percentile": 99.0}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        (("Fixed", {}), ("DoReFa", {}), "class 'FixedFakeQuantize' instead of 'DoReFaFakeQuantize'"),
+        (("Learnable", {}), ("DoReFa", {}), "class 'LearnableFakeQuantize' instead of 'DoReFaFakeQuantize'"),
+        (("EWGS", {}), ("EWGS", {"w_fakeq_params": {"delta": 0.5}}), "delta 0.001 instead of 0.5"),
+        (("Fixed", {}), ("Fixed", {"w_observer": "MSE"}), "observer: class 'MinMaxObserver' instead of 'MSEObserver'"),
+        (("Fixed", {"w_observer": "Percentile"}), ("Fixed", PERCENTILE), "percentile 99.99 instead of 99.0"),
+    ],
+    ids=["same state", "learned", "argument", "observer", "argument of the observer"],
+)
+def test_another_fake_quant_or_observer_is_refused(
+    saved: tuple[str, dict[str, Any]], other: tuple[str, dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    save_checkpoint(with_methods(saved[0], **saved[1]), tmp_path / "c.pth")
+    text = refused(with_methods(other[0], **other[1]), tmp_path / "c.pth", f"0.weight_fake_quant, .*{message}")
+    assert "configuration" in text
+    again = with_methods(saved[0], **saved[1])
+    assert load_checkpoint(again, tmp_path / "c.pth") == {}
+    change_file(tmp_path / "c.pth", lambda content: [content.pop("methods")])
+    assert load_checkpoint(again, tmp_path / "c.pth") == {}  # a file of the first version does not say
+
+
+@pytest.mark.parametrize("methods", [3, {"x_act_fake_quant": 3}, {"x_act_fake_quant": {}}])
+def test_damaged_methods_are_refused(methods: Any, tmp_path: Path) -> None:
+    gm = prepared("residual")
+    save_checkpoint(gm, tmp_path / "c.pth")
+    change_file(tmp_path / "c.pth", lambda content: content.update(methods=methods))
+    assert "damaged" in refused(gm, tmp_path / "c.pth", "Save it again")
+
+
+@pytest.mark.parametrize("state", [{}, {"observer_enabled": True}, torch.zeros(5), 3, None], ids=str)
+def test_a_damaged_extra_state_is_refused_before_anything_changes(state: Any, tmp_path: Path) -> None:
+    gm, _ = trained("residual")
+    save_checkpoint(gm, tmp_path / "c.pth")
+    change_file(
+        tmp_path / "c.pth",
+        lambda content: content["qat_state_dict"].update({"head_act_fake_quant._extra_state": state}),
+    )
+    message = refused(prepared("residual"), tmp_path / "c.pth", "head_act_fake_quant._extra_state")
+    assert "must be a tensor" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("conv.weight_fake_quant.scale", math.nan, "NaN or infinite"),
+        ("conv.weight_fake_quant.scale", math.inf, "NaN or infinite"),
+        ("conv.weight_fake_quant.scale", 0.0, "zero or negative"),
+        ("conv.weight_fake_quant.scale", -0.1, "zero or negative"),
+        ("x_act_fake_quant.scale", -0.1, "zero or negative"),
+        ("x_act_fake_quant.zero_point", math.nan, "NaN or infinite"),
+        ("head_act_fake_quant.observer.max_val", math.nan, "NaN"),
+    ],
+)
+def test_values_that_are_not_valid_are_refused_by_name(name: str, value: float, message: str, tmp_path: Path) -> None:
+    gm = prepared("residual")
+    save_checkpoint(gm, tmp_path / "c.pth")
+    change_file(tmp_path / "c.pth", lambda content: content["qat_state_dict"][name].fill_(value))
+    text = refused(gm, tmp_path / "c.pth", f"not valid: {name} .{message}.")
+    assert text.count("fake_quant") == 1
+
+
+def test_a_learned_scale_that_training_made_negative_is_loaded(tmp_path: Path) -> None:
+    """It counts by its magnitude: refusing it would end a training that can go on."""
+    gm, fresh = prepared("residual"), prepare_by_platform(build("residual"), "TSQAT")
+    with torch.no_grad():
+        gm.conv.weight_fake_quant.scale[0] *= -1.0
+    save_checkpoint(gm, tmp_path / "c.pth")
+    load_checkpoint(fresh, tmp_path / "c.pth")
+    assert same_state(gm, fresh)
+    change_file(tmp_path / "c.pth", lambda content: as_saved_at_first(content, gm))
+    assert load_checkpoint(fresh, tmp_path / "c.pth") == {}
+
+
+def test_every_flipped_byte_is_refused(tmp_path: Path) -> None:
+    gm = with_methods("Learnable")
+    save_checkpoint(gm, tmp_path / "c.pth", extra={"epoch": 3, "momentum": torch.ones(5)})
+    whole = (tmp_path / "c.pth").read_bytes()
+    positions = {*range(0, len(whole), 97), *range(len(whole) - 110, len(whole), 7)}
+    twin = copy.deepcopy(gm)
+    for position in sorted(positions):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        (tmp_path / "c.pth").write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=r"c\.pth"):
+            load_checkpoint(gm, tmp_path / "c.pth")
+    assert same_state(gm, twin)
+    (tmp_path / "c.pth").write_bytes(whole)
+    assert load_checkpoint(gm, tmp_path / "c.pth")["epoch"] == 3
+
+
+def test_a_file_written_again_by_torch_is_read(tmp_path: Path) -> None:
+    gm = prepared("residual")
+    save_checkpoint(gm, tmp_path / "c.pth", extra={"epoch": 3})
+    change_file(tmp_path / "c.pth", lambda content: content.update(extra={}))
+    assert load_checkpoint(gm, tmp_path / "c.pth") == {}
+    assert set(torch.load(tmp_path / "c.pth", weights_only=True)["state_dict"]) == set(build("residual").state_dict())
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -397,6 +568,36 @@ def test_what_could_not_be_read_back_is_not_written(extra: dict[str, Any], tmp_p
     assert load_checkpoint(gm, tmp_path / "c.pth") == {"epoch": 1}
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("file_path", "file_path_json"), ("file_path", "file_path_onnx"), ("file_path_json", "file_path_onnx")],
+)
+@pytest.mark.parametrize("how", ["equal", "relative", "a link"])
+def test_two_paths_of_one_file_are_refused_before_anything_is_written(
+    first: str, second: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text("kept")
+    (tmp_path / "link").symlink_to("a")
+    paths = {name: tmp_path / name for name in ("file_path", "file_path_json", "file_path_onnx")}
+    paths |= {first: tmp_path / "a", second: {"equal": tmp_path / "a", "relative": "./a", "a link": "link"}[how]}
+    with pytest.raises(CheckpointError, match=f"{first} and {second} are the same file"):
+        save_checkpoint(prepared("residual"), **paths, example_inputs=inputs_of("residual"))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "link"}
+    assert (tmp_path / "a").read_text() == "kept"
+
+
+def test_a_link_stays_a_link_to_the_new_checkpoint(tmp_path: Path) -> None:
+    gm = prepared("residual")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "last.pth").symlink_to("runs/1.pth")
+    for epoch in (1, 2):  # the file it points to does not exist at first
+        save_checkpoint(gm, tmp_path / "last.pth", extra={"epoch": epoch})
+        assert load_checkpoint(gm, tmp_path / "runs" / "1.pth") == {"epoch": epoch}
+    assert (tmp_path / "last.pth").is_symlink()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["1.pth"]
+
+
 @pytest.mark.parametrize("how", ["missing folder", "a folder", "below a file"])
 def test_a_path_that_cannot_be_written_is_refused(how: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
@@ -433,6 +634,60 @@ def test_a_crash_while_writing_leaves_the_old_file(
     assert [path.name for path in tmp_path.iterdir()] == ["c.pth"]
     assert (tmp_path / "c.pth").read_bytes() == before
     assert load_checkpoint(gm, tmp_path / "c.pth") == {"epoch": 1}
+
+
+# Sharded models
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def sharded_by_fsdp2(gm: QuantGraphModule) -> nn.Module:
+    return fully_shard(gm)
+
+
+def sharded_by_fsdp1(gm: QuantGraphModule) -> nn.Module:
+    FullyShardedDataParallel(gm, device_id=torch.device("cpu"))
+    return gm
+
+
+def sharded_with_names(gm: QuantGraphModule) -> nn.Module:
+    FullyShardedDataParallel(gm, device_id=torch.device("cpu"), use_orig_params=True)
+    return gm
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("shard", [sharded_by_fsdp2, sharded_by_fsdp1, sharded_with_names])
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_model_is_refused_before_anything_is_written(
+    shard: Callable[[QuantGraphModule], nn.Module], tmp_path: Path
+) -> None:
+    """Its file would hold a part of the model, or tensors that the float model cannot load."""
+    fixed = {"a_fakequantize": "Fixed"}  # FSDP takes no scale of a whole tensor as a parameter
+    whole, gm = (with_methods("Learnable", **fixed) for _ in range(2))
+    save_checkpoint(whole, tmp_path / "c.pth")
+    before = (tmp_path / "c.pth").read_bytes()
+    model = shard(gm)
+    for function in (save_checkpoint, load_checkpoint):
+        with pytest.raises(CheckpointError, match="sharded .FSDP.: .*weight|sharded .FSDP.: .*_flat_param"):
+            function(model, tmp_path / "c.pth")
+    assert (tmp_path / "c.pth").read_bytes() == before
+    if shard is sharded_by_fsdp2:
+        whole.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+        save_checkpoint(whole, tmp_path / "gathered.pth")
+        assert load_checkpoint(with_methods("Learnable", **fixed), tmp_path / "gathered.pth") == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fsdp_refuses_a_learned_scale_of_a_whole_tensor_before_training() -> None:
+    with pytest.raises(ValueError, match="scalar parameters") as caught:
+        fully_shard(with_methods("Learnable"))
+    assert "scale" in str(caught.value)
 
 
 # Parameters alone
@@ -488,6 +743,31 @@ def test_parameters_of_a_layer_called_with_two_repaired_biases_come_back(tmp_pat
     assert np.array_equal(deployed_outputs(fresh, inputs)[0], deployed_outputs(gm, inputs)[0])
 
 
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+def test_parameters_of_another_backend_are_refused(
+    backend: str, parameters: tuple[QuantGraphModule, Path], tmp_path: Path
+) -> None:
+    gm = prepare_by_platform(build("residual"), backend)
+    twin = copy.deepcopy(gm)
+    with pytest.raises(CheckpointError, match=f"for backend Experimental, but the model was prepared for {backend}"):
+        load_quant_params(gm, parameters[1])
+    assert same_state(gm, twin)
+
+
+def test_the_zero_point_of_a_symmetric_unsigned_tensor_is_its_middle(tmp_path: Path) -> None:
+    config = {"extra_qconfig_dict": {"a_qscheme": {"signed": False}}}
+    gm = prepared("residual", "TSQAT", config)
+    save_checkpoint(gm, tmp_path / "c.pth", tmp_path / "c.json")
+    fresh = prepare_by_platform(build("residual"), "TSQAT", config)
+    load_quant_params(fresh, tmp_path / "c.json")
+    assert torch.equal(fresh.x_act_fake_quant.qparams()[1], torch.tensor(128.0))
+    document = json.loads((tmp_path / "c.json").read_text())
+    document["tensors"]["conv"]["zero_point"] = [0]
+    (tmp_path / "c.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="must be 128, found"):
+        load_quant_params(fresh, tmp_path / "c.json")
+
+
 def drop_scale(entry: dict[str, Any]) -> None:
     del entry["scale"]
 
@@ -505,6 +785,11 @@ def drop_scale(entry: dict[str, Any]) -> None:
         (lambda tensors: tensors["conv"].update(scale=["x"]), "conv"),
         (lambda tensors: tensors["conv"].update(scale=[-1.0]), "conv"),
         (lambda tensors: tensors["conv"].update(zero_point=[300]), "conv"),
+        (lambda tensors: tensors["conv"].update(quant_min=1), "conv_act_fake_quant .*smallest"),
+        (
+            lambda tensors: tensors["conv.weight"].update(zero_point=[1] * 8),
+            r"conv \(weight\): zero points .* be 0, found .1",
+        ),
     ],
     ids=[
         "missing",
@@ -517,6 +802,8 @@ def drop_scale(entry: dict[str, Any]) -> None:
         "text",
         "negative scale",
         "out of range",
+        "another range",
+        "zero point of a symmetric tensor",
     ],
 )
 def test_parameters_that_do_not_fit_are_refused(

@@ -17,6 +17,7 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fxqat import (
     disable_all,
@@ -1017,3 +1018,100 @@ def test_the_json_of_a_checkpoint_is_the_json_of_the_export(tmp_path: Path) -> N
     assert json.loads((tmp_path / "alone.json").read_text()) == exported
     assert json.loads((tmp_path / "b.json").read_text()) == exported
     assert (tmp_path / "b.onnx").read_bytes() == (tmp_path / "model.onnx").read_bytes()
+
+
+# Shared and simplified values
+
+
+class SharedEmbedding(nn.Module):
+    """The last layer is ``F.linear`` with the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(20, 8)
+        self.hidden = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(torch.relu(self.hidden(self.emb(tokens))), self.emb.weight)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_linear_that_shares_the_weight_of_an_embedding(backend: str, tmp_path: Path) -> None:
+    """The embedding is float in the file and the linear layer has integers of the same parameter."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 20, (4, 5))
+    gm = calibrate(prepare_by_platform(SharedEmbedding(), backend, example_inputs=(tokens,)), (tokens,))
+    optimizer = torch.optim.SGD(gm.parameters(), 0.1)
+    before = gm.emb.weight.detach().clone()
+    gm(tokens).square().mean().backward()
+    assert gm.emb.weight is gm.get_parameter("emb.linear.weight")
+    optimizer.step()
+    assert not torch.equal(gm.emb.weight, before)
+    _, model, document = export(gm, tokens, tmp_path)
+    held = constants(model)
+    assert np.array_equal(held["emb.weight"], gm.emb.weight.detach().numpy())
+    scale = np.asarray(document["tensors"]["emb.linear.weight"]["scale"], np.float32).reshape(-1, 1)
+    rounded = held["emb.linear.weight_quantized"] * scale
+    assert np.abs(rounded - held["emb.weight"]).max() <= scale.max()
+    found = run_file(tmp_path / "model.onnx", (tokens,))[0]
+    assert np.allclose(found, deployed_outputs(gm, (tokens,))[0], atol=1e-5)
+
+
+class SameSlices(nn.Module):
+    """A slice of all columns, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y[:, 0:6] + y[:, 0:6]
+
+
+class EmptyTokens(nn.Module):
+    """Register tokens of which there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.registers = nn.Parameter(torch.zeros(1, 0, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.registers.expand(x.shape[0], -1, -1), self.linear(x)[:, None]], dim=1)
+        return self.linear(tokens)
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+@pytest.mark.parametrize("make", [SameSlices, EmptyTokens])
+def test_values_that_are_simplified_away_keep_their_parameters(
+    make: type[nn.Module], backend: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(make(), backend, example_inputs=(x,)), (x,))
+    report, model, document = export(gm, x, tmp_path)
+    assert report.certificate is not None
+    assert report.certificate.passed
+    assert set(by_tensor(model)) == set(document["tensors"])
+    found = run_file(tmp_path / "model.onnx", (x,))[0]
+    assert np.allclose(found, deployed_outputs(gm, (x,))[0], atol=1e-5)
+    load_quant_params(gm, tmp_path / "model.json")  # nothing is missing in it
+
+
+def test_a_parameter_with_the_name_of_a_scale(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.x_scale = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.x_scale
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(Scaled(), example_inputs=(x,)), (x,))
+    report, _, document = export(gm, x, tmp_path)
+    assert report.certificate is not None
+    assert {"x", "x_scale"} <= set(document["tensors"])

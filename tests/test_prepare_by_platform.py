@@ -408,9 +408,9 @@ def test_example_inputs_are_a_tensor_or_a_tuple(how):
     torch.testing.assert_close(gm(x), build("residual")(x))
 
 
-@pytest.mark.parametrize("wrong", [(), [], {}, 3, "x", {"x": torch.zeros(1)}])
+@pytest.mark.parametrize("wrong", [(), [], {}, 3, "x"])
 def test_wrong_example_inputs_are_an_error(wrong):
-    with pytest.raises(ConfigError, match="example_inputs must be a tensor or a non-empty tuple") as caught:
+    with pytest.raises(ConfigError, match="example_inputs must be a tensor, a non-empty tuple") as caught:
         prepare_by_platform(build("residual"), example_inputs=wrong)
     assert repr(wrong) in str(caught.value)
 
@@ -491,7 +491,7 @@ def test_a_graph_that_computes_something_else_is_an_error():
             return self.conv(x) * self.calls
 
     model = Counting()
-    with pytest.raises(TraceError, match="computes something else than the model on example_inputs") as caught:
+    with pytest.raises(TraceError, match="the traced Counting computes something else .* it keeps state") as caught:
         prepare_by_platform(model, example_inputs=torch.randn(1, 3, 4, 4))
     assert "concrete_args" in str(caught.value)
     assert model.calls == 0

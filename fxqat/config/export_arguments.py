@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from fxqat.errors import ExportError
+from fxqat.errors import ConfigError, ExportError
+from fxqat.utils.batches import read_batch
 from fxqat.utils.files import check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
-def example_tuple(example_inputs: Any) -> tuple[Any, ...]:
+def example_tuple(model: nn.Module, example_inputs: Any) -> tuple[Any, ...]:
     """The example inputs as a tuple, on the CPU and without gradients.
 
+    Args:
+        model: the prepared model; a mapping holds its arguments by name.
+        example_inputs: what the user gave.
+
     Raises:
-        ExportError: they are neither a tensor nor a sequence, or hold no tensor, or an empty one.
+        ExportError: they are neither a tensor, a sequence nor a mapping, or hold no tensor, or an empty one; or a
+            mapping does not fit the model.
     """
-    if not isinstance(example_inputs, (Tensor, tuple, list)):
-        raise ExportError(f"example_inputs must be a tensor or a tuple of inputs, got {type(example_inputs).__name__}")
+    if not isinstance(example_inputs, (Tensor, tuple, list, Mapping)):
+        raise ExportError(
+            "example_inputs must be a tensor, a tuple of inputs or a dict of them by name, got "
+            f"{type(example_inputs).__name__}"
+        )
+    if isinstance(example_inputs, Mapping):
+        try:
+            example_inputs = read_batch(model, example_inputs, "example_inputs")
+        except ConfigError as cause:
+            raise ExportError(str(cause)) from cause
     inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     tensors = flatten_tensors(inputs)
     if not tensors or any(tensor.numel() == 0 for tensor in tensors):

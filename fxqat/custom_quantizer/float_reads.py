@@ -7,24 +7,35 @@ from collections.abc import Container, Mapping
 from torch import fx
 
 from fxqat.custom_quantizer.requests import Request
-from fxqat.ops.families import BINARY
-from fxqat.ops.identify import poles
+from fxqat.custom_quantizer.value_kinds import reads_sizes_only
+from fxqat.ops.families import LOOKUP, MATMUL, OPAQUE, RECURRENT, WEIGHTED
+from fxqat.ops.identify import gives_indices, identify, poles
+from fxqat.utils.node_meta import Kind
+from fxqat.utils.train_eval_graph import eval_or_train
 
 BY_OVERRIDE = "read float because of an override"
 SINGULARITY = "read by an op with a singularity at zero: rounding would turn small values into zero"
+DECIDES = "becomes an index, a comparison or an order: rounding would change the decision"
+
+LAYERS = (WEIGHTED, MATMUL, RECURRENT, LOOKUP, OPAQUE)
+"""Families at which values that must stay float begin: their own operands are quantized as always."""
 
 Read = tuple[fx.Node, fx.Node]
 """An operand and the node that reads it."""
 
 
-def float_reads(requests: dict[fx.Node, Request]) -> dict[Read, str]:
+def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind]) -> dict[Read, str]:
     """The reads that stay float, and why.
 
     1. The user's overrides leave the ``activation`` of the reader float.
     2. The operation or its derivative is infinite where this operand is zero; rounding turns small values into zero.
+    3. The value is compared, sorted, or becomes an integer.
 
-    Operations that only move the values pass this on to their own operands. In the second case so do products, and ops
-    that add a number, clamp the values or take their size.
+    In the cases 2 and 3 everything back to the last layer is computed in float, in case 1 what only moves the values.
+
+    Args:
+        requests: of all nodes, in execution order.
+        kinds: of all nodes.
     """
     found: dict[Read, str] = {}
     for node in reversed(requests):
@@ -32,8 +43,15 @@ def float_reads(requests: dict[fx.Node, Request]) -> dict[Read, str]:
         operands, reason = node.all_input_nodes, common_reason(node, found)
         if request.activation is None and request.activation_rank > 0:
             reason = BY_OVERRIDE
-        elif reason is None or not _passes_on(node, request, reason):
+        elif request.activation_rank > 0:  # the user wants them quantized
+            continue
+        elif _decides(node, kinds):
+            reason = DECIDES
+        elif reason is None or not _passes_on(request, reason):
             operands, reason = _near_singularity(node, requests), SINGULARITY
+        asked = {operand for operand in operands if requests[operand].output and requests[operand].output_rank}
+        if reason != BY_OVERRIDE:
+            operands = [operand for operand in operands if operand not in asked]
         found |= dict.fromkeys(((operand, node) for operand in operands), reason)
     return found
 
@@ -43,7 +61,7 @@ def common_reason(node: fx.Node, found: Mapping[Read, str]) -> str | None:
     reasons = {found.get((node, user)) for user in node.users}
     if not reasons or None in reasons:
         return None
-    return BY_OVERRIDE if BY_OVERRIDE in reasons else SINGULARITY
+    return next(reason for reason in (BY_OVERRIDE, DECIDES, SINGULARITY) if reason in reasons)
 
 
 def quantized_readers(
@@ -64,16 +82,21 @@ def quantized_readers(
     return frozenset(reader.name for reader in node.users if (node, reader) not in left_float)
 
 
-def _passes_on(node: fx.Node, request: Request, reason: str) -> bool:
+def _decides(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Whether an op turns values into indices, integers or booleans, or orders them and its indices are read."""
+    if node.op not in ("call_function", "call_method", "call_module") or node.target is eval_or_train:
+        return False
+    op = identify(node)
+    if gives_indices(op):
+        return any(identify(user).name == "indices" or user.op == "output" for user in node.users)
+    return kinds[node] is Kind.OTHER and op.name != "indices" and not reads_sizes_only(node, kinds)
+
+
+def _passes_on(request: Request, reason: str) -> bool:
     """Whether the operands of an op stay float for the reason for which its result does."""
-    op = request.op
-    of_one = (op.family == BINARY or op.name in ("abs", "clamp", "neg")) and len(node.all_input_nodes) == 1
-    return request.moves_values or ((of_one or op.name == "mul") and reason == SINGULARITY)
+    return request.moves_values or (reason != BY_OVERRIDE and request.op.family not in LAYERS)
 
 
 def _near_singularity(node: fx.Node, requests: Mapping[fx.Node, Request]) -> list[fx.Node]:
-    """The operands at whose zero the op has a singularity, except those that the user wants quantized."""
-    if requests[node].activation_rank > 0:
-        return []
-    found = [operand for operand in poles(node, requests[node].op) if isinstance(operand, fx.Node)]
-    return [operand for operand in found if requests[operand].output is None or requests[operand].output_rank == 0]
+    """The operands at whose zero the op has a singularity."""
+    return [operand for operand in poles(node, requests[node].op) if isinstance(operand, fx.Node)]

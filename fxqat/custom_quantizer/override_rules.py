@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 from torch import fx
@@ -10,7 +11,7 @@ from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
-from fxqat.ops.families import WEIGHTED
+from fxqat.ops.families import LOOKUP, WEIGHTED
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig
 from fxqat.utils.fx_graph import called_module
@@ -118,7 +119,8 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
     """Check that what ``extra_quantizer_dict`` adds can be quantized, and what it excludes can be left out.
 
     Raises:
-        ConfigError: an addition stays float all the same, or an exclusion means an input or parameter of the model.
+        ConfigError: an addition has no rule all the same or is an embedding, or an exclusion means an input or
+            parameter of the model.
     """
     for match in exclude:
         nodes = [node for node in requests if match(node)]
@@ -132,6 +134,34 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
         if all(requests[node].rule is None and not requests[node].excluded for node in nodes):
             reason = requests[nodes[0]].why_float
             raise ConfigError(f"{match.where}: {nodes[0].name!r} cannot be quantized: {reason}. Drop it from the list.")
+        if all(requests[node].op.family == LOOKUP for node in nodes):
+            raise ConfigError(
+                f"{match.where}: {nodes[0].name!r} is an embedding, and tables of embeddings are not quantized yet. "
+                "Drop it from the list; its value is quantized where a quantized operation reads it."
+            )
+
+
+def check_additions(requests: dict[fx.Node, Request], values: Set[fx.Node], additional: tuple[Match, ...]) -> None:
+    """Check that something is quantized because of each addition of ``extra_quantizer_dict``.
+
+    Args:
+        requests: of each node.
+        values: the nodes whose values are quantized.
+        additional: the additions; what is also excluded is not checked.
+
+    Raises:
+        ConfigError: of no node that it matches the weight, the value, or a value that it reads is quantized.
+    """
+    for match in additional:
+        nodes = {node: request for node, request in requests.items() if match(node)}
+        if not any(
+            request.excluded or request.weight is not None or not values.isdisjoint((node, *request.operands))
+            for node, request in nodes.items()
+        ):
+            raise ConfigError(
+                f"{match.where}: {next(iter(nodes)).name!r} has no effect: neither its value nor a value that it reads "
+                "is quantized, because overrides leave them float or nothing uses them. Drop it from the list."
+            )
 
 
 def check_shared_weights(requests: dict[fx.Node, Request]) -> None:

@@ -11,9 +11,18 @@ from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
-from fxqat.custom_quantizer.override_rules import Overrides, check_lists, check_shared_weights
+from fxqat.custom_quantizer.override_rules import Overrides, check_additions, check_lists, check_shared_weights
 from fxqat.custom_quantizer.position_decoding import decoding_positions
-from fxqat.custom_quantizer.reasons import ADDED, DECODES_POSITIONS, FAMILY_REASONS, SOURCES, TOO_COSTLY, Reasons
+from fxqat.custom_quantizer.reasons import (
+    ADDED,
+    DECODES_POSITIONS,
+    EXACT,
+    FAMILY_REASONS,
+    OF_MODE,
+    SOURCES,
+    TOO_COSTLY,
+    Reasons,
+)
 from fxqat.custom_quantizer.requests import (
     RankedConfig,
     Request,
@@ -25,7 +34,7 @@ from fxqat.custom_quantizer.requests import (
 )
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.value_kinds import always_float, untrained, value_kinds
+from fxqat.custom_quantizer.value_kinds import always_float, exact_values, untrained, value_kinds
 from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import Annotation, ValueQuant
@@ -74,20 +83,22 @@ class BackendQuantizer:
         kinds |= dict.fromkeys(excluded, Kind.OTHER)
         decoding = [node for node in decoding_positions(gm, kinds) if not any(m(node) for m in config.additional)]
         excluded |= dict.fromkeys(decoding, DECODES_POSITIONS)
+        exact = exact_values(gm, kinds)
         overrides = Overrides(self.spec, (*first_last_overrides(config.first_last, kinds), *config.overrides))
 
-        requests = {node: self._request(node, kinds, excluded, overrides) for node in gm.graph.nodes}
+        requests = {node: self._request(node, kinds, excluded, exact, overrides) for node in gm.graph.nodes}
         check_lists(requests, config.additional, config.exclude)
         check_shared_weights(requests)
         least_work = self._withdraw_costly(requests, kinds)
         self._pass_on_outputs(requests)
-        left_float = float_reads(requests)
+        left_float = float_reads(requests, kinds)
         for node, request in requests.items():
             request.operands = [operand for operand in request.operands if (operand, node) not in left_float]
         values, asked = self._values(requests, kinds, left_float, overrides)
         applied = overrides.applied()
-        groups = share_scales(requests, values)
+        groups = share_scales(requests, values, left_float)
         _drop_unused(values, kinds)
+        check_additions(requests, values.keys(), config.additional)
         _number_groups(values, asked, groups, untrained(gm))
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():
@@ -101,7 +112,12 @@ class BackendQuantizer:
         return replace(config, first_last={}, overrides=applied, least_work=least_work)
 
     def _request(
-        self, node: fx.Node, kinds: dict[fx.Node, Kind], excluded: dict[fx.Node, str], overrides: Overrides
+        self,
+        node: fx.Node,
+        kinds: dict[fx.Node, Kind],
+        excluded: dict[fx.Node, str],
+        exact: set[fx.Node],
+        overrides: Overrides,
     ) -> Request:
         """What the backend's rule and the user's configuration ask of a node."""
         op = identify(node)
@@ -109,11 +125,15 @@ class BackendQuantizer:
             op = replace(op, family=MATMUL, inputs=2)
         if node in excluded:
             return Request(op, None, excluded[node])
-        rule = self.spec.rule(op.name, op.family)
+        rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL
         if node.op in ("placeholder", "get_attr", "output"):
             return overrides.apply(node, Request(op, None, SOURCES.get(node.op, "")))
+        if node in exact and rule is None:
+            return overrides.apply(node, Request(op, None, FAMILY_REASONS.get(op.family, EXACT)))
+        if node.target is eval_or_train and kinds[node] is Kind.OTHER:
+            return Request(op, None, OF_MODE)
         if kinds[node] is Kind.OTHER:
             return Request(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
         if rule is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, SINGULARITY, Read, common_reason
+from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, SINGULARITY, Read, common_reason
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
@@ -15,6 +15,8 @@ from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
 from fxqat.utils.node_meta import Kind
 
 DECODES_POSITIONS = "post-processing: decodes positions after the last layer with a weight"
+EXACT = "computed from constants, sizes or integers only: stays exact"
+OF_MODE = "number of eval mode or of training"
 TOO_COSTLY = "conversions would cost too much"
 ADDED = "asked for by extra_quantizer_dict"
 SOURCES = {"placeholder": "input of the model", "get_attr": "tensor of the model"}
@@ -97,9 +99,13 @@ class Reasons:
         reads_integers = request.weight is not None or any(operand in self.values for operand in request.operands)
         if value is None and not reads_integers and not request.moves_values:
             return ""
-        if SINGULARITY in self._why_operands_are_float(node):
+        why = self._why_operands_are_float(node)
+        if DECIDES in why or SINGULARITY in why:
             output = f"; {self.spec.name} quantizes its output" if request.output is not None and value else ""
-            return f"computed in float: rounding an operand could make it zero, where the op is singular{output}"
+            cause = "its result decides an index, a comparison or an order"
+            if DECIDES not in why:
+                cause = "rounding an operand could make it zero, where the op is singular"
+            return f"computed in float: {cause}{output}"
         return request.reason
 
     def _why_operands_are_float(self, node: fx.Node) -> set[str | None]:

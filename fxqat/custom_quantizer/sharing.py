@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from torch import fx
 
+from fxqat.custom_quantizer.float_reads import Read
 from fxqat.custom_quantizer.requests import RankedConfig, Request, precedence
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.ops.families import CONCAT, IDENTITY
@@ -43,11 +45,18 @@ class Groups:
         self._parent[self.find(second)] = self.find(first)
 
 
-def share_scales(requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant]) -> Groups:
+def share_scales(
+    requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant], left_float: Container[Read]
+) -> Groups:
     """Find the values that share a scale; ops that move a quantized value get a value too, in ``values``.
 
     1. An op that moves values takes the scale of its operand, if it reads it quantized or leads to a quantized value.
     2. The operands of an op whose rule shares have one scale, and its result with them.
+
+    Args:
+        requests: of all nodes.
+        values: how the values are quantized; changed by case 1.
+        left_float: the reads that stay float.
     """
     groups = Groups()
     leading = _leading_to_quantized(requests, values)
@@ -57,7 +66,9 @@ def share_scales(requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQu
         inputs = list(node_inputs(operands(node, request.op)))
         if request.moves_values:
             source = inputs[0] if inputs else None
-            if source not in values or not (reads_quantized(node, values[source]) or node in leading):
+            if source not in values or (source, node) in left_float:
+                continue
+            if not (reads_quantized(node, values[source]) or node in leading):
                 continue
             if values[source].readers is not None:
                 readers = values[source].readers or frozenset()

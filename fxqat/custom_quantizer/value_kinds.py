@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx, nn
 
-from fxqat.ops.families import BINARY, NOT_FLOAT, OPAQUE, RECURRENT
+from fxqat.ops.families import BINARY, CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.ops.identify import identify, unbounded_values
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 from fxqat.utils.node_meta import Kind, kind_of
-from fxqat.utils.train_eval_graph import nodes_only_in
+from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 
 SEEN = {
     "float": Kind.FLOAT,
@@ -40,16 +42,52 @@ def value_kinds(gm: fx.GraphModule) -> dict[fx.Node, Kind]:
     return kinds | dict.fromkeys(_buffer_updates(gm), Kind.OTHER)
 
 
+def exact_values(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
+    """The float tensors that are computed from constants, sizes, integers and booleans only.
+
+    No float input and no trained parameter reaches them: they are positions, grids, masks, and what is computed from
+    them. Rounding on the way would destroy them (the cosine of a position that was rounded by one).
+    """
+    reached: set[fx.Node] = set()  # by a float input, a trained parameter or a changing buffer
+    writes = _buffer_updates(gm)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            changes = kinds[node] is not Kind.OTHER
+        elif node.op == "get_attr":
+            changes = isinstance(attribute_of(gm, node), nn.Parameter) or node in writes
+        else:
+            module = called_module(node)
+            trains = module is not None and (next(module.parameters(), None) is not None or node in writes)
+            changes = trains or (not reads_sizes_only(node, kinds) and not reached.isdisjoint(node.all_input_nodes))
+        if changes:
+            reached.add(node)
+    computed = [node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    return {node for node in computed if node not in reached and kinds[node] is not Kind.OTHER}
+
+
+def reads_sizes_only(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Whether an op takes sizes and types of its operands, and no value."""
+    op = identify(node)
+    if op.family == CONSTRUCTOR:
+        return getattr(node.target, "__name__", node.target) not in ("tensor", "as_tensor", "new_tensor")
+    return op.name == "size" and node.target != "item" and kinds[node] is Kind.OTHER
+
+
 def untrained(gm: fx.GraphModule) -> set[fx.Node]:
-    """The nodes whose values depend only on the model's inputs and constants: training does not change their range."""
+    """The nodes whose range training does not move.
+
+    Their values depend only on the model's inputs and constants, or are computed in eval mode only.
+    """
     found: set[fx.Node] = set()
+    in_eval = nodes_only_in(gm.graph, training=False)
     for node in gm.graph.nodes:
         if node.op == "get_attr":
             trains = isinstance(attribute_of(gm, node), nn.Parameter)
         else:
             module = called_module(node)
             trains = module is not None and next(module.parameters(), None) is not None
-        if not trains and found.issuperset(node.all_input_nodes):
+        stands_for_training = any(user.target is eval_or_train for user in node.users)
+        if (not trains and found.issuperset(node.all_input_nodes)) or (node in in_eval and not stands_for_training):
             found.add(node)
     return found
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fxqat.errors import ConfigError
+from fxqat.errors import CheckpointError, ConfigError
 from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
 from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
 
 WEIGHT = "weight_fake_quant"
 ACTIVATION = "act_fake_quant"
+SWITCHES = ("observer_enabled", "fake_quant_enabled")
+
+ON = 16
+"""A switch that is on, in a state dict. An average that is truncated to 15 reads as on; a sum of several fits uint8."""
 
 
 class Observer(Protocol):
@@ -27,6 +31,9 @@ class Observer(Protocol):
 
     def reduce_over_ranks(self) -> bool:
         """Agree with the other ranks on one range; returns whether there are any."""
+
+    def reset(self) -> None:
+        """Forget all tensors."""
 
     def has_seen_data(self) -> bool:
         """Whether it watched a tensor."""
@@ -52,8 +59,8 @@ class FakeQuantizeBase(nn.Module):
         zero_point: integers (float32 storage) of the same shape.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
-        observed_state: the state of the weight that its layer last showed to the observer; empty when observers are
-            switched on.
+        observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
+            again.
         scale_bits: significant bits of the scale in use.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
@@ -112,6 +119,12 @@ class FakeQuantizeBase(nn.Module):
         if self.scheme.fixed_range is None:
             self.observer(self.target(x))
             self.update_from_observer()
+
+    def forget_range(self) -> None:
+        """Let the observer start anew; a fixed range stays, and so do scale and zero point until there is data."""
+        if self.scheme.fixed_range is None:
+            self.observer.reset()
+        self.observed_state = ()
 
     @torch.no_grad()
     def update_from_observer(self) -> None:
@@ -199,14 +212,24 @@ class FakeQuantizeBase(nn.Module):
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)
 
-    def get_extra_state(self) -> dict[str, bool]:
-        """The switches, saved with the state dict."""
-        return {"observer_enabled": self.observer_enabled, "fake_quant_enabled": self.fake_quant_enabled}
+    def get_extra_state(self) -> Tensor:
+        """The switches in the order of ``SWITCHES``, for the state dict: uint8, ``(2,)``, each 0 or ``ON``.
 
-    def set_extra_state(self, state: dict[str, bool]) -> None:
-        """Restore the switches."""
-        self.observer_enabled = bool(state["observer_enabled"])
-        self.fake_quant_enabled = bool(state["fake_quant_enabled"])
+        A new tensor: the module itself holds Python bools, so that training does not read them from the device.
+        """
+        switches = [ON * self.observer_enabled, ON * self.fake_quant_enabled]
+        return torch.tensor(switches, dtype=torch.uint8, device=self.observer.min_val.device)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore the switches.
+
+        Args:
+            state: as :meth:`get_extra_state` returns it, or a dict of bools, as fxqat saved it at first.
+
+        Raises:
+            CheckpointError: it is neither.
+        """
+        self.observer_enabled, self.fake_quant_enabled = read_switches(state)
 
     def extra_repr(self) -> str:
         """Scheme and switches, for printing."""
@@ -219,3 +242,20 @@ class FakeQuantizeBase(nn.Module):
         zero_point = self.scheme.symmetric_zero_point if self.scheme.symmetric else self.scheme.quant_min
         shape = self.observer.min_val.shape
         return torch.ones(shape), torch.full(shape, float(zero_point))
+
+
+def read_switches(state: Any) -> tuple[bool, bool]:
+    """The switches in an extra state: ``(observer_enabled, fake_quant_enabled)``.
+
+    Raises:
+        CheckpointError: it is neither a tensor of two numbers nor a dict with the two names.
+    """
+    if isinstance(state, Tensor) and state.shape == (len(SWITCHES),):
+        observer, fake_quant = (state.detach().float() > ON / 2).tolist()
+        return observer, fake_quant
+    if isinstance(state, dict) and all(isinstance(state.get(name), bool) for name in SWITCHES):
+        return state["observer_enabled"], state["fake_quant_enabled"]
+    raise CheckpointError(
+        f"the extra state of a fake-quant must be a tensor of shape {(len(SWITCHES),)} (or a dict of {SWITCHES}, as "
+        f"older versions saved it), got {state!r:.80}. The state dict is damaged; save it again."
+    )

@@ -1,21 +1,31 @@
 """Switch the observers and fake-quants of a prepared model on and off.
 
 Every function is idempotent, accepts a model wrapped by DDP or ``torch.compile``, and raises
-:class:`~fxqat.errors.CalibrationError` if the model has no fake-quant. The switches are Python bools in the state dict.
+:class:`~fxqat.errors.CalibrationError` if the model has no fake-quant. The switches are part of the state dict.
 Under ``torch.distributed`` the ranks agree on the ranges when observers are switched off, so every rank must call the
 function.
+
+When observers are switched off, calibration ends. A warning of the logger ``fxqat`` then names the activations that
+were 0 in all batches, and the tensors with values beyond ``LARGEST``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.numerics import SCALE_MIN
 
 ALL = "fake_quant"
+
+LARGEST = 1e10
+"""The largest magnitude, in real units, that calibration accepts without a warning."""
 
 
 def named_fake_quants(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]]:
@@ -25,35 +35,45 @@ def named_fake_quants(model: nn.Module) -> Iterator[tuple[str, FakeQuantizeBase]
             yield name, module
 
 
-def enable_calibration(model: nn.Module) -> None:
-    """Observers on, fake-quant off: the next forward passes collect ranges."""
-    _switch(model, ALL, observe=True, quantize=False)
+def enable_calibration(model: nn.Module, keep: bool = False) -> None:
+    """Observers on, fake-quant off: the next forward passes collect ranges.
+
+    Args:
+        model: a prepared model.
+        keep: whether observers that are switched on keep the ranges of an earlier calibration and extend them; by
+            default they start anew. Observers that are on already go on.
+
+    Raises:
+        CalibrationError: the model has no fake-quant.
+    """
+    _switch(model, ALL, observe=True, quantize=False, keep=keep)
 
 
-def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = ALL) -> None:
+def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = ALL, keep: bool = False) -> None:
     """Observers on for one kind and off for the rest; fake-quant off.
 
     Args:
         model: a prepared model.
         quantizer_type: ``"weight_fake_quant"``, ``"act_fake_quant"`` or ``"fake_quant"`` for both.
+        keep: as for :func:`enable_calibration`.
 
     Raises:
         ConfigError: ``quantizer_type`` is none of these.
         CalibrationError: the model has no fake-quant.
     """
-    _switch(model, quantizer_type, observe=True, quantize=False)
+    _switch(model, quantizer_type, observe=True, quantize=False, keep=keep)
 
 
-def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL) -> None:
+def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL, keep: bool = False) -> None:
     """Observers and fake-quant on for one kind, both off for the rest.
 
     Args and errors: as :func:`enable_calibration_woquantization`.
     """
-    _switch(model, quantizer_type, observe=True, quantize=True)
+    _switch(model, quantizer_type, observe=True, quantize=True, keep=keep)
 
 
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
-    """Fake-quant on; observers off, or on where asked.
+    """Fake-quant on; observers off, or on where asked. Ranges stay.
 
     Args:
         model: a prepared and calibrated model.
@@ -65,9 +85,8 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
             model has no fake-quant.
     """
     quants = _fake_quants(model)
-    for _, quant in quants:
-        observe = weight_cali_on if quant.kind == WEIGHT else act_cali_on
-        _set_observer(quant, observe and quant.scheme.fixed_range is None)
+    on = {WEIGHT: weight_cali_on, ACTIVATION: act_cali_on}
+    _set_observers((name, quant, on[quant.kind] and quant.scheme.fixed_range is None) for name, quant in quants)
     require_calibrated(model)
     for _, quant in quants:
         quant.fake_quant_enabled = True
@@ -79,8 +98,21 @@ def disable_all(model: nn.Module) -> None:
 
 
 def enable_all(model: nn.Module) -> None:
-    """Observers and fake-quant on."""
+    """Observers and fake-quant on. Ranges stay and are extended."""
     _switch(model, ALL, observe=True, quantize=True)
+
+
+@contextmanager
+def all_off(model: nn.Module) -> Iterator[None]:
+    """Observers and fake-quant off for the block, without a word to the other ranks; afterwards as they were."""
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
+    for quant, _, _ in before:
+        quant.observer_enabled = quant.fake_quant_enabled = False
+    try:
+        yield
+    finally:
+        for quant, observes, quantizes in before:
+            quant.observer_enabled, quant.fake_quant_enabled = observes, quantizes
 
 
 def require_calibrated(model: nn.Module) -> None:
@@ -101,25 +133,59 @@ def require_calibrated(model: nn.Module) -> None:
         raise CalibrationError(
             f"NaN or infinity reached {len(broken)} of {len(quants)} fake-quants during calibration: {_some(broken)}. "
             "Start with the first: look for NaN in the calibration data and for overflow in the float model, then "
-            "prepare the model again."
+            "calibrate again."
         )
 
 
-def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool) -> None:
+def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool, keep: bool = True) -> None:
     if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
         raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
-    for _, quant in _fake_quants(model):
-        chosen = quantizer_type in (ALL, quant.kind)
-        _set_observer(quant, observe and chosen)
+    quants = [(name, quant, quantizer_type in (ALL, quant.kind)) for name, quant in _fake_quants(model)]
+    _set_observers(((name, quant, observe and chosen) for name, quant, chosen in quants), keep)
+    for _, quant, chosen in quants:
         quant.fake_quant_enabled = quantize and chosen
 
 
-def _set_observer(quant: FakeQuantizeBase, enabled: bool) -> None:
-    if quant.observer_enabled and not enabled and quant.observer.reduce_over_ranks():
-        quant.update_from_observer()
-    if enabled and not quant.observer_enabled:
-        quant.observed_state = ()
-    quant.observer_enabled = enabled
+def _set_observers(wanted: Iterable[tuple[str, FakeQuantizeBase, bool]], keep: bool = True) -> None:
+    """Switch observers, given as ``(name, fake-quant, on)``."""
+    ended: dict[str, FakeQuantizeBase] = {}
+    for name, quant, enabled in wanted:
+        if quant.observer_enabled and not enabled:
+            ended[name] = quant
+            if quant.observer.reduce_over_ranks():
+                quant.update_from_observer()
+        if enabled and not quant.observer_enabled:
+            quant.observed_state = ()
+            if not keep:
+                quant.forget_range()
+        quant.observer_enabled = enabled
+    _tell_extremes(ended)
+
+
+@torch.no_grad()
+def _tell_extremes(quants: dict[str, FakeQuantizeBase]) -> None:
+    """Log the fake-quants whose observers saw only zeros, or values that are too large to be data."""
+    zeros, huge = [], []
+    for name, quant in quants.items():
+        if quant.scheme.fixed_range is None and quant.observer.has_seen_data() and quant.observer.is_finite():
+            reach = float(torch.maximum(-quant.observer.min_val, quant.observer.max_val).max())
+            # a range of zeros may be widened to the smallest scale
+            if quant.kind == ACTIVATION and reach <= SCALE_MIN * 2**quant.scheme.bit_width:
+                zeros.append(name)
+            if reach > LARGEST:
+                huge.append(name)
+    if zeros:
+        logging.getLogger("fxqat").warning(
+            f"calibration: {len(zeros)} of {len(quants)} fake-quants saw only zeros: {_some(zeros)}. Any other value "
+            "will be clipped to almost 0 there. Check the calibration data, calibrate again with data that reaches "
+            "these values, or leave them float."
+        )
+    if huge:
+        logging.getLogger("fxqat").warning(
+            f"calibration: values beyond {LARGEST:g} reached {len(huge)} of {len(quants)} fake-quants: {_some(huge)}. "
+            "Ordinary values will be rounded to 0 there. Look for overflow and for numbers that stand for infinity, "
+            "or leave these values float."
+        )
 
 
 def _fake_quants(model: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:

@@ -150,18 +150,25 @@ class QATLayer(nn.Module):
                 factor = keep(factor)
         if self.op.groups > 1:  # channels of several groups share a scale, so a scale has no single factor
             wide = self.op.per_output_channel(factor, self.weight)
-            self._observe(self.weight * wide)
+            self._observe(self.weight * wide, statistics_change=True)
             return quant.quantize(self.weight * wide) / wide if quant.fake_quant_enabled else self.weight
         if quant.observer_enabled:
-            self._observe(self.weight * self.op.per_output_channel(factor, self.weight))
+            wide = self.op.per_output_channel(factor, self.weight)
+            self._observe(self.weight * wide, statistics_change=True)
         return quant.quantize(self.weight, factor=factor) if quant.fake_quant_enabled else self.weight
 
-    def _observe(self, weight: Tensor) -> None:
-        """Show the folded weight to the observer, unless its tensors are unchanged since the last time."""
+    def _observe(self, weight: Tensor, statistics_change: bool = False) -> None:
+        """Show the folded weight to the observer, unless its tensors are unchanged since the last time.
+
+        Args:
+            weight: the folded weight.
+            statistics_change: BatchNorm updates its statistics in this call. torch's kernels do not count that in the
+                version of the tensor (pytorch issue 13402).
+        """
         if self.weight_fake_quant.observer_enabled:
             sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
-            state = tuple(tensor_version(tensor) for tensor in sources if tensor is not None)
-            if state != self.weight_fake_quant.observed_state:
+            state = () if statistics_change else tuple(tensor_version(t) for t in sources if t is not None)
+            if not state or state != self.weight_fake_quant.observed_state:
                 self.weight_fake_quant.observe(weight.detach())
                 self.weight_fake_quant.observed_state = state
 

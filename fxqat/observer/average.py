@@ -37,6 +37,11 @@ class AverageObserver(ObserverBase):
         self.count.add_(1)
         return self.averaged(low, high, past)
 
+    def reset(self) -> None:
+        """Forget all data."""
+        super().reset()
+        self.count.zero_()
+
     def unite_ranks(self) -> None:
         """Take the mean over the batches of all ranks; without any batch the range stays as it is."""
         nothing = self.count == 0

@@ -87,6 +87,12 @@ class ObserverBase(nn.Module):
         self.max_val.copy_(high)
 
     @torch.no_grad()
+    def reset(self) -> None:
+        """Forget all data; a subclass with buffers of its own resets them as well."""
+        self.min_val.fill_(math.inf)
+        self.max_val.fill_(-math.inf)
+
+    @torch.no_grad()
     def reduce_over_ranks(self) -> bool:
         """Agree with the other ranks on one range; returns whether a process group is running."""
         dist = torch.distributed

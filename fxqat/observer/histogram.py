@@ -78,7 +78,8 @@ class HistogramObserver(SummaryObserver):
         before = self.limit()
         super().widen(lowest, highest)
         middles = torch.arange(-self.bins, self.bins, device=lowest.device) + 0.5
-        cells = torch.floor(middles * (before / self.limit())).long() + self.bins
+        # after NaN the limit is the smallest one: the range is not used, but the cells must exist
+        cells = torch.floor(middles * (before / self.limit())).clamp_(-self.bins, self.bins - 1).long() + self.bins
         self.histogram.copy_(torch.zeros_like(self.histogram).scatter_add_(1, cells, self.histogram))
 
     def count(self, x: Tensor, low: Tensor, high: Tensor) -> None:

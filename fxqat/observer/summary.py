@@ -51,6 +51,14 @@ class SummaryObserver(ObserverBase):
         self.lowest.copy_(lowest)
         self.highest.copy_(highest)
 
+    def reset(self) -> None:
+        """Forget all data."""
+        super().reset()
+        self.lowest.copy_(self.min_val)
+        self.highest.copy_(self.max_val)
+        for sums in self.counts():
+            sums.zero_()
+
     def watch(self, x: Tensor) -> None:
         """Add one tensor to the summary and choose the range anew."""
         low, high = min_max_of(x, self.axis)

@@ -5,12 +5,15 @@ With NAME the tensor's name:
 1. a Q/DQ pair: the value that is quantized is NAME, its integers NAME_quantized, its rounded values NAME_dequantized,
    its parameters NAME_scale and NAME_zero_point;
 2. a stored tensor: its integers are NAME_quantized and its real values NAME;
-3. inputs and outputs of the model keep their names; a quantized input or output is known by that name.
+3. inputs and outputs of the model keep their names; a quantized input or output is known by that name;
+4. a value that is already named by another tensor, because what stood between them was simplified away, passes through
+   an Identity, which gets the name;
+5. a tensor without values may be missing: it is dropped when it is concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -28,18 +31,20 @@ class NameTensors(ir.passes.InPlacePass):
 
     Args:
         tensors: the record of the tensor at each path; initializers are named ``<path>.<buffer>``.
+        empty: paths of the tensors without values, see :func:`empty_tensors`.
 
     Raises:
         ParityError: a tensor is not in the model.
     """
 
-    def __init__(self, tensors: Mapping[str, QuantizedTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, QuantizedTensor], empty: Collection[str] = ()) -> None:
         self.tensors = tensors
+        self.empty = empty
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Rename the tensors in place."""
         named = _name_values(model.graph, self.tensors)
-        lost = sorted(tensor.name for path, tensor in self.tensors.items() if path not in named)
+        lost = sorted(t.name for path, t in self.tensors.items() if path not in named and path not in self.empty)
         if lost:
             raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
         _name_parameters(model.graph, named)
@@ -53,13 +58,31 @@ def tensors_of(model: ir.Model) -> dict[str, QuantizedTensor]:
     return found
 
 
+def empty_tensors(model: ir.Model, tensors: Mapping[str, QuantizedTensor]) -> set[str]:
+    """The paths of the quantized tensors that have no values (case 5).
+
+    Args:
+        model: the exporter's model, with the shapes of its values.
+        tensors: see :class:`NameTensors`.
+    """
+    found = set()
+    for node in model.graph:
+        path = _path_of(node, tensors)
+        shape = node.inputs[0].shape if path is not None and node.inputs[0] is not None else None
+        if path is not None and shape is not None and 0 in shape.dims:
+            found.add(path)
+    return found
+
+
 def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
     """Name everything but the parameters; the result has the names in the file."""
     fixed = {value.name for value in (*graph.inputs, *graph.outputs)}  # case 3
-    taken = {value.name for node in graph for value in node.outputs if value.name} | fixed
+    made = (value for node in graph for value in node.outputs)
+    taken = {value.name for value in (*made, *graph.initializers.values()) if value.name} | fixed
     _clear_the_way(graph, {tensor.name for tensor in tensors.values()}, fixed, taken)
     named: dict[str, QuantizedTensor] = {}
-    for node in graph:
+    owners: dict[ir.Value, str] = {}
+    for node in list(graph):
         path = _path_of(node, tensors)
         if path is None:
             continue
@@ -67,6 +90,8 @@ def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dic
         if node.op_type == "QuantizeLinear":  # case 1
             source = node.inputs[0]
             assert source is not None
+            if owners.setdefault(source, path) != path:  # case 4
+                source = _own_value(graph, node, source)
             _rename(source, record.name, fixed, taken)
             _rename(node.outputs[0], f"{record.name}_quantized", fixed, taken)
             named[path] = replace(record, name=str(source.name))
@@ -77,7 +102,16 @@ def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dic
         elif path not in named:  # case 2; a layer that is called twice reads its weight twice
             _rename(node.outputs[0], record.name, fixed, taken)
             named[path] = replace(record, name=str(node.outputs[0].name))
+            owners[node.outputs[0]] = path
     return named
+
+
+def _own_value(graph: ir.Graph, node: ir.Node, source: ir.Value) -> ir.Value:
+    """A copy of the value that a node reads, for this node alone."""
+    identity = ir.node("Identity", [source])
+    graph.insert_before(node, identity)
+    node.replace_input_with(0, identity.outputs[0])
+    return identity.outputs[0]
 
 
 def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | None:
@@ -88,11 +122,11 @@ def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | Non
 
 
 def _clear_the_way(graph: ir.Graph, names: set[str], fixed: set[str | None], taken: set[str | None]) -> None:
-    """Rename the exporter's own values whose names our tensors need."""
-    for node in graph:
-        for value in node.outputs:
-            if value.name in names:
-                _rename(value, f"{value.name}_value", fixed, taken)
+    """Rename the exporter's own values, and the model's float tensors, whose names our tensors need."""
+    made = (value for node in graph for value in node.outputs)
+    for value in [*made, *graph.initializers.values()]:
+        if value.name in names:
+            _rename(value, f"{value.name}_value", fixed, taken)
 
 
 def _rename(value: ir.Value, name: str, fixed: set[str | None], taken: set[str | None]) -> None:
@@ -106,10 +140,13 @@ def _rename(value: ir.Value, name: str, fixed: set[str | None], taken: set[str |
 
 def _name_parameters(graph: ir.Graph, named: Mapping[str, QuantizedTensor]) -> None:
     suffixes = {"integers": "quantized", "values": "float", "low": "low", "high": "high"}
+    made = (value for node in graph for value in node.outputs)
+    taken = {value.name for value in (*graph.inputs, *graph.initializers.values(), *made)}
     for old in list(graph.initializers):
         path, _, buffer = old.rpartition(".")
         record = named.get(path.removesuffix(".pair"))
         if record is not None:
             value = graph.initializers.pop(old)
-            value.name = f"{record.name}_{suffixes.get(buffer, buffer)}"
+            value.name = unused_name(f"{record.name}_{suffixes.get(buffer, buffer)}", taken)
+            taken.add(value.name)
             graph.initializers[value.name] = value

@@ -10,9 +10,12 @@ import onnx
 import onnxruntime as ort
 
 from fxqat.errors import ExportError
+from fxqat.onnx.selections import DATA, indices_of
+
+INT32, INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
 
 COMPUTED = ":computed"
-"""Ending of the int32 tensor that a Q node computes."""
+"""Ending of the int32 tensor that a Q node computes, and of the int64 indices that a node selects."""
 
 GIVEN = ":given"
 """Ending of the int32 tensor that the readers of a Q node get instead."""
@@ -21,23 +24,29 @@ FOUND = ":found"
 """Ending of a Q node's output when its readers get given integers."""
 
 
-def with_integers_out(model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
-    """A copy of the model that also outputs the integers of these Q nodes, as int32 named ``:computed``."""
+def with_integers_out(
+    model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], indices: Iterable[str] = ()
+) -> onnx.ModelProto:
+    """A copy of the model that also outputs the integers of these Q nodes, and these indices, as ``:computed``."""
     result = onnx.ModelProto()
     result.CopyFrom(model)
-    for node in quantizers:
-        name = node.output[0]
-        result.graph.node.append(_cast(name, name + COMPUTED, onnx.TensorProto.INT32))
-        result.graph.output.append(_integers(name + COMPUTED))
+    names = [*((node.output[0], INT32) for node in quantizers), *((name, INT64) for name in indices)]
+    for name, data_type in names:
+        result.graph.node.append(_cast(name, name + COMPUTED, data_type))
+        result.graph.output.append(_integers(name + COMPUTED, data_type=data_type))
     return result
 
 
 def with_integers_in(
-    model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], integers: Mapping[str, np.ndarray]
+    model: onnx.ModelProto,
+    quantizers: Sequence[onnx.NodeProto],
+    integers: Mapping[str, np.ndarray],
+    selections: Mapping[str, np.ndarray],
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
     """A copy in which the readers of these Q nodes read given integers; what a Q node computes is ``:computed``.
 
     Given and computed integers are int32 and are cast in the model, because numpy has no types of 4 and 2 bits.
+    The readers of a selecting node read given indices in the same way; what it selects from is ``:data``.
     """
     result = with_integers_out(model, [])
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
@@ -50,8 +59,18 @@ def with_integers_in(
             result.graph.input.append(_integers(name + GIVEN, feeds[name + GIVEN].shape))
             result.graph.output.append(_integers(name + COMPUTED))
             before.append(_cast(name + GIVEN, name, types[node.input[2]]))
-            after.append(_cast(name + FOUND, name + COMPUTED, onnx.TensorProto.INT32))
+            after.append(_cast(name + FOUND, name + COMPUTED, INT32))
             node.output[0] = name + FOUND
+        indices = indices_of(node)
+        if indices in selections:
+            feeds[indices + GIVEN] = selections[indices].astype(np.int64, copy=False)
+            result.graph.input.append(_integers(indices + GIVEN, feeds[indices + GIVEN].shape, INT64))
+            result.graph.output.append(_integers(indices + COMPUTED, data_type=INT64))
+            result.graph.output.append(onnx.ValueInfoProto(name=indices + DATA))
+            before.append(_cast(indices + GIVEN, indices, INT64))
+            after.append(_cast(indices + FOUND, indices + COMPUTED, INT64))
+            after.append(onnx.helper.make_node("Identity", [node.input[0]], [indices + DATA]))
+            node.output[list(node.output).index(indices)] = indices + FOUND
     nodes = [*before, *result.graph.node, *after]
     del result.graph.node[:]
     result.graph.node.extend(nodes)
@@ -63,8 +82,8 @@ def _cast(source: str, result: str, data_type: int) -> onnx.NodeProto:
     return onnx.helper.make_node("Cast", [source], [result], to=data_type)
 
 
-def _integers(name: str, shape: Sequence[int] | None = None) -> onnx.ValueInfoProto:
-    return onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT32, shape)
+def _integers(name: str, shape: Sequence[int] | None = None, data_type: int = INT32) -> onnx.ValueInfoProto:
+    return onnx.helper.make_tensor_value_info(name, data_type, shape)
 
 
 def run(
@@ -102,16 +121,18 @@ def explained() -> Iterator[None]:
         raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}") from cause
 
 
-def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-    """The outputs at full optimization; None if ONNX Runtime's optimizer breaks the model.
+def run_optimized(
+    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray] | None, str | None]:
+    """The outputs at full optimization, or None and the error if ONNX Runtime's optimizer breaks the model.
 
     It breaks models with int8 activations before a Linear with a 3-D input from opset 21 on, and models where it moves
     integers of 4 or 2 bits to operators that do not take them (seen in 1.31).
     """
     try:
-        return run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
-    except ExportError:
-        return None
+        return run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL), None
+    except ExportError as cause:
+        return None, str(cause.__cause__)
 
 
 def with_reals_out(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:

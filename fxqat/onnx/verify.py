@@ -15,10 +15,12 @@ Rules:
    a step of a boundary are not counted: a function of a quantized tensor has few different values, and if one of them
    lies on a boundary, so do all its copies. For 16 bits, whose steps are 256 times finer, ``TIE`` is 256 times larger;
 2. end to end, rule 1 holds for every tensor that is computed from exact tensors;
-3. step by step, every output has a cosine similarity above ``MIN_COSINE``.
+3. step by step, every output agrees with the model's, see :mod:`fxqat.onnx.output_parity`, and every index selects
+   the value that it should, see :mod:`fxqat.onnx.selections`.
 
-There is no limit for the end-to-end cosine of the outputs: how far one step spreads depends on the network, not on the
-file.
+There is no limit for the end-to-end error of the outputs: how far one step spreads depends on the network, not on the
+file. What ONNX Runtime's optimizer makes of the file is no rule either, because it is not what the file says, but if it
+fails or changes an output much, the user hears of it: :meth:`ParityCertificate.warnings`.
 """
 
 from __future__ import annotations
@@ -35,9 +37,13 @@ from prettytable import PrettyTable
 from fxqat.errors import ExportError, ParityError
 from fxqat.onnx.opset import opset_of
 from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
+from fxqat.onnx.output_parity import OutputParity, compare
+from fxqat.onnx.selections import DATA, SelectionParity, compare_selection, indices_of, match_selections
 
 MAX_OFF_BY_ONE = 0.005
-MIN_COSINE = 0.9999
+MIN_OPTIMIZED = 0.99
+"""Below this cosine, ONNX Runtime's optimizer is said to change an output."""
+
 TIE = 1e-4
 LEVELS = {onnx.TensorProto.INT16: 2**16, onnx.TensorProto.UINT16: 2**16}
 """Number of integers of the types with more than 8 bits."""
@@ -108,48 +114,60 @@ class TensorParity:
 
 
 @dataclass(frozen=True)
-class OutputParity:
-    """One output of the model.
+class ParityCertificate:
+    """The results of the comparison; prints as a table.
 
     Args:
-        name: its name.
-        step_cosine: cosine similarity step by step; 1 if both outputs are all zeros.
-        cosine: cosine similarity end to end.
-        max_abs_error: largest absolute difference end to end.
-        cosine_optimized: cosine similarity end to end with ONNX Runtime's full optimizations, for information; None
-            if ONNX Runtime cannot optimize the file.
+        tensors: every quantized tensor.
+        outputs: every output.
+        off_share: end to end, the share of all compared values that are off.
+        first_diverging: end to end, the first tensor with a wrong value.
+        onnxruntime_version: the version of ONNX Runtime.
+        selections: the indices of every sort and maximum that was compared by the values it selects.
+        optimized_error: the error of ONNX Runtime at full optimization, None if it runs.
+        second_batch: the comparison at another batch size, None if the file has a fixed one.
     """
-
-    name: str
-    step_cosine: float
-    cosine: float
-    max_abs_error: float
-    cosine_optimized: float | None
-
-    @property
-    def passed(self) -> bool:
-        """Rule 3."""
-        return self.step_cosine > MIN_COSINE
-
-
-@dataclass(frozen=True)
-class ParityCertificate:
-    """The results of the comparison; prints as a table."""
 
     tensors: tuple[TensorParity, ...]
     outputs: tuple[OutputParity, ...]
     off_share: float
     first_diverging: str | None
     onnxruntime_version: str
+    selections: tuple[SelectionParity, ...] = ()
+    optimized_error: str | None = None
+    second_batch: ParityCertificate | None = None
 
     @property
     def passed(self) -> bool:
         """Whether all rules hold."""
-        return all(tensor.passed for tensor in self.tensors) and all(output.passed for output in self.outputs)
+        all_hold = all(tensor.passed for tensor in self.tensors) and all(output.passed for output in self.outputs)
+        selected = all(selection.passed for selection in self.selections)
+        return all_hold and selected and (self.second_batch is None or self.second_batch.passed)
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a user of the file must hear although the file is right."""
+        if self.optimized_error is not None:
+            return (
+                f"ONNX Runtime {self.onnxruntime_version} cannot load or run this file at its default optimization "
+                f"level: {self.optimized_error}. The file itself is right: without optimizations it computes what the "
+                "model computes. Set options.graph_optimization_level, or the session configuration entry "
+                "session.disable_quant_qdq=1.",
+            )
+        far = [o for o in self.outputs if o.optimized_change is not None and o.optimized_change < MIN_OPTIMIZED]
+        return tuple(
+            f"output {o.name}: at its default optimization level ONNX Runtime {self.onnxruntime_version} computes "
+            f"something else than the file says: cosine {o.optimized_change:.4f} to the outputs without "
+            "optimizations. Compare the accuracy of both on your data."
+            for o in far
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """The certificate as a dict for JSON."""
-        return {"format": "fxqat.parity", "version": 1, "passed": self.passed} | asdict(self)
+        """The certificate as a dict for JSON.
+
+        Version 2 has ``step_error``, ``step_mismatches`` and ``optimized_change`` of an output, ``selections``,
+        ``optimized_error`` and ``second_batch``.
+        """
+        return {"format": "fxqat.parity", "version": 2, "passed": self.passed} | asdict(self)
 
     def __str__(self) -> str:
         header = ["tensor", "step: off by 1", "step: 2+", "free: off by 1", "free: 2+", "verdict"]
@@ -158,13 +176,16 @@ class ParityCertificate:
             shares = [f"{value:.4%}" for s in (t.step, t.free) for value in (s.off_by_1, s.off_by_2_plus)]
             table.add_row([t.name, *shares, "" if t.passed else "FAILED"])
         lines = [
-            f"output {o.name}: cosine {o.step_cosine:.7f} step by step, {o.cosine:.7f} end to end (largest difference "
-            f"{o.max_abs_error:.3g}), {_optimized(o)} at full optimization"
-            for o in self.outputs
+            f"indices {s.name}: {s.ties} of {s.size} select an equal value instead, {s.wrong} another one"
+            for s in self.selections
         ]
+        lines += [_line(output) for output in self.outputs]
+        if self.optimized_error is not None:
+            lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
         verdict = "passed" if self.passed else "FAILED"
         head = f"parity {verdict}: {self.off_share:.4%} of the quantized values off, first: {self.first_diverging}"
-        return "\n".join([head, str(table), *lines])
+        second = [] if self.second_batch is None else [f"at another batch size: {self.second_batch}"]
+        return "\n".join([head, str(table), *lines, *second])
 
 
 def verify(
@@ -172,6 +193,7 @@ def verify(
     inputs: Sequence[np.ndarray],
     integers: Mapping[str, np.ndarray],
     outputs: Sequence[np.ndarray],
+    selections: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> ParityCertificate:
     """Run a model in ONNX Runtime and compare.
 
@@ -179,41 +201,46 @@ def verify(
         model: the exported model.
         inputs: its inputs, in the order of the graph.
         integers: int32 arrays of the fake-quant model, by the name of the quantized tensor in the file.
-        outputs: the float outputs of the fake-quant model.
+        outputs: the outputs of the fake-quant model.
+        selections: the indices that it selects, see :func:`~fxqat.onnx.selections.match_selections`.
 
     Raises:
         ExportError: ONNX Runtime cannot load or run the model.
+        ParityError: an output has another shape than the model's.
     """
     quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in integers]
     feeds = dict(zip([value.name for value in model.graph.input], inputs, strict=True))
     plain = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    free = run(with_integers_out(model, quantizers), feeds, plain)
-    step_model, step_feeds = with_integers_in(model, quantizers, integers)
+    indices = match_selections(model, selections or {})
+    free = run(with_integers_out(model, quantizers, indices), feeds, plain)
+    indices = {name: array for name, array in indices.items() if array.shape == free[name + COMPUTED].shape}
+    step_model, step_feeds = with_integers_in(model, quantizers, integers, indices)
     step = run(step_model, feeds | step_feeds, plain)
-    optimized = run_optimized(model, feeds)
-    tensors = _compare_tensors(model, step, free, integers, {})
+    optimized, optimized_error = run_optimized(model, feeds)
+    tensors = _compare_tensors(model, step, free, integers, indices, {})
     doubtful = {t.name for t in tensors if not t.passed}
     if doubtful:
         suspects = [node for node in quantizers if node.input[0] in doubtful]
         given = feeds | step_feeds
         reals = given | run(with_reals_out(step_model, doubtful - given.keys()), given, plain)
-        tensors = _compare_tensors(model, step, free, integers, _ties(model, suspects, reals))
+        tensors = _compare_tensors(model, step, free, integers, indices, _ties(model, suspects, reals))
     off = sum(t.free.off * t.size for t in tensors)
+    names = [value.name for value in model.graph.output]
     return ParityCertificate(
         tensors=tensors,
         outputs=tuple(
-            OutputParity(
-                value.name,
-                _cosine(step[value.name], expected),
-                _cosine(free[value.name], expected),
-                float(np.abs(free[value.name].astype(np.float64) - expected).max(initial=0.0)),
-                _cosine(optimized[value.name], expected) if optimized else None,
-            )
-            for value, expected in zip(model.graph.output, outputs, strict=True)
+            _compare_output(name, expected, step, free, optimized)
+            for name, expected in zip(names, outputs, strict=True)
         ),
         off_share=off / max(1, sum(t.size for t in tensors)),
         first_diverging=next((t.name for t in tensors if t.free.off > 0), None),
         onnxruntime_version=ort.__version__,
+        selections=tuple(
+            compare_selection(node, step[name + DATA], step[name + COMPUTED], indices[name])
+            for node in model.graph.node
+            if (name := indices_of(node)) in indices
+        ),
+        optimized_error=optimized_error,
     )
 
 
@@ -222,6 +249,7 @@ def require_parity(
     inputs: Sequence[np.ndarray],
     integers: Mapping[str, np.ndarray],
     outputs: Sequence[np.ndarray],
+    selections: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> ParityCertificate:
     """Run :func:`verify` and return the certificate if all rules hold.
 
@@ -229,7 +257,7 @@ def require_parity(
         ParityError: a rule does not hold.
         ExportError: ONNX Runtime cannot load or run the model.
     """
-    certificate = verify(model, inputs, integers, outputs)
+    certificate = verify(model, inputs, integers, outputs, selections)
     if not certificate.passed:
         raise ParityError(
             f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
@@ -251,8 +279,40 @@ def check_model(model: onnx.ModelProto, opset_version: int) -> None:
         raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
 
 
-def _optimized(output: OutputParity) -> str:
-    return "none" if output.cosine_optimized is None else f"{output.cosine_optimized:.7f}"
+def _line(output: OutputParity) -> str:
+    optimized = "none" if output.cosine_optimized is None else f"{output.cosine_optimized:.7f}"
+    wrong = f", {output.step_mismatches} values that differ" if output.step_mismatches else ""
+    return (
+        f"output {output.name}: error {output.step_error:.3g} and cosine {output.step_cosine:.7f} step by step{wrong}, "
+        f"cosine {output.cosine:.7f} end to end (largest difference {output.max_abs_error:.3g}), {optimized} at full "
+        f"optimization{'' if output.passed else '  FAILED'}"
+    )
+
+
+def _compare_output(
+    name: str,
+    expected: np.ndarray,
+    step: Mapping[str, np.ndarray],
+    free: Mapping[str, np.ndarray],
+    optimized: Mapping[str, np.ndarray] | None,
+) -> OutputParity:
+    if step[name].shape != expected.shape:
+        raise ParityError(
+            f"output {name}: the exported file computes the shape {step[name].shape}, the model {expected.shape}; "
+            "nothing was written."
+        )
+    by_step, end_to_end = compare(step[name], expected), compare(free[name], expected)
+    is_float = expected.dtype.kind == "f"
+    return OutputParity(
+        name=name,
+        step_error=by_step.error,
+        step_mismatches=by_step.mismatches,
+        step_cosine=by_step.cosine,
+        cosine=end_to_end.cosine,
+        max_abs_error=end_to_end.max_abs,
+        cosine_optimized=compare(optimized[name], expected).cosine if optimized else None,
+        optimized_change=compare(optimized[name], free[name]).cosine if optimized and is_float else None,
+    )
 
 
 def _compare_tensors(
@@ -260,6 +320,7 @@ def _compare_tensors(
     step: Mapping[str, np.ndarray],
     free: Mapping[str, np.ndarray],
     integers: Mapping[str, np.ndarray],
+    indices: Mapping[str, np.ndarray],
     ties: Mapping[str, np.ndarray],
 ) -> tuple[TensorParity, ...]:
     tainted: set[str] = set()
@@ -273,6 +334,9 @@ def _compare_tensors(
             shares = [_shares(found, expected, at_tie) for found in both]
             result.append(TensorParity(name, expected.size, shares[0], shares[1], not is_tainted))
             is_tainted = is_tainted or shares[1].off > 0
+        selected = indices.get(indices_of(node))
+        if selected is not None and not np.array_equal(free[indices_of(node) + COMPUTED], selected):
+            is_tainted = True
         if is_tainted:
             tainted.update(node.output)
     return tuple(result)
@@ -301,11 +365,3 @@ def _shares(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray) -> Shar
     size, off_by_1 = max(1, difference.size), difference == 1
     counts = (off_by_1.sum(), (difference >= 2).sum(), (off_by_1 & at_tie).sum())
     return Shares(*(int(count) / size for count in counts))
-
-
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    x, y = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
-    norms = float(np.linalg.norm(x) * np.linalg.norm(y))
-    if norms == 0.0:
-        return 1.0 if np.array_equal(x, y) else 0.0
-    return float(x @ y) / norms

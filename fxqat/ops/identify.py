@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
 
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.ops.families import ACTIVATION, BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, UNBOUNDED, Op
+from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, UNBOUNDED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
@@ -101,7 +101,8 @@ def _attribute(node: fx.Node) -> Op:
 
 
 def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
-    value = getattr(module, "value", 0) if module is not None else _argument(node, 3, "value", 0)
+    position = 2 if node.target is torch.constant_pad_nd else 3
+    value = getattr(module, "value", 0) if module is not None else _argument(node, position, "value", 0)
     return op if value in (0, 0.0, None) else _bounded(UNKNOWN, value)
 
 
@@ -251,10 +252,17 @@ def works_in_place(node: fx.Node) -> bool:
         return out_of_place_method(name) != name and name in _BY_METHOD
     if node.op != "call_function":
         return False
-    flagged = node.kwargs.get("inplace") is True
-    if identify(node).family == ACTIVATION and node.target not in (F.softmax, torch.softmax):
-        flagged = flagged or any(value is True for value in node.args[1:])
-    return flagged or node.target in OUT_OF_PLACE
+    return node.target in OUT_OF_PLACE or _has_inplace_set(node)
+
+
+def _has_inplace_set(node: fx.Node) -> bool:
+    """Whether a function is called with ``inplace=True``, by keyword, by position or by default."""
+    try:
+        call = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # torch's builtin functions have no signature; none of them has the option
+        return False
+    call.apply_defaults()
+    return call.arguments.get("inplace") is True
 
 
 def out_of_place_method(name: str) -> str:

@@ -1,13 +1,22 @@
-"""Capture: what the fake-quant model computes, as the integers that the exported file must compute."""
+"""Capture: what the fake-quant model computes, as the integers that the exported file must compute.
+
+Beside the integers and the outputs, one run shows what is not in the file:
+
+1. hooks of the user: the model runs without those that the file does not have; it is an error if they change an output;
+2. buffers that the model updates: the file has no state, each run starts from the buffers as they are now.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
@@ -15,14 +24,38 @@ from fxqat.nn.deployed import Normalize
 from fxqat.numerics import quantize
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.user_hooks import drop_hooks, lost_hooks
 from fxqat.utils.contexts import hooked
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
+SELECTING = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "msort": "TopK"}
+SELECTING |= {"max": "ArgMax", "argmax": "ArgMax", "min": "ArgMin", "argmin": "ArgMin"}
+"""The operators of ONNX that torch's selecting functions become."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One run of the deployed model.
+
+    Args:
+        integers: int32 arrays by tensor name.
+        outputs: the model's outputs in order.
+        selections: the indices that sorts and maxima gave, in order, by the operator that they become in ONNX.
+        hooks: the user's hooks that the file does not have.
+        updated: names of the buffers that the run changed.
+        carried: those of them whose new values change the outputs of the next run.
+    """
+
+    integers: dict[str, np.ndarray]
+    outputs: list[np.ndarray]
+    selections: Mapping[str, list[np.ndarray]]
+    hooks: tuple[str, ...]
+    updated: tuple[str, ...]
+    carried: tuple[str, ...]
+
 
 @torch.no_grad()
-def capture(
-    gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence[Normalize | None] = ()
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+def capture(gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence[Normalize | None] = ()) -> Captured:
     """Run a deployed copy and record every quantized value.
 
     Args:
@@ -30,13 +63,12 @@ def capture(
         inputs: inputs of the file, raw where there is a normalizer.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
 
-    Returns:
-        ``(integers, outputs)``: int32 arrays by tensor name, and the model's float outputs in order.
-
     Raises:
-        ExportError: the model does not run on the inputs.
+        ExportError: the model does not run on the inputs, a hook changes its outputs, or an output is complex.
     """
     work = deployed_copy(gm, normalizers)
+    hooks = lost_hooks(work)
+    drop_hooks(work)
     integers: dict[str, np.ndarray] = {}
 
     def record(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
@@ -46,9 +78,68 @@ def capture(
         integers[kwargs["tensor_name"]] = q.to(torch.int32).numpy()
 
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
-    with hooked(activations, record, with_kwargs=True):
-        try:
-            outputs = flatten_tensors(work(*map_tensors(inputs, lambda tensor: tensor.detach().cpu())))
-        except Exception as cause:  # the user's model may raise anything
-            raise ExportError(f"the model does not run on example_inputs: {cause}") from cause
-    return integers, [output.detach().numpy() for output in outputs]
+    before = {name: buffer.clone() for name, buffer in work.named_buffers()}
+    with hooked(activations, record, with_kwargs=True), _Selections() as selections:
+        outputs = _run(work, inputs)
+    complex_ones = [f"{number} is {output.dtype}" for number, output in enumerate(outputs) if output.is_complex()]
+    if complex_ones:
+        raise ExportError(
+            f"output {', '.join(complex_ones)}: ONNX has no complex outputs. Return torch.view_as_real(...) of it, or "
+            "its real and imaginary parts."
+        )
+    if hooks:
+        _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
+    after = {name: buffer.clone() for name, buffer in work.named_buffers()}
+    updated = [name for name, buffer in after.items() if name not in before or not _same([before[name]], [buffer])]
+
+    def carries(name: str) -> bool:
+        _set_buffers(work, before | {name: after[name]})
+        return not _same(_run(work, inputs), outputs)
+
+    carried = tuple(name for name in updated if carries(name))
+    arrays = [output.detach().numpy() for output in outputs]
+    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried)
+
+
+class _Selections(TorchFunctionMode):
+    """Records the indices that sorts and maxima give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one function and record its indices."""
+        result = func(*args, **(kwargs or {}))
+        kind = SELECTING.get(getattr(func, "__name__", ""))
+        indices = getattr(result, "indices", None) if isinstance(result, tuple) else result
+        if kind is not None and isinstance(indices, Tensor) and (indices.dtype == torch.int64 or func is torch.msort):
+            self.found[kind].append(indices.detach().numpy().copy())
+        return result
+
+
+def _run(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    try:
+        return [t.clone() for t in flatten_tensors(model(*map_tensors(inputs, lambda tensor: tensor.detach().cpu())))]
+    except Exception as cause:  # the user's model may raise anything
+        raise ExportError(f"the model does not run on example_inputs: {cause}") from cause
+
+
+def _check_hooks(hooks: Sequence[str], without: list[Tensor], with_hooks: list[Tensor]) -> None:
+    if not _same(without, with_hooks):
+        raise ExportError(
+            f"hooks change the outputs of the prepared model, and the file would not have them: {', '.join(hooks)}. "
+            "Remove them (handle.remove()), or compute this in forward() before the model is prepared."
+        )
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
+
+
+def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, value.clone())

@@ -25,7 +25,10 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
         gm: the prepared model; not changed.
         normalizers: what each input passes through first, None for nothing; empty if no input is raw.
     """
-    work = copy.deepcopy(gm).cpu().eval().requires_grad_(False)
+    computed = {
+        id(buffer): buffer.detach().clone() for buffer in gm.buffers() if not buffer.is_leaf
+    }  # torch copies none
+    work = copy.deepcopy(gm, computed).cpu().eval().requires_grad_(False)
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False
         quant.fake_quant_enabled = True

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import FxqatError
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.torch_compat import keep_local_under_ddp, unwrap
+from fxqat.utils.torch_compat import HOOKS, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
@@ -104,6 +105,20 @@ def make_provenance(
     )
 
 
+def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of the float model, by their names in its state dict.
+
+    Args:
+        gm: the prepared model.
+        of: a tensor to take instead of each, such as its gradient, of the same shape.
+    """
+    state = gm.state_dict(keep_vars=True)
+    tensors = {name: of(state[inside]) for name, inside in gm.provenance.tensor_names.items()}
+    for name, found in gm.provenance.split_tensors.items():
+        tensors[name] = torch.cat([of(state[part]) for part in found.names], found.dim)
+    return tensors | {name: of(tensor) for name, tensor in gm.provenance.unread.items()}
+
+
 class QuantGraphModule(TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
 
@@ -142,21 +157,24 @@ def _keep_ranges_local(gm: nn.Module) -> None:
 
 def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any]) -> None:
     target.provenance = copy.deepcopy(source["provenance"], memo)
-    for name in source["provenance"].preserved:
+    for name in (*source["provenance"].preserved, *HOOKS):
         setattr(target, name, copy.deepcopy(source[name], memo))
 
 
 def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:
-    """The prepared model inside a DDP or ``torch.compile`` wrapper, or the model itself.
+    """The prepared model inside a DDP, AveragedModel or ``torch.compile`` wrapper, or the model itself.
 
     Args:
         model: the model that the user gave.
         error: the class of the error.
 
     Raises:
-        error: the model was not prepared.
+        error: the model was not prepared, or is inside another module.
     """
     gm = unwrap(model)
-    if not isinstance(gm, QuantGraphModule):
-        raise error(f"expected a model that prepare_by_platform returned, got {type(model).__name__}")
-    return gm
+    if isinstance(gm, QuantGraphModule):
+        return gm
+    message = f"expected a model that prepare_by_platform returned, got {type(model).__name__}"
+    modules = gm.named_modules() if isinstance(gm, nn.Module) else ()
+    inside = [path for path, module in modules if isinstance(module, QuantGraphModule)]
+    raise error(f"{message}. It holds one: pass its {inside[0]!r}" if inside else message)

@@ -1,6 +1,7 @@
 """Inserts fake-quant into an annotated graph.
 
-1. Every sharing group gets one activation fake-quant, which is called after each value of the group.
+1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
+   training stands for a quantized one of eval mode, its value passes through the same fake-quant.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
    fake-quant of its input, from which the bias gets its scale.
 """
@@ -30,6 +31,7 @@ from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
+from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
@@ -48,6 +50,7 @@ def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
     """
     nodes = list(gm.graph.nodes)
     _insert_activations(gm, nodes)
+    _insert_in_training(gm)
     _insert_weights(gm, nodes, bn_mode)
     gm.graph.lint()
     return gm
@@ -158,6 +161,18 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
         for user in users:
             if value.readers is None or user.name in value.readers:
                 user.replace_input_with(node, quant)
+
+
+def _insert_in_training(gm: fx.GraphModule) -> None:
+    """Pass the values of training that stand for quantized ones of eval mode through the fake-quants of these."""
+    in_training = nodes_only_in(gm.graph, training=True)
+    for node in [node for node in gm.graph.nodes if node.target is eval_or_train]:
+        in_eval, value = node.args
+        quant = called_module(in_eval) if isinstance(in_eval, fx.Node) else None
+        if isinstance(quant, FakeQuantizeBase) and value in in_training:
+            with gm.graph.inserting_after(value):
+                rounded = gm.graph.call_module(str(in_eval.target), (value,), dict(in_eval.kwargs))
+            node.args = (in_eval, rounded)
 
 
 def _tensor_name(node: fx.Node, taken: set[str]) -> str:

@@ -6,7 +6,8 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of the products;
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
-5. dataclasses in the output become dicts.
+5. dataclasses in the output become dicts;
+6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ def lower(
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
     """
     work = deployed_copy(gm, normalizers)
+    _read_new_values(work.graph)  # case 6
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
@@ -77,12 +79,43 @@ def lower(
     output.args = (_without_dataclasses(output.args[0]),)  # case 5
     work.graph.eliminate_dead_code()
     work.delete_all_unused_submodules()
+    _drop_inner(work, state.replaced)
     work.graph.lint()
     work.recompile()
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
     return Lowered(module, tensors, tuple(_output_names(output.args[0], "")))
+
+
+def _read_new_values(graph: fx.Graph) -> None:
+    """Let the readers of a buffer that come after ``buffer.copy_(value)`` read ``value``, in the buffer's type."""
+    new: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        buffer, value = _update(node)
+        for read in node.all_input_nodes:
+            if read.op == "get_attr" and str(read.target) in new and buffer is None:
+                node.replace_input_with(read, new[str(read.target)])
+        if buffer is not None and value is not None:
+            with graph.inserting_after(node):
+                new[str(buffer.target)] = graph.call_method("type_as", (value, buffer))
+
+
+def _update(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The buffer and the value of ``buffer.copy_(value)``, None for any other node."""
+    if node.op == "call_method" and node.target == "copy_" and len(node.args) == 2:
+        buffer, value = node.args
+        if isinstance(buffer, fx.Node) and isinstance(value, fx.Node) and buffer.op == "get_attr":
+            return buffer, value
+    return None, None
+
+
+def _drop_inner(gm: fx.GraphModule, replaced: set[str]) -> None:
+    """Drop replaced layers inside called modules, whose names their shared weights would get (``emb.linear``)."""
+    read = [str(node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+    for path in replaced:
+        if not any(target.startswith(f"{path}.") for target in read):
+            gm.delete_submodule(path)
 
 
 def _without_dataclasses(value: Any) -> Any:
@@ -116,6 +149,7 @@ class _Lowering:
         self.weights = weights
         self.opset_version = opset_version
         self.tensors: dict[str, QuantizedTensor] = {}
+        self.replaced: set[str] = set()
         self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
@@ -148,6 +182,7 @@ class _Lowering:
             if layer.activation is not None:
                 result = graph.call_module(self._add(layer.activation), (result,))
         self._replace(node, result)
+        self.replaced.add(path)
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
         """Replace a fused layer that stayed float by the folded layer, followed by its activation."""

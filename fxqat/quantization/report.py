@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from prettytable import PrettyTable
 from torch import fx
@@ -55,6 +56,9 @@ class QuantReport:
         forced: sizes that the model's Python code needed as numbers; the graph holds these numbers and is right only
             for inputs of these sizes.
         eval_only: modules that compute something else in training; the graph has only what they compute in eval mode.
+        checkpointed: lines with activation checkpointing; the prepared model keeps these values in memory.
+        state_changes: state that forward keeps in Python; the prepared model keeps what it was while tracing.
+        sameness: on which inputs the prepared model was compared with the model, and what differed.
     """
 
     backend: str
@@ -63,6 +67,9 @@ class QuantReport:
     leaves: tuple[FloatLeaf, ...] = ()
     forced: tuple[ForcedNumber, ...] = ()
     eval_only: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    state_changes: tuple[str, ...] = ()
+    sameness: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -74,6 +81,17 @@ class QuantReport:
     def num_quantized(self) -> int:
         """How many nodes have a quantized value or weight."""
         return sum(row.status != FLOAT for row in self.rows)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What tracing could not keep as it is, a line each, with the line of the user's code."""
+        return [
+            *(f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves),
+            *(f"fixed at {found.value}: {found.expression} ({found.source})" for found in self.forced),
+            *(f"computes in training what it computes in eval mode: {path}" for path in self.eval_only),
+            *(f"without activation checkpointing: {line}" for line in self.checkpointed),
+            *(f"fixed as it was while tracing: {change}" for change in self.state_changes),
+        ]
 
     def row(self, node: str) -> ReportRow:
         """The row of one node, by the node's name or its module path."""
@@ -106,28 +124,17 @@ class QuantReport:
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
             head += f"; the graph does not read {len(self.unread)} tensors of the model: {names}"
-        lines = [head]
-        lines += [f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves]
-        lines += [f"size fixed at {f.value}: {f.source}" for f in self.forced]
-        lines += [f"computes in training what it computes in eval mode: {path}" for path in self.eval_only]
-        return "\n".join([*lines, str(table), ADVICE])
+        sameness = self.sameness or ("not compared with the model yet",)
+        return "\n".join([head, *self.remarks, str(table), *sameness, ADVICE])
 
 
-def build_report(
-    gm: fx.GraphModule,
-    backend: str,
-    leaves: tuple[FloatLeaf, ...] = (),
-    forced: tuple[ForcedNumber, ...] = (),
-    eval_only: tuple[str, ...] = (),
-) -> QuantReport:
-    """Collect the annotations of a graph, and log the recurrent layers, which stay float.
+def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantReport:
+    """Collect the annotations of a graph, and log the recurrent layers, which stay float, and the remarks.
 
     Args:
         gm: an annotated graph module.
         backend: name of the backend.
-        leaves: see :class:`QuantReport`.
-        forced: see :class:`QuantReport`.
-        eval_only: see :class:`QuantReport`.
+        remarks: what tracing found, by the names of :class:`QuantReport`.
     """
     rows = []
     for node in gm.graph.nodes:
@@ -151,4 +158,7 @@ def build_report(
                 source=line_of_node(node),
             )
         )
-    return QuantReport(backend, tuple(rows), leaves=leaves, forced=forced, eval_only=eval_only)
+    report = QuantReport(backend, tuple(rows), **remarks)
+    if report.remarks:
+        logging.getLogger("fxqat").warning("prepare_by_platform:\n  %s", "\n  ".join(report.remarks))
+    return report

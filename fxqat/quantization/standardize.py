@@ -4,7 +4,7 @@ Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
-2. Functional dropout becomes the module, so that it follows ``train()`` and ``eval()``.
+2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
 3. A module call that passes its input by keyword passes it by position.
 4. In-place ops become out-of-place ops, and later readers of the overwritten value read the result: fake-quant of the
    value would lose the write. Updates of buffers stay in place.
@@ -25,11 +25,12 @@ from torch import fx, nn
 
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, WEIGHTED
-from fxqat.ops.identify import gives_indices, identify, out_of_place_method, works_in_place
+from fxqat.ops.identify import gives_indices, identify, operands, out_of_place_method, works_in_place
 from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
+from fxqat.utils.train_eval_graph import follows_mode
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
@@ -50,7 +51,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         if node.op == "call_function" and op.family == WEIGHTED:
             _weighted_to_module(gm, node, op.modules[0], made)  # case 1
         elif node.op == "call_function" and op.family == IDENTITY and op.modules:
-            _dropout_to_module(gm, node, op.modules[0])  # case 2
+            node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
         if works_in_place(node) and not writes_state(node):
@@ -135,15 +136,20 @@ def _add_bias(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> N
     node.replace_all_uses_with(added, delete_user_cb=lambda user: user is not added)
 
 
-def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> None:
+def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]) -> fx.Node:
     bound = _bound(node, ("input", "p", "training", "inplace"))
-    if bound.get("training", True) is True:
-        return  # the user chose dropout that is always on
+    training, p = bound.get("training", True), bound.get("p", 0.5)
+    known = VALUE in node.meta  # else it was traced without values, where self.training is False
+    if isinstance(p, fx.Node) or not (follows_mode(training) or (training is False and not known)):
+        return node  # the user chose dropout that is always on, or off
     path = unique_name(gm, kind.__name__.lower())
-    gm.add_submodule(path, kind(bound.get("p", 0.5)).train(gm.training))
+    gm.add_submodule(path, kind(p, bound.get("inplace", False)).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
+    if isinstance(training, fx.Node) and not training.users:
+        gm.graph.erase_node(training)
+    return new
 
 
 def _input_by_position(node: fx.Node) -> None:
@@ -164,9 +170,12 @@ def _out_of_place(node: fx.Node) -> None:
     elif node.op == "call_method":
         node.target = out_of_place_method(str(node.target))
     else:
-        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "inplace"}
-        node.args = tuple(False if value is True else value for value in node.args)
-    overwritten = node.args[0]
+        position = list(inspect.signature(node.target).parameters).index("inplace")  # type: ignore[arg-type]
+        if position < len(node.args):
+            node.args = (*node.args[:position], False, *node.args[position + 1 :])
+        else:
+            node.kwargs = {**node.kwargs, "inplace": False}
+    overwritten = next(iter(operands(node, identify(node))), None)
     if isinstance(overwritten, fx.Node):
         if VALUE in overwritten.meta:  # setitem itself returns None
             node.meta[VALUE] = overwritten.meta[VALUE]

@@ -8,6 +8,7 @@ A subclass of BatchNorm that includes an activation (``BatchNormAct2d`` of timm)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from torch import fx, nn
@@ -15,17 +16,19 @@ from torch.nn import functional as F
 
 from fxqat.utils.fx_graph import unique_name
 from fxqat.utils.torch_compat import BatchNorm
+from fxqat.utils.train_eval_graph import follows_mode
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 TENSORS = ("running_mean", "running_var", "weight", "bias")
 
 
-def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
+def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule, branching: Collection[str] | None = None) -> None:
     """Replace the calls in the graph module, in place. The new modules hold the same tensors.
 
     Args:
         root: the traced model, whose modules still have their types.
         gm: the graph module of that model.
+        branching: the paths of the BatchNorms whose forward branches on ``self.training``; None if that is not known.
     """
     replaced = False
     for node in list(gm.graph.nodes):
@@ -35,9 +38,13 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
         call.apply_defaults()
         bound: dict[str, Any] = call.arguments
         owner_and_path = _owner(root, bound)
-        if owner_and_path is None or bound["training"] is True:
+        training = bound["training"]
+        if owner_and_path is None:
             continue
         owner, path = owner_and_path
+        may_follow = branching is None or path in branching
+        if not (follows_mode(training) or (training is False and may_follow)):
+            continue  # the batch's statistics in both modes, or frozen ones
         name = unique_name(gm.get_submodule(path), "batch_norm")
         target = f"{path}.{name}" if path else name
         gm.add_submodule(target, _plain(owner, bound))
@@ -46,6 +53,8 @@ def batch_norms_to_modules(root: nn.Module, gm: fx.GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
+        if isinstance(training, fx.Node) and not training.users:
+            gm.graph.erase_node(training)
         replaced = True
     if replaced:
         gm.recompile()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
-from fxqat.tracing.value_proxy import TracedValue, proxies_in, value_of
+from fxqat.tracing.value_proxy import NUMBERS, DataDependent, TracedValue, proxies_in, value_of
 from fxqat.utils.torch_compat import ContentWatch, has_hooks
+
+SIZES = ("size", "numel", "nelement", "__len__", "len", "getattr", "is_same_size", "broadcast_shapes")
+"""Functions and methods that return numbers without looking at the values of a tensor."""
 
 
 def evaluate(
     root: nn.Module, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TracedValue | None:
-    """The result of a call and what it depends on; None if the call fails.
+    """The result of a call and what it depends on; None if one of its arguments is not known.
+
+    What the call raises is raised: the code of the model sees what it would see in a run.
 
     Args:
         root: the traced model.
@@ -24,21 +30,31 @@ def evaluate(
     """
     try:
         values, named = value_of(tuple(args)), value_of(dict(kwargs))
-        if kind == "call_module":
-            target = root.get_submodule(target)
-        elif kind == "call_method":
-            target, values = getattr(values[0], target), values[1:]
-        data, read_content = _run(target, values, named)
-    except Exception:  # an error of the model is raised when the graph runs; here the value just stays unknown
+    except DataDependent:
         return None
+    function = target
+    if kind == "call_module":
+        function = root.get_submodule(target)
+    elif kind == "call_method":
+        function, values = getattr(values[0], target), values[1:]
+    data, read_content = _run(function, values, named)
     read = [p.fxqat_value for p in proxies_in((args, kwargs)) if p.fxqat_value is not None]
     from_input = any(value.from_input for value in read)
+    name = str(getattr(target, "__name__", target))
+    leaves_torch = any(isinstance(value.data, Tensor) for value in read) and name not in SIZES and holds_numbers(data)
     return TracedValue(
         data,
         from_input=from_input,
         sized=from_input or any(value.sized for value in read),
-        from_content=any(value.from_content for value in read) or (read_content and from_input),
+        from_content=any(value.from_content for value in read) or ((read_content or leaves_torch) and from_input),
     )
+
+
+def holds_numbers(data: Any) -> bool:
+    """Whether a value holds numbers outside of tensors, also in an array of numpy or in a list."""
+    if isinstance(data, (list, tuple)):
+        return any(map(holds_numbers, data))
+    return isinstance(data, (*NUMBERS, np.ndarray))
 
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:

@@ -30,6 +30,10 @@ class FunctionLeaf(nn.Module):
         self.function = function
         self.constants = constants
 
+    def has_constants(self, constants: dict[int | str, Any]) -> bool:
+        """Whether its constants are these very objects."""
+        return self.constants.keys() == constants.keys() and all(self.constants[k] is c for k, c in constants.items())
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         positional = [self.constants.get(i, argument) for i, argument in enumerate(args)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,18 @@ from fxqat.utils.source import innermost_line, line_of_failure
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
+
+
+class TypeNotInGraph(fx.proxy.TraceError):
+    """An argument of a node, or an output, is of a type that a graph cannot hold.
+
+    Attributes:
+        value_type: the type.
+    """
+
+    def __init__(self, value_type: type) -> None:
+        super().__init__(f"a graph cannot hold a value of the type {value_type.__module__}.{value_type.__qualname__}")
+        self.value_type = value_type
 
 
 class CallCounts(dict[str, int]):
@@ -45,6 +58,7 @@ class LeafTracer(fx.Tracer):
     Attributes:
         leaves: the modules and functions that became leaves, and why.
         path_of_failure: the innermost module that failed, when the whole trace failed.
+        thread: the thread that traces. torch.fx patches all modules meanwhile; other threads compute as always.
         attribute_names: names of the parameters and buffers, by ``id``.
         attribute_proxies: proxies of the parameters and buffers that the graph reads, by name.
     """
@@ -60,11 +74,13 @@ class LeafTracer(fx.Tracer):
         self.untraceable = untraceable
         self.leaves: dict[str, FloatLeaf] = {}
         self.path_of_failure = ""
+        self.thread = threading.get_ident()
         self.attribute_names: dict[int, str] = {}
         self.attribute_proxies: dict[str, fx.Proxy] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module."""
+        self.thread = threading.get_ident()
         named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         self.attribute_names = {id(tensor): name for name, tensor in reversed(named)}
         self.attribute_proxies = {}
@@ -76,6 +92,13 @@ class LeafTracer(fx.Tracer):
         file, _, line = self.user_line().rpartition(":")
         node.stack_trace = f'File "{file}", line {line}' if file else None
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        """Convert an argument of a node, or the output."""
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            raise TypeNotInGraph(type(a)) from None
 
     def user_line(self) -> str:
         """The line of the user's code that is being traced."""
@@ -89,6 +112,8 @@ class LeafTracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """A parameter or buffer that forward reads becomes a node."""
+        if self.in_other_thread():
+            return attr_val
         name = self.attribute_names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
         if name is None:
             return attr_val
@@ -96,13 +121,17 @@ class LeafTracer(fx.Tracer):
             self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
         return self.attribute_proxies[name]
 
+    def in_other_thread(self) -> bool:
+        """Whether a patch of torch.fx was reached by a thread that does not trace."""
+        return threading.get_ident() != self.thread
+
     def is_made_in_forward(self, m: nn.Module) -> bool:
         """Whether ``forward()`` created the module, as in ``nn.ReLU()(x)``, so that it is not part of the model."""
         return m not in (self.submodule_paths or {}) and next(m.parameters(), None) is None
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace one module call. If that fails, undo it and make a leaf of a function inside, or of the module."""
-        if self.is_made_in_forward(m):
+        if self.in_other_thread() or self.is_made_in_forward(m):
             return forward(*args, **kwargs)
         path, mark = self.path_of_module(m), self.mark_position()
         while True:

@@ -9,7 +9,10 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 4. reading ``self.training`` gives a flag that reports a branch on it;
 5. a function registered with ``torch.fx.wrap`` becomes one node, as in torch.fx. One that works in place on its
    arguments is traced into instead, so that the graph shows what it overwrites;
-6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel).
+6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel);
+7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value.
+
+The patches have an effect in the thread that traces only.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
+import inspect
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, TracebackType
 from typing import Any, Protocol
 
@@ -27,6 +32,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.tracing.function_leaf import is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.source import is_user_file
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
 
 CONSTRUCTORS = (
@@ -78,6 +84,9 @@ class NodeMaker(Protocol):
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
         """Make a node that writes a buffer."""
 
+    def record_forced(self, expression: object, value: Any) -> None:
+        """Record a value that is fixed in the graph."""
+
 
 class Patches:
     """Applies the patches for one trace, as a context manager.
@@ -86,35 +95,44 @@ class Patches:
         tracer: the tracer that makes the nodes.
 
     Attributes:
-        suspended: whether the patches have no effect now, because a value is being computed.
         assigned: for each proxy that forward assigned to an attribute of a module, a function that undoes this.
     """
 
     def __init__(self, tracer: NodeMaker) -> None:
         self.tracer = tracer
-        self.suspended = False
         self.assigned: list[Callable[[], None]] = []
-        self._restore: list[Callable[[], None]] = []
+        self._computing = False
+        self._thread = 0
+        self._restore = ExitStack()
         self._containers: list[tuple[Any, Any]] = []
         self._copies: dict[str, Tensor] = {}
 
+    @property
+    def suspended(self) -> bool:
+        """Whether the patches have no effect now: a value is being computed, or another thread runs."""
+        return self._computing or threading.get_ident() != self._thread
+
     def __enter__(self) -> None:
         load_compiler()
-        self._patch(builtins, "isinstance", self._isinstance)
-        for name in CONSTRUCTORS:
-            self._patch(torch, name, self._constructor)
-        self._patch(nn.Module, "__setattr__", self._setattr)
-        self._patch(*WRAPPER, self._wrapper)
-        self._patch(*CAUSAL_CHECK, self._causal_check)
-        nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
-        self._restore.append(functools.partial(delattr, nn.Module, "training"))
+        self._thread = threading.get_ident()
+        with ExitStack() as stack:
+            self._restore = stack
+            self._patch(builtins, "isinstance", self._isinstance)
+            for name in CONSTRUCTORS:
+                self._patch(torch, name, self._constructor)
+            self._patch(torch, "is_grad_enabled", self._is_grad_enabled)
+            self._patch(nn.Module, "__setattr__", self._setattr)
+            self._patch(*WRAPPER, self._wrapper)
+            self._patch(*CAUSAL_CHECK, self._causal_check)
+            nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
+            stack.callback(delattr, nn.Module, "training")
+            self._restore = stack.pop_all()  # an error above this line removes the patches that were applied
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.undo_assignments(0)
-        while self._restore:
-            self._restore.pop()()
+        self._restore.close()
         if self.tracer.hashed:
             for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
                 cached.cache_clear()
@@ -135,12 +153,13 @@ class Patches:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Switch the patches off inside the block."""
-        before, self.suspended = self.suspended, True
+        """Switch the patches off inside the block, to compute a value without gradients."""
+        before, self._computing = self._computing, True
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
-            self.suspended = before
+            self._computing = before
 
     def attribute(self, root: nn.Module, name: str) -> Tensor | None:
         """A parameter, or a copy of a buffer: computing values while tracing must not change the model."""
@@ -171,7 +190,7 @@ class Patches:
             members = owner if isinstance(owner, dict) else vars(owner)
             for name in [name for name, value in members.items() if value is function]:
                 change(name, call)
-                self._restore.append(functools.partial(change, name, function))
+                self._restore.callback(change, name, function)
 
     def _training(self, module: nn.Module) -> bool | TrainingFlag:
         if self.suspended:
@@ -184,8 +203,8 @@ class Patches:
 
     def _patch(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
+        self._restore.callback(setattr, owner, name, original)
         setattr(owner, name, build(original))
-        self._restore.append(functools.partial(setattr, owner, name, original))
 
     def _isinstance(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def isinstance(value: Any, kinds: Any) -> bool:  # noqa: A001  it replaces the builtin
@@ -205,6 +224,17 @@ class Patches:
             return self.tracer.create_proxy("call_function", original, args, kwargs)
 
         return construct
+
+    def _is_grad_enabled(self, original: Callable[[], bool]) -> Callable[[], bool]:
+        def is_grad_enabled() -> bool:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame is not None else None
+            if self.suspended or caller is None or not is_user_file(caller.f_code.co_filename):
+                return original()
+            self.tracer.record_forced("torch.is_grad_enabled()", original())
+            return original()
+
+        return is_grad_enabled
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,21 +16,29 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
+from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
-from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
+from fxqat.tracing.python_state import python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
-from fxqat.utils.source import line_of_failure
+from fxqat.utils.node_meta import FloatLeaf, ForcedNumber, describe
+from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
+
+ONE_TRACE = threading.RLock()
+"""Held while a model is traced: torch.fx and fxqat patch torch meanwhile, for the thread that traces."""
 
 
 class Traced(NamedTuple):
@@ -40,9 +48,12 @@ class Traced(NamedTuple):
         root: the copy of the model, whose tensors the graph module shares.
         gm: the graph module, in the mode of the model.
         fixed: names of the arguments of forward that torch.fx fixed to a value.
+        state_changes: what forward changed outside of the graph while it was traced.
+        concrete_args: arguments that the user fixed to a value.
         forced: sizes that the graph holds as numbers.
         leaves: modules and functions that could not be traced.
         eval_only: modules that compute differently in training, of which the graph holds eval mode only.
+        checkpointed: lines of the user's code with activation checkpointing, which the graph does not have.
     """
 
     root: nn.Module
@@ -51,6 +62,15 @@ class Traced(NamedTuple):
     forced: tuple[ForcedNumber, ...] = ()
     leaves: tuple[FloatLeaf, ...] = ()
     eval_only: tuple[str, ...] = ()
+    checkpointed: tuple[str, ...] = ()
+    state_changes: tuple[str, ...] = ()
+    concrete_args: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def remarks(self) -> dict[str, tuple[Any, ...]]:
+        """What the report says about tracing."""
+        names = ("leaves", "forced", "eval_only", "checkpointed", "state_changes")
+        return {name: getattr(self, name) for name in names}
 
 
 class TracedGraphModule(TrainEvalGraphModule):
@@ -103,16 +123,28 @@ def trace(
         given, defaults = _bind(root, example_inputs, fixed)
         fixed = defaults | fixed
         tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
-    graph, tracer = _first_success(model, root, tracers, fixed)
+    remedies = partial(_remedies, model, concrete_args or {}, example_inputs is not None, custom_tracer is not None)
+    with ONE_TRACE, functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
+        graph, tracer = _first_success(model, root, tracers, fixed, remedies)
+    _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
     copy_modes(root, gm)
-    batch_norms_to_modules(root, gm)
-    leaves = tuple(tracer.leaves.values()) if isinstance(tracer, LeafTracer) else ()
-    if isinstance(tracer, TrainEvalTracer):
-        eval_only = tuple(dict.fromkeys(path or type(model).__name__ for path in tracer.eval_only))
-        return Traced(root, gm, (), tuple(tracer.forced.values()), leaves, eval_only)
-    return Traced(root, gm, tuple(fixed), (), leaves)
+    batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)
+    leaves = (*(tracer.leaves.values() if isinstance(tracer, LeafTracer) else ()), *autograd_calls(gm))
+    with_values = isinstance(tracer, TrainEvalTracer)
+    eval_only = tracer.eval_only if isinstance(tracer, TrainEvalTracer) else ()
+    return Traced(
+        root,
+        gm,
+        fixed=() if with_values else tuple(fixed),
+        forced=tuple(tracer.forced.values()) if isinstance(tracer, TrainEvalTracer) else (),
+        leaves=leaves,
+        eval_only=tuple(dict.fromkeys(path or type(model).__name__ for path in eval_only)),
+        checkpointed=tuple(dict.fromkeys(checkpointed)),
+        state_changes=tuple(dict.fromkeys(state_changes)),
+        concrete_args=dict(concrete_args or {}),
+    )
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -131,8 +163,18 @@ def copy_model(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def share_tensors(model: nn.Module) -> nn.Module:
+    """A copy of a model that has the same parameters and buffers, not copies of them."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
 def _first_success(
-    model: nn.Module, root: nn.Module, tracers: list[fx.Tracer], fixed: dict[str, Any]
+    model: nn.Module,
+    root: nn.Module,
+    tracers: list[fx.Tracer],
+    fixed: dict[str, Any],
+    remedies: Callable[[Exception], list[str]],
 ) -> tuple[fx.Graph, fx.Tracer]:
     """The graph of the first tracer that succeeds; the error of the first tracer if none does."""
     failures: list[tuple[fx.Tracer, Exception]] = []
@@ -142,7 +184,31 @@ def _first_success(
         except Exception as error:  # noqa: BLE001  a user's forward raises anything
             failures.append((tracer, error))
     first, cause = failures[0]
-    raise TraceError(_explain(model, first, cause)) from cause
+    raise TraceError(_explain(model, first, cause, remedies(cause))) from cause
+
+
+def _keep_signature(graph: fx.Graph, root: nn.Module, given: Mapping[str, Any]) -> None:
+    """Give the placeholders the order and the defaults of the arguments of forward.
+
+    A default is left out if the example inputs gave another value: it may lead to code that was not traced.
+
+    Args:
+        graph: the traced graph.
+        root: the traced model.
+        given: the example inputs by name, empty without them.
+    """
+    parameters = inspect.signature(root.forward).parameters
+    placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    for name in reversed(list(given)):
+        default = parameters[name].default
+        if describe(default) != "plain" or type(default) is not type(given[name]) or default != given[name]:
+            break  # an argument before one without a default has none either
+        placeholders[name].args = (default,)
+    kinds = {f"*{name}" if p.kind == p.VAR_POSITIONAL else name: p.kind for name, p in parameters.items()}
+    variadic = [node for name, node in placeholders.items() if kinds.get(name) == inspect.Parameter.VAR_POSITIONAL]
+    by_keyword = [node for name, node in placeholders.items() if kinds.get(name) == inspect.Parameter.KEYWORD_ONLY]
+    for node in variadic if by_keyword else ():
+        by_keyword[0].prepend(node)  # fx puts *args behind them
 
 
 def _bind(
@@ -183,12 +249,35 @@ def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None
             raise ConfigError(f"concrete_args: forward has no argument {name!r}; {hint}It has {arguments}")
 
 
-def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception) -> str:
+def _explain(model: nn.Module, tracer: fx.Tracer, cause: Exception, remedies: list[str]) -> str:
     """The error message: where tracing failed, why, and what to do."""
-    path = getattr(tracer, "path_of_failure", "") or "the model itself"
+    path, line = getattr(tracer, "path_of_failure", ""), line_of_failure(cause)
+    if path and isinstance(tracer, LeafTracer) and tracer.untraceable == "error":
+        keep = f"prepare_custom_config_dict={{'leaf_module': [{path!r}]}}"
+        remedies = [f"keep that module whole and float with untraceable='leaf' or {keep}", *remedies]
+    elif not path and line != UNKNOWN_LINE:
+        remedies = [*remedies, "move that line into a module of its own, which is then kept whole and float"]
     return (
-        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path}\n  at: {line_of_failure(cause)}\n"
-        "Remedy: pass example_inputs, so that sizes are known while tracing; or keep that module whole and float with "
-        "prepare_custom_config_dict={'leaf_module': [its type or path]}; or fix the argument with 'concrete_args'; or "
-        "pass a custom_tracer."
+        f"cannot trace {type(model).__name__}: {explain(cause)}\n  in module: {path or 'the model itself'}\n"
+        f"  at: {line}\nRemedy: {'; or '.join(remedies)}."
     )
+
+
+def _remedies(
+    model: nn.Module, concrete_args: Mapping[str, Any], with_inputs: bool, own_tracer: bool, cause: Exception
+) -> list[str]:
+    """What the user has not done yet: give example inputs, fix an argument of forward, give a tracer.
+
+    An argument ``use_x`` can be fixed to False if the graph cannot hold the type ``SomeX``.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    options = [p.name for p in parameters if p.default is not p.empty and p.name not in concrete_args]
+    unfit = cause.value_type.__name__.lower() if isinstance(cause, TypeNotInGraph) else ""
+    switches = [name for name in options if name.startswith("use_") and name.removeprefix("use_") in unfit]
+    if switches:
+        return [f"switch it off with prepare_custom_config_dict={{'concrete_args': {{{switches[0]!r}: False}}}}"]
+    remedies = [] if with_inputs or own_tracer else ["pass example_inputs, so that sizes are known while tracing"]
+    if options:
+        switch = "switch it off by an argument" if unfit else "fix an argument"
+        remedies.append(f"{switch} of forward ({', '.join(options)}) with 'concrete_args'")
+    return remedies if own_tracer else [*remedies, "pass a custom_tracer"]

@@ -1,7 +1,13 @@
 """One forward traced twice, in eval mode and then in training, into one graph.
 
-Each node of the run in training is searched among the nodes of the run in eval mode. If it is there, both modes share
-it; else it is inserted between them. The nodes of each mode stay in the order in which that mode made them.
+Each node of the run in training is searched among the nodes of the run in eval mode:
+
+1. an equal node is shared by both modes;
+2. so is a node that differs in numbers only, such as attention whose dropout is 0 in eval mode: it gets the number of
+   the mode that runs (``eval_or_train``). So its value has one quantizer, and the nodes after it are equal;
+3. any other node is inserted between those of the run in eval mode, and runs in training only.
+
+The nodes of each mode stay in the order in which that mode made them.
 """
 
 from __future__ import annotations
@@ -14,7 +20,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.utils.node_meta import MODE
+from fxqat.utils.node_meta import MODE, VALUE
+from fxqat.utils.train_eval_graph import eval_or_train
+
+ANY_NUMBER = "<number>"
 
 
 class TrainEvalFork:
@@ -34,31 +43,68 @@ class TrainEvalFork:
         self.in_eval = reads + [node for node in run if node.op != "get_attr"]
         self.made: list[fx.Node] = []
         self._positions: dict[str, list[int]] = defaultdict(list)
+        self._similar: dict[str, list[int]] = defaultdict(list)
         for position, node in enumerate(self.in_eval):
             self._positions[_key(node.op, node.target, node.args, node.kwargs)].append(position)
+            self._similar[_key(node.op, node.target, *_without_numbers(node.args, node.kwargs))].append(position)
+        self._numbers: list[fx.Node] = []  # of case 2
+        self._before: list[tuple[fx.Node, Any, Any]] = []  # nodes of case 2 with their arguments before
         self._next = 0
         self._last = reads[-1] if reads else start
         self._shared: set[fx.Node] = set()
 
     def node(self, op: str, target: Any, args: Any, kwargs: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """The equal node of the run in eval mode, if it comes after those found before; else a new node."""
-        positions = self._positions.get(_key(op, target, args, kwargs), [])
-        found = 0 if op == "get_attr" else bisect_left(positions, self._next)
-        if found == len(positions):
+        """The node of the run in eval mode by case 1 or 2, if it comes after those found before; else a new node."""
+        found = self._search(self._positions, op, _key(op, target, args, kwargs))
+        if found is None and op in ("call_function", "call_method"):
+            found = self._search(self._similar, op, _key(op, target, *_without_numbers(args, kwargs)))
+            if found is not None:
+                self._follow_mode(self.in_eval[found], args, kwargs)
+        if found is None:
             with self.graph.inserting_after(self._last):
                 made = make()
             self.made.append(made)
             self._last = made
             return made
-        node: fx.Node = self.in_eval[positions[found]]
+        node: fx.Node = self.in_eval[found]
         self._shared.add(node)
         if op != "get_attr":
-            self._next, self._last = positions[found] + 1, node
+            self._next, self._last = found + 1, node
         return node
 
+    def _search(self, positions: dict[str, list[int]], op: str, key: str) -> int | None:
+        """The first position of a node that comes after those found before."""
+        known = positions.get(key, [])
+        place = 0 if op == "get_attr" else bisect_left(known, self._next)
+        return known[place] if place < len(known) else None
+
+    def _follow_mode(self, node: fx.Node, args: Any, kwargs: Any) -> None:
+        """Give a node of eval mode the numbers of training, too."""
+        self._before.append((node, node.args, node.kwargs))
+        with self.graph.inserting_before(node):
+            node.args = self._both(node.args, args)
+            node.kwargs = self._both(node.kwargs, kwargs)
+
+    def _both(self, in_eval: Any, in_training: Any) -> Any:
+        """Nested arguments, with :func:`eval_or_train` where their numbers differ."""
+        if isinstance(in_eval, (tuple, list)):
+            both = [self._both(a, b) for a, b in zip(in_eval, in_training, strict=True)]
+            return tuple(both) if isinstance(in_eval, tuple) else both
+        if isinstance(in_eval, dict):
+            return {name: self._both(value, in_training[name]) for name, value in in_eval.items()}
+        if not _is_number(in_eval) or (type(in_eval) is type(in_training) and in_eval == in_training):
+            return in_eval
+        self._numbers.append(self.graph.call_function(eval_or_train, (in_eval, in_training)))
+        self._numbers[-1].meta[VALUE] = "plain"
+        return self._numbers[-1]
+
     def undo(self) -> None:
-        """Erase the nodes that the run in training made."""
+        """Erase the nodes that the run in training made, and its numbers."""
         for node in reversed(self.made):
+            self.graph.erase_node(node)
+        for node, args, kwargs in reversed(self._before):
+            node.args, node.kwargs = args, kwargs
+        for node in self._numbers:
             self.graph.erase_node(node)
 
     def shares_parameters(self, root: nn.Module) -> bool:
@@ -80,6 +126,23 @@ class TrainEvalFork:
 
 def _key(op: str, target: Any, args: Any, kwargs: Any) -> str:
     return repr((op, target, args, kwargs))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _without_numbers(*arguments: Any) -> list[Any]:
+    """Arguments with a placeholder for each number; named tuples and slices are kept as they are."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return [*map(replaced, value)]
+        if isinstance(value, dict):
+            return {name: replaced(item) for name, item in value.items()}
+        return ANY_NUMBER if _is_number(value) else value
+
+    return [replaced(value) for value in arguments]
 
 
 def _parameters(nodes: list[fx.Node], root: nn.Module) -> set[str]:

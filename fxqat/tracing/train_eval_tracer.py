@@ -25,11 +25,13 @@ class TrainEvalTracer(ValueTracer):
 
     Attributes:
         eval_only: the modules of which the graph holds eval mode only.
+        batch_norms: the BatchNorms whose own forward branches on ``self.training``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eval_only: list[str] = []
+        self.batch_norms: set[str] = set()
         self._branching: dict[str, nn.Module] = {}
         self._paths_in_both: set[str] = set()
         self._tracing_both = False
@@ -37,9 +39,13 @@ class TrainEvalTracer(ValueTracer):
         self._fork: TrainEvalFork | None = None
 
     def branch_on_training(self, module: nn.Module) -> bool:
-        """Record a module that branches on ``self.training``; True in the run in training."""
-        if not self._tracing_both and not isinstance(module, BatchNorm):  # see fxqat.tracing.batch_norm_calls
-            self._branching[self.path_of_module(module)] = module
+        """Record the module whose forward branches on a ``training`` flag; True in the run in training."""
+        path = self._running[-1] if self._running else self.path_of_module(module)
+        running = self.root.get_submodule(path)
+        if isinstance(module, BatchNorm) and running is module:  # see fxqat.tracing.batch_norm_calls
+            self.batch_norms.add(path)
+        elif not self._tracing_both:
+            self._branching[path] = running
         return self._fork is not None
 
     def needs_another_trace(self) -> bool:

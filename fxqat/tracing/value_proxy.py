@@ -6,8 +6,9 @@ its value:
 1. rank, type and structure (``x.dim()``, ``x.dtype``, ``len`` of a list, keys of a dict, ``isinstance``) are those of
    the value;
 2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``,
-   ``int``) it gets that of the example inputs, and this is recorded;
-3. where Python code needs the values of a tensor, :class:`DataDependent` is raised.
+   ``int``) it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts
+   among the inputs, and the memory layout of a tensor;
+3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fxqat.tracing.attention import multi_head_attention
+from fxqat.utils.train_eval_graph import eval_or_train
 
-CONSTANT_METHODS = frozenset(
-    ("dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "stride", "get_device")
-)
+CONSTANT_METHODS = frozenset(("dim", "ndimension", "is_floating_point", "is_complex", "element_size", "get_device"))
 """Tensor methods whose result does not depend on sizes that may vary."""
+
+LAYOUT_METHODS = frozenset(("is_contiguous", "stride", "storage_offset"))
+"""Tensor methods whose result depends on how the values lie in memory: it is recorded."""
 
 TENSOR_VALUED = frozenset(("T", "mT", "H", "mH", "data", "real", "imag", "grad", "device"))
 """Tensor attributes that become nodes; all others are read from the value."""
@@ -57,12 +60,21 @@ class TracedValue:
     from_content: bool = False
 
 
+OF_AUTOGRAD = frozenset(("requires_grad", "grad_fn", "is_leaf"))
+"""Tensor attributes that say whether gradients are computed."""
+
+NUMBERS = (bool, int, float, complex, np.generic)
+"""The types of numbers."""
+
+
 class DataDependent(fx.proxy.TraceError):
     """Python code needs something that depends on tensor values, or that is not known while tracing."""
 
 
 class ValueProxy(fx.Proxy):
     """A proxy with its value, or None if the value is not known."""
+
+    __array_priority__ = 1000  # as of a tensor: numpy leaves the arithmetic of its scalars with a proxy to the proxy
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, value: TracedValue | None) -> None:
         super().__init__(node, tracer)
@@ -93,11 +105,16 @@ class ValueProxy(fx.Proxy):
                 return value.ndim
             if name in CONSTANT_METHODS:
                 return getattr(value, name)
+            if name in LAYOUT_METHODS:
+                return self._recorded_method(name)
+            if name in OF_AUTOGRAD:
+                raise DataDependent(f"Python code reads {name} of {self.node}, which is not known while tracing")
             if not callable(getattr(value, name)) and name not in TENSOR_VALUED:
                 return getattr(value, name)
         elif isinstance(value, torch.device) and name in ("type", "index"):
             return getattr(value, name)
         elif isinstance(value, dict) and name in ("keys", "values", "items", "get"):
+            self._record_structure()
             return getattr({key: self._item(key) for key in value}, name)
         if callable(getattr(value, name)):
             return fx.proxy.Attribute(self, name)
@@ -113,6 +130,7 @@ class ValueProxy(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         value = self.fxqat_require("iterates over")
+        self._record_structure()
         if isinstance(value, dict):
             return iter(list(value))
         count = len(self) if isinstance(value, Tensor) else len(list(value))
@@ -136,16 +154,43 @@ class ValueProxy(fx.Proxy):
 
     def __len__(self) -> int:
         value = self.fxqat_require("takes the length of")
+        self._record_structure()
         return int(self.size(0)) if isinstance(value, Tensor) else len(value)
 
     def __contains__(self, item: Any) -> bool:
         value = self.fxqat_require("searches in")
         if isinstance(value, Tensor):
             raise self._depends_on_values("searches in")
+        self._record_structure()
         return item in value
 
     def __setitem__(self, key: Any, item: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, item), {})
+
+    def _recorded_method(self, name: str) -> Callable[..., Any]:
+        """A method of the value whose result is fixed in the graph, which is recorded."""
+        traced = self.fxqat_value
+        assert traced is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = getattr(traced.data, name)(*args, **kwargs)
+            if traced.from_input:
+                self.tracer.record_forced(f"{self.node}.{name}()", found)  # type: ignore[attr-defined]
+            return found
+
+        return call
+
+    def _record_structure(self) -> None:
+        """Record that the length or the keys of a list or dict among the inputs are fixed in the graph."""
+        traced, node = self.fxqat_value, self.node
+        if traced is None or not isinstance(traced.data, (list, tuple, dict)):
+            return
+        while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        if node.op == "placeholder":
+            content = list(traced.data) if isinstance(traced.data, dict) else len(traced.data)
+            what = "keys" if isinstance(traced.data, dict) else "length"
+            self.tracer.record_forced(f"{what} of {self.node}", content)  # type: ignore[attr-defined]
 
     # numbers
 
@@ -190,7 +235,7 @@ class ValueProxy(fx.Proxy):
 
     def __hash__(self) -> int:
         traced = self.__dict__.get("fxqat_value")
-        if traced is not None and isinstance(traced.data, (bool, int, float)):
+        if traced is not None and isinstance(traced.data, (*NUMBERS, str)):
             self.tracer.hashed = True  # type: ignore[attr-defined]
             return hash(self._number("hashes"))
         return id(self)
@@ -205,8 +250,14 @@ class ValueProxy(fx.Proxy):
     def __format__(self, spec: str) -> str:
         traced = self.fxqat_value
         if traced is None or isinstance(traced.data, Tensor) or traced.from_content:
-            return str(self)
+            return repr(self)
         return format(self._number("prints"), spec)
+
+    def __repr__(self) -> str:
+        traced = self.__dict__.get("fxqat_value")
+        if traced is None or traced.from_content or not isinstance(traced.data, NUMBERS):
+            return super().__repr__()
+        return repr(self._number("prints"))
 
 
 def _in_place(name: str) -> Callable[[ValueProxy, Any], Any]:
@@ -227,7 +278,7 @@ for _name in ("add", "sub", "mul", "truediv"):
 
 
 class TrainingFlag:
-    """``self.training`` while tracing: False where it is passed on as an argument; a branch on it is reported.
+    """``self.training`` while tracing: a node that follows the mode where it is passed on; a branch on it is reported.
 
     Args:
         decide: called when Python code branches on the flag; returns the value that this code sees.
@@ -239,8 +290,44 @@ class TrainingFlag:
     def __bool__(self) -> bool:
         return self.decide()
 
-    def __fx_create_arg__(self, tracer: fx.Tracer) -> bool:
-        return False
+    __int__ = __index__ = __float__ = lambda self: int(self.decide())  # noqa: E731
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __fx_create_arg__(self, tracer: fx.Tracer) -> fx.Node:
+        return tracer.create_proxy("call_function", eval_or_train, (False, True), {}).node
+
+
+def _of_flag(name: str) -> Callable[..., Any]:
+    """An operator of a flag, as of the bool that it is."""
+
+    def compute(self: TrainingFlag, *others: Any) -> Any:
+        return getattr(bool(self), name)(*others)
+
+    return compute
+
+
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "neg",
+):
+    setattr(TrainingFlag, f"__{_name}__", _of_flag(f"__{_name}__"))
 
 
 def value_of(argument: Any) -> Any:

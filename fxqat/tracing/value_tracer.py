@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxqat.tracing.evaluate import evaluate
 from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
 from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import TracedValue, ValueProxy
-from fxqat.utils.fx_graph import unique_name
+from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name
 from fxqat.utils.node_meta import (
     INFINITE_INPUT,
     IS_MASK,
@@ -58,7 +59,7 @@ class ValueTracer(LeafTracer):
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module. Repeat this with more leaves until it succeeds."""
         self.patches.watch(root)
-        with torch.no_grad(), torch.random.fork_rng(devices=()), self.patches:
+        with torch.enable_grad(), torch.random.fork_rng(devices=()), self.patches:
             while True:
                 try:
                     graph = super().trace(root, concrete_args)
@@ -139,10 +140,18 @@ class ValueTracer(LeafTracer):
         """Make a node that calls a leaf function, through a :class:`FunctionLeaf`."""
         constants: dict[int | str, Any] = {i: a for i, a in enumerate(args) if not self._fits_into_a_node(a)}
         constants |= {name: a for name, a in kwargs.items() if not self._fits_into_a_node(a)}
-        path = unique_name(self.root, f"{function.__name__}_leaf")
-        self.root.add_module(path, FunctionLeaf(function, constants))
+        path = self._path_of_leaf(function, constants)
         placed = tuple(None if i in constants else a for i, a in enumerate(args))
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
+
+    def _path_of_leaf(self, function: Any, constants: dict[int | str, Any]) -> str:
+        """The path of the leaf that calls this function with these constants; equal calls share it in both modes."""
+        for path, leaf in self.root.named_children():
+            if isinstance(leaf, FunctionLeaf) and leaf.function == function and leaf.has_constants(constants):
+                return path
+        path = unique_name(self.root, f"{function.__name__}_leaf")
+        self.root.add_module(path, FunctionLeaf(function, constants))
+        return path
 
     def _fits_into_a_node(self, argument: Any) -> bool:
         with self.patches.suspend():
@@ -156,7 +165,7 @@ class ValueTracer(LeafTracer):
         return True
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace a module call. While a value is computed, just call the module."""
+        """Trace a module call. While a value is computed, or in another thread, just call the module."""
         if self.patches.suspended:
             return forward(*args, **kwargs)
         if self.is_made_in_forward(m):
@@ -180,9 +189,11 @@ class ValueTracer(LeafTracer):
         return attr_val if self.patches.suspended else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_arg(self, a: Any) -> Any:
-        """Convert an argument of a node. A dataclass keeps its type."""
+        """Convert an argument of a node. A dataclass keeps its type; a number of numpy becomes one of Python."""
         if isinstance(a, fx.Proxy):  # first, since isinstance also takes proxies for their values
             return a.node
+        if isinstance(a, np.generic):
+            return a.item()
         if is_dataclass(a) and not isinstance(a, type):
             given = {f.name: getattr(a, f.name) for f in fields(a) if f.init and getattr(a, f.name) is not None}
             return self.create_node("call_function", type(a), (), {n: self.create_arg(v) for n, v in given.items()})
@@ -198,14 +209,18 @@ class ValueTracer(LeafTracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> fx.Proxy:
-        """Make a node and compute it."""
+        """Make a node and compute it. What forward computes without gradients is detached."""
+        without_gradients = not torch.is_grad_enabled() and not self.patches.suspended
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
             value = self._evaluate(kind, target, args, kwargs)
         if value is not None:
             node.meta[VALUE] = describe(value.data)
             node.meta[IS_MASK] = holds_infinity(value.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
-        return ValueProxy(node, self, value)
+        proxy = ValueProxy(node, self, value)
+        if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):
+            return self.create_proxy("call_method", "detach", (proxy,), {})
+        return proxy
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
         """Write a buffer that forward assigned; later reads of the buffer get the new value.
@@ -223,10 +238,10 @@ class ValueTracer(LeafTracer):
             self.attribute_proxies[path] = self.create_proxy("get_attr", path, (), {})
         self.create_proxy("call_method", "copy_", (self.attribute_proxies[path], value), {})
 
-    def record_forced(self, node: fx.Node, value: Any) -> None:
-        """Record that Python code needed the value of a node as a number."""
+    def record_forced(self, expression: object, value: Any) -> None:
+        """Record that the graph holds a value that Python code asked for."""
         source = self.user_line()
-        self.forced.setdefault(source, ForcedNumber(str(node), value, source))
+        self.forced.setdefault(source, ForcedNumber(str(expression), value, source))
 
     def _evaluate(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedValue | None:
         if kind == "placeholder":
@@ -241,6 +256,14 @@ class ValueTracer(LeafTracer):
             return TracedValue(self.inputs[name], from_input=True, sized=True)
         several, _, position = name.rpartition("_")
         return TracedValue(self.inputs[several][int(position)], from_input=True, sized=True)
+
+
+def _is_new_tensor(kind: str, target: Any, value: Any) -> bool:
+    """Whether a call returns a tensor of floats that is not one of its operands."""
+    if kind not in ("call_function", "call_method", "call_module") or not isinstance(value, Tensor):
+        return False
+    overwrites = target in IN_PLACE_OPERATORS or (kind == "call_method" and target.endswith("_"))
+    return value.is_floating_point() and not overwrites and target != "detach"
 
 
 def _drop_unread_numbers(graph: fx.Graph) -> None:

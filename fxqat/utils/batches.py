@@ -104,18 +104,14 @@ class _Forward:
 
     @classmethod
     def of(cls, model: nn.Module, fixed: Collection[str] = ()) -> _Forward:
-        """Read the arguments from the graph, or from the signature of a model without one."""
-        if isinstance(model, fx.GraphModule):
-            nodes = [node for node in model.graph.nodes if node.op == "placeholder"]
-            defaults = {str(node.target): node.args[0] if node.args else REQUIRED for node in nodes}
-            variadic = [name for name in defaults if name.startswith("*")]
-        else:
-            parameters = inspect.signature(model.forward).parameters.values()
-            in_order = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-            defaults = {p.name: REQUIRED if p.default is REQUIRED else None for p in in_order}
-            variadic = ["*args" for p in parameters if p.kind == p.VAR_POSITIONAL]
-        named = {name: default for name, default in defaults.items() if name not in (*variadic, *fixed)}
-        return cls(named, any(not name.startswith("**") for name in variadic))
+        """Read the arguments from the signature. Of a float model, None stands for each default."""
+        parameters = inspect.signature(model.forward).parameters.values()
+        in_order = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        traced = isinstance(model, fx.GraphModule)
+        defaults = {
+            p.name: p.default if traced or p.default is REQUIRED else None for p in in_order if p.name not in fixed
+        }
+        return cls(defaults, any(p.kind == p.VAR_POSITIONAL for p in parameters))
 
     def __str__(self) -> str:
         arguments = [name if default is REQUIRED else f"{name}={default}" for name, default in self.defaults.items()]

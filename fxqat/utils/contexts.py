@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxqat.utils.torch_compat import EqualRandomNumbers
+
+
+def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """``model.eval()`` for the block; afterwards every module is back in its own mode."""
+    return in_mode(model, training=False)
+
 
 @contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """``model.eval()`` for the block; afterwards every module is back in its own mode."""
-    in_training = [module for module in model.modules() if module.training]
-    if in_training:
-        model.eval()
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Every module of a model in training, or in eval mode, for the block; afterwards each is back in its own mode."""
+    changed = [module for module in model.modules() if module.training is not training]
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module in in_training:
-            module.training = True
+        for module in changed:
+            module.training = not training
 
 
 @contextmanager
@@ -33,6 +40,13 @@ def without_fast_path() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def equal_random_numbers() -> Iterator[None]:
+    """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it."""
+    with torch.random.fork_rng(), EqualRandomNumbers():
+        yield
 
 
 @contextmanager

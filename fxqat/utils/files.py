@@ -1,10 +1,10 @@
-"""Write files atomically: a crash leaves the old file."""
+"""Write files atomically: a crash leaves the old file. A symbolic link stays, and the file it points to is replaced."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,24 @@ def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> N
     _temporary_beside(Path(target), error).unlink()
 
 
+def check_distinct(targets: Mapping[str, str | os.PathLike[str] | None], error: type[FxqatError]) -> None:
+    """Check that files to write are different files, also through relative paths and symbolic links.
+
+    Args:
+        targets: the files by the names of their arguments; None is a file that is not asked for.
+        error: the class of the error to raise.
+
+    Raises:
+        FxqatError: the class ``error``, if two are the same file.
+    """
+    names: dict[str, str] = {}
+    for name, target in targets.items():
+        if target is not None:
+            first = names.setdefault(os.path.realpath(target), name)
+            if first != name:
+                raise error(f"{first} and {name} are the same file, {target}: give each a path of its own")
+
+
 @contextmanager
 def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
     """A temporary path that replaces ``target`` when the block ends, and is deleted if the block fails.
@@ -33,7 +51,7 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
         error: the class of the error to raise.
 
     Yields:
-        A path in the same folder, for the block to write.
+        A path in the folder of the file, for the block to write.
 
     Raises:
         FxqatError: the class ``error``, if the folder is missing or cannot be written, or the target is a folder.
@@ -45,7 +63,7 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
-        temporary.replace(target)
+        temporary.replace(os.path.realpath(target))
     except OSError as cause:
         raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
     finally:
@@ -56,7 +74,8 @@ def _temporary_beside(target: Path, error: type[FxqatError]) -> Path:
     try:
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a folder")
-        descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        folder = os.path.dirname(os.path.realpath(target))
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{target.name}.", suffix=".tmp")
         os.close(descriptor)
     except OSError as cause:
         raise error(f"cannot write {target}: {cause}. Give a file path in an existing, writable folder.") from cause

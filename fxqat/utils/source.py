@@ -17,12 +17,16 @@ FRAME = re.compile(r'File "(.+)", line (\d+)')
 """A line of a stack trace."""
 
 
+UNKNOWN_LINE = "unknown source line"
+"""Stands for a line that is not known."""
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file belongs neither to torch nor to the tracers."""
     return not filename.startswith(NOT_THE_USERS)
 
 
-def innermost_line(frame: FrameType | None, until: CodeType) -> str:
+def innermost_line(frame: FrameType | None, until: CodeType | None = None) -> str:
     """The user's line in a frame or its nearest caller, ``"file.py:12"``; the search stops at the code ``until``."""
     while frame is not None and frame.f_code is not until:
         if is_user_file(frame.f_code.co_filename):
@@ -41,4 +45,4 @@ def line_of_node(node: fx.Node) -> str:
 def line_of_failure(cause: BaseException) -> str:
     """The user's line that raised an exception, ``"file.py:12: text of the line"``."""
     frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown source line"
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else UNKNOWN_LINE

@@ -6,7 +6,10 @@ import functools
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
@@ -25,6 +28,14 @@ WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
 
 
+CHECKPOINTS = tuple(
+    (torch.utils.checkpoint, name)
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+    if hasattr(torch.utils.checkpoint, name)
+)
+"""The functions that ``torch.utils.checkpoint.checkpoint`` calls without reentrant autograd."""
+
+
 def load_compiler() -> None:
     """Import torch's compiler, which records Python's builtins, before tracing replaces one of them."""
     import torch._dynamo  # noqa: F401
@@ -36,9 +47,27 @@ def tensor_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, or a parameter that FullyShardedDataParallel has flattened."""
+    return hasattr(tensor, "full_tensor") or hasattr(tensor, "_fsdp_flattened")
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks, as torch's old weight_norm has, so that a call runs more than its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The forward hooks of a module and its forward pre-hooks, by the keys of their handles."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
+HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
+)
+"""The attributes of a module that hold its hooks; copying a GraphModule loses them."""
 
 
 def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
@@ -47,14 +76,24 @@ def keep_local_under_ddp(model: nn.Module, names: list[str]) -> None:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP / DataParallel and ``torch.compile`` wrappers."""
+    """The model inside DDP, DataParallel, AveragedModel and ``torch.compile`` wrappers."""
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, AveragedModel)):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made this module, or ``module.compile()`` was called."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor was made under ``FakeTensorMode``: it has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 class ContentWatch(TorchDispatchMode):
@@ -77,6 +116,19 @@ class ContentWatch(TorchDispatchMode):
             indices = args[1] if func.name() == "aten::index.Tensor" else None
             masks = indices is None or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
             self.read_content = self.read_content or masks
+        return func(*args, **(kwargs or {}))
+
+
+class EqualRandomNumbers(TorchDispatchMode):
+    """Seeds the generators before each random operator: equal calls give equal numbers, in whatever order they run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.manual_seed(0)
         return func(*args, **(kwargs or {}))
 
 

@@ -6,6 +6,7 @@ mode that runs. Such a graph is not run itself: each mode runs the graph that :f
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import fx, nn
@@ -17,6 +18,11 @@ from fxqat.utils.node_meta import MODE
 def eval_or_train(in_eval: Any, in_training: Any) -> Any:
     """Stands in a graph for the first value in eval mode and for the second in training."""
     return in_eval
+
+
+def follows_mode(value: Any) -> bool:
+    """Whether an argument is False in eval mode and True in training, as ``self.training`` that forward passes on."""
+    return isinstance(value, fx.Node) and value.target is eval_or_train and value.args == (False, True)
 
 
 def nodes_only_in(graph: fx.Graph, training: bool) -> set[fx.Node]:
@@ -70,12 +76,7 @@ class TrainEvalGraphModule(fx.GraphModule):
         """Generate the code from the graph."""
         code = super().recompile()
         if differs_in_training(self.graph):
-            in_eval, in_training = (_forward_of(self.graph, training) for training in (False, True))
-
-            def forward(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-                return in_training(self, *args, **kwargs) if self.training else in_eval(self, *args, **kwargs)
-
-            type(self).forward = forward
+            type(self).forward = _forward_of_both(self.graph)
         return code
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,8 +101,28 @@ def from_calls(cls: type[fx.GraphModule], state: dict[str, Any], calls: list[Cal
     return result
 
 
+def _forward_of_both(graph: fx.Graph) -> Any:
+    """A forward that runs the code of the mode. Its parameters are written out: trainers read them by inspection."""
+    in_eval, in_training = (_forward_of(graph, training) for training in (False, True))
+    _, *parameters = [
+        p.replace(default=p.empty, annotation=p.empty) for p in inspect.signature(in_eval).parameters.values()
+    ]
+    given = ", ".join(f"{p}={p}" if p.kind == p.KEYWORD_ONLY else str(p) for p in parameters)
+    source = f"""
+def forward({", ".join(["self", *map(str, parameters)])}):
+    return _in_training(self, {given}) if self.training else _in_eval(self, {given})
+"""
+    forward = _run(source, {"_in_eval": in_eval, "_in_training": in_training})
+    forward.__defaults__, forward.__kwdefaults__ = in_eval.__defaults__, in_eval.__kwdefaults__
+    return forward
+
+
 def _forward_of(graph: fx.Graph, training: bool) -> Any:
     code = graph_of_mode(graph, training).python_code("self")
-    namespace = dict(code.globals)
-    exec(code.src, namespace)  # noqa: S102  how fx makes a forward of its code
+    return _run(code.src, dict(code.globals))
+
+
+def _run(source: str, namespace: dict[str, Any]) -> Any:
+    """The function ``forward`` that Python code defines."""
+    exec(source, namespace)  # noqa: S102  how fx makes a forward of its code
     return namespace["forward"]

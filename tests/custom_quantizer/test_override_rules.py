@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from fxqat import prepare_by_platform
 from fxqat.config.effective import effective_config
@@ -123,3 +124,33 @@ def test_a_layer_that_is_called_twice_has_one_weight(change):
     assert "match: {module: head}" in str(caught.value)
     gm = prepare_by_platform(Twice(), "TSQAT", {"overrides": [both]})
     assert len({row.weight for row in gm.quant_report if row.target == "head"}) == 1
+
+
+class Embedded(nn.Module):
+    """Reads a table of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, i):
+        return torch.softmax(self.fc(self.table(i)), -1)
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+@pytest.mark.parametrize("added", [{"additional_module_type": ["Embedding"]}, {"additional_node_name": ["table"]}])
+def test_the_table_of_an_embedding_cannot_be_added(backend, added):
+    with pytest.raises(
+        ConfigError, match="'table' is an embedding, and tables of embeddings are not quantized"
+    ) as caught:
+        prepare_by_platform(Embedded(), backend, {"extra_quantizer_dict": added})
+    assert next(iter(added)) in str(caught.value)
+
+
+def test_an_addition_without_effect_is_an_error():
+    added = {"extra_quantizer_dict": {"additional_node_name": ["softmax"]}}
+    veto = {"overrides": [{"match": {"node": "softmax"}, "output": None, "activation": None}]}
+    assert prepare_by_platform(Embedded(), "ONNXRuntime", added).quant_report.row("softmax").output
+    with pytest.raises(ConfigError, match="additional_node_name: 'softmax' has no effect"):
+        prepare_by_platform(Embedded(), "ONNXRuntime", added | veto)

@@ -123,8 +123,9 @@ def test_boxes_are_decoded_in_float_of_quantized_maps(head, backend):
 def test_exported_boxes_are_those_of_the_model(head, backend, tmp_path):
     _, gm = calibrated(head, backend)
     fxqat.convert_export(gm, (image(),), tmp_path / "model.onnx")
-    found = run_session(session(tmp_path / "model.onnx"), [image()])
-    torch.testing.assert_close(torch.from_numpy(found[0]), gm(image())[0].detach(), rtol=1e-4, atol=1e-3)
+    boxes, maps = (torch.from_numpy(array) for array in run_session(session(tmp_path / "model.onnx"), [image()]))
+    torch.testing.assert_close(boxes, gm(image())[0].detach(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(maps, gm(image())[1].detach(), rtol=1e-4, atol=1e-3)
 
 
 def test_the_anchors_of_decoded_boxes_stay_float():

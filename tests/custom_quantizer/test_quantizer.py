@@ -393,7 +393,7 @@ def attention_without_softmax(self, x):
         (lambda self, x: self.last(self.conv(x) ** 2), {"pow_1": [True]}),
         (lambda self, x: self.last((y := self.conv(x)) * y.log()), {"log": [False], "mul": [True, True]}),
         (lambda self, x: self.last(x / self.conv(x).abs().clamp_min(1e-6)), {"abs_1": [False], "clamp_min": [False]}),
-        (lambda self, x: self.last(x / self.conv(x).clamp(min=x)), {"clamp": [True, False], "truediv": [True, False]}),
+        (lambda self, x: self.last(x / self.conv(x).clamp(min=x)), {"clamp": [False, False], "truediv": [True, False]}),
         (lambda self, x: self.last(x / -self.conv(x)), {"neg": [False], "truediv": [True, False]}),
         (lambda self, x: self.last((self.conv(x) * self.other(x)).sqrt()), {"mul": [False, False], "sqrt": [False]}),
         (attention_without_softmax, {"getitem_1": [True], "getitem_2": [False], "truediv": [True, False]}),

@@ -6,6 +6,7 @@ from torch import nn
 
 from fxqat import prepare_by_platform
 from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
+from fxqat.custom_quantizer.float_reads import DECIDES
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.utils.fx_graph import called_module
 from tests.custom_quantizer.prepared_once import prepared_once
@@ -107,7 +108,7 @@ def test_sizes_indices_masks_and_buffers():
     assert reasons["mean"] == reasons["add_"] == "updates a buffer of the model: not part of the result"
     assert reasons["order"] == "tensor of the model; not a float tensor"
     assert reasons["argmax"] == "gives sizes, indices or booleans"
-    assert reasons["fc"] == "in the op table: computed in integers; only its size or indices are used"
+    assert reasons["fc"] == f"in the op table: computed in integers; {DECIDES}"
 
 
 def test_ops_without_a_rule():

@@ -1,16 +1,20 @@
 """What every fake-quant does: switches, parameters from the range, state."""
 
 import copy
+import io
 import pickle
+from collections.abc import Callable
 
 import pytest
+import safetensors.torch
 import torch
 
+from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
 from fxqat.scheme import QuantizeScheme
-from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_suitable
+from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant, make_suitable
 
 KINDS = pytest.mark.parametrize("kind", FAKE_QUANTIZES.values(), ids=list(FAKE_QUANTIZES))
 ANY_SCALE = pytest.mark.parametrize("kind", [kind for name, kind in FAKE_QUANTIZES.items() if name != "TQT"])
@@ -186,6 +190,74 @@ def test_switches_travel_with_the_state_dict(kind: type[FakeQuantizeBase]) -> No
     assert (twin.observer_enabled, twin.fake_quant_enabled) == (True, True)
     assert torch.equal(twin.scale, quant.scale)
     assert torch.equal(twin.observer.max_val, quant.observer.max_val)
+
+
+def averaged(state: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What training programs do with a state dict: a moving average in place."""
+    for name, value in state.items():
+        value.copy_(0.9998 * value + (1.0 - 0.9998) * other[name])
+    return state
+
+
+def saved_as_safetensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load(safetensors.torch.save({name: value.clone() for name, value in state.items()}))
+
+
+def saved_by_torch(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("switches", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda state: {name: value.clone() for name, value in state.items()},
+        lambda state: {name: value.detach().cpu() for name, value in state.items()},
+        lambda state: averaged(averaged({name: value.clone() for name, value in state.items()}, state), state),
+        lambda state: {name: sum([value, value, value]) / 3 for name, value in state.items()},
+        saved_as_safetensors,
+        saved_by_torch,
+    ],
+    ids=["clone", "cpu", "moving average", "mean", "safetensors", "torch.save"],
+)
+def test_the_state_dict_is_of_tensors_as_training_programs_expect(
+    used: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], switches: tuple[bool, bool]
+) -> None:
+    quant, twin = calibrate(make_fake_quant(), torch.randn(20)), make_fake_quant()
+    quant.observer_enabled, quant.fake_quant_enabled = switches
+    twin.observer_enabled, twin.fake_quant_enabled = (not switch for switch in switches)
+    state = quant.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+    twin.load_state_dict(used(state), strict=True)
+    assert (twin.observer_enabled, twin.fake_quant_enabled) == switches
+    torch.testing.assert_close(twin.scale, quant.scale)
+
+
+def test_writing_into_a_state_dict_does_not_switch() -> None:
+    quant = calibrate(make_fake_quant(), torch.randn(20))
+    quant.state_dict()["_extra_state"].zero_()
+    assert (quant.observer_enabled, quant.fake_quant_enabled) == (False, True)
+    assert type(quant.fake_quant_enabled) is bool
+
+
+def test_switches_saved_as_a_dict_are_read() -> None:
+    """The form of the first versions."""
+    quant = make_fake_quant()
+    quant.set_extra_state({"observer_enabled": True, "fake_quant_enabled": False})
+    assert (quant.observer_enabled, quant.fake_quant_enabled) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "state", [None, 3, {}, {"observer_enabled": True}, torch.zeros(3), torch.zeros(()), {"observer_enabled": 1}]
+)
+def test_a_damaged_extra_state_is_refused_and_switches_nothing(state: object) -> None:
+    quant = calibrate(make_fake_quant(), torch.randn(20))
+    with pytest.raises(CheckpointError, match="must be a tensor of shape"):
+        quant.set_extra_state(state)
+    assert (quant.observer_enabled, quant.fake_quant_enabled) == (False, True)
 
 
 @KINDS

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fxqat.fake_quantize.state import (
     named_fake_quants,
     require_calibrated,
 )
+from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, UINT8, make_fake_quant
 
@@ -112,6 +114,123 @@ def test_calibration_watches_and_does_not_round() -> None:
     assert (rounded - exact).abs().max() < 0.1
     disable_all(toy)
     assert torch.equal(toy(x), exact)
+
+
+CALIBRATIONS = pytest.mark.parametrize(
+    "function", [enable_calibration, enable_calibration_woquantization, enable_calibration_quantization]
+)
+
+
+def ranges(toy: nn.Module) -> list[torch.Tensor]:
+    """The range and the scale of both quantizers."""
+    quants = (toy.weight_quant, toy.act_quant)
+    return [t.clone() for q in quants for t in (q.observer.min_val, q.observer.max_val, q.scale, q.zero_point)]
+
+
+@CALIBRATIONS
+def test_calibrating_again_starts_anew(function: Callable[..., None]) -> None:
+    first, second = torch.randn(8, 4) * 50.0, torch.randn(8, 4)
+    toy, fresh = Toy(), Toy()
+    fresh.load_state_dict(toy.state_dict())
+    for x in (first, second):
+        function(toy)
+        toy(x)
+        function(toy)  # observers that are on go on
+        toy(x)
+        enable_quantization(toy)
+    function(fresh)
+    fresh(second)
+    fresh(second)
+    enable_quantization(fresh)
+    assert all(torch.equal(a, b) for a, b in zip(ranges(toy), ranges(fresh), strict=True))
+    assert toy.act_quant.observer.max_val < 10
+
+
+@CALIBRATIONS
+def test_calibrating_again_keeps_the_ranges_on_request(function: Callable[..., None]) -> None:
+    first, second = torch.randn(8, 4) * 50.0, torch.randn(8, 4)
+    toy, fresh = Toy(), Toy()
+    fresh.load_state_dict(toy.state_dict())
+    function(fresh)
+    for x in (first, second):
+        function(toy, keep=True)
+        toy(x)
+        enable_quantization(toy)
+        fresh(x)
+    assert all(torch.equal(a, b) for a, b in zip(ranges(toy), ranges(fresh), strict=True))
+    assert toy.act_quant.observer.max_val > 20
+
+
+@pytest.mark.parametrize(
+    "function",
+    [enable_all, enable_quantization, lambda toy: enable_quantization(toy, weight_cali_on=True, act_cali_on=True)],
+)
+def test_other_functions_keep_the_ranges(function: Callable[[nn.Module], None]) -> None:
+    toy = calibrated()
+    enable_quantization(toy)
+    before = ranges(toy)
+    function(toy)
+    assert all(torch.equal(a, b) for a, b in zip(ranges(toy), before, strict=True))
+    assert toy.act_quant.observer.has_seen_data()
+
+
+def test_one_kind_calibrated_after_the_other_keeps_its_range() -> None:
+    toy, x = calibrated(), torch.randn(8, 4)
+    enable_quantization(toy)
+    before = ranges(toy)
+    enable_calibration_woquantization(toy, ACTIVATION)
+    assert not toy.act_quant.observer.has_seen_data()
+    toy(x * 9)
+    enable_quantization(toy)
+    assert all(torch.equal(a, b) for a, b in zip(ranges(toy)[:4], before[:4], strict=True))
+    assert toy.act_quant.observer.max_val > before[5] * 2
+
+
+def test_a_fixed_range_stays_when_calibration_starts_anew() -> None:
+    scheme = QuantizeScheme(signed=False, symmetric=False, fixed_range=(0.0, 1.0))
+    model = nn.ModuleList([make_fake_quant(scheme)])
+    enable_calibration(model)
+    model[0](torch.randn(5))
+    assert (model[0].observer.min_val.item(), model[0].observer.max_val.item()) == (0.0, 1.0)
+    enable_quantization(model)
+    assert model[0].scale.item() == pytest.approx(1 / 255)
+
+
+def test_a_range_with_nan_is_forgotten_by_calibrating_again() -> None:
+    toy, x = Toy(), torch.randn(8, 4)
+    enable_calibration(toy)
+    toy(x * float("nan"))
+    with pytest.raises(CalibrationError, match="calibrate again"):
+        enable_quantization(toy)
+    enable_calibration(toy)
+    toy(x)
+    enable_quantization(toy)
+    assert toy.act_quant.observer.is_finite()
+    assert toy.act_quant.scale < 1
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_zeros_are_told_by_every_observer(observer: str, caplog: pytest.LogCaptureFixture) -> None:
+    scheme = replace(UINT8, scale_bits=1) if observer.startswith("PoT") else UINT8
+    model = nn.ModuleDict(
+        {
+            "zeros": make_fake_quant(scheme, observer=OBSERVERS[observer]),
+            "small": make_fake_quant(scheme, observer=OBSERVERS[observer]),
+            "huge": make_fake_quant(scheme, observer=OBSERVERS[observer]),
+            "weight": make_fake_quant(scheme, WEIGHT, observer=OBSERVERS[observer]),
+        }
+    )
+    enable_calibration(model)
+    x = torch.randn(50)
+    for name, values in {"zeros": x * 0, "small": x * 1e-6, "huge": x * 1e30, "weight": x * 0}.items():
+        model[name](values)
+    enable_quantization(model, act_cali_on=True)
+    assert caplog.messages == []
+    enable_quantization(model)
+    enable_quantization(model)
+    zeros, huge = caplog.messages
+    assert "1 of 3 fake-quants saw only zeros: zeros." in zeros
+    assert "values beyond 1e+10 reached 1 of 3 fake-quants: huge." in huge
 
 
 def test_quantization_freezes_the_ranges() -> None:

@@ -440,6 +440,24 @@ def test_a_changed_weight_is_observed_again(change: object) -> None:
     assert torch.any(qat.weight_fake_quant.observer.max_val > before * 1.5)
 
 
+@pytest.mark.parametrize("case", [CONV, GROUPED], ids=lambda case: case.name)
+@pytest.mark.parametrize("again", [True, False], ids=["train", "eval"])
+def test_statistics_that_training_changes_are_observed(case: LayerCase, again: bool) -> None:
+    """torch's BatchNorm does not count its updates of the statistics in the version of the tensor."""
+    qat, x = make_qat_layer(case).train(), layer_input(case)
+    qat.bn.momentum = 0.5
+    qat.weight_fake_quant.observer_enabled = True
+    qat(x)
+    before = qat.weight_fake_quant.observer.max_val.clone()
+    qat(x * 0.01)  # lowers the variances, after the weight is observed
+    qat.train(again)(x)
+    weight, _ = qat.folded() if not again else (None, None)
+    assert torch.any(qat.weight_fake_quant.observer.max_val > before * 1.2)
+    if weight is not None:
+        shown = weight.detach().amax([d for d in range(weight.dim()) if d != qat.op.axis])
+        assert torch.all(qat.weight_fake_quant.observer.max_val >= shown * (1 - 1e-6))
+
+
 def test_a_second_calibration_sees_a_weight_that_was_changed_through_data() -> None:
     qat, x = make_qat_layer(CONV).eval(), layer_input(CONV)
     enable_calibration(qat)

@@ -31,7 +31,8 @@ def results(rank: int) -> dict[str, Any]:
     """The results of this rank in each case; a process group is running."""
     return {
         "quantizers": _quantizers(rank),
-        "again": _calibrated_twice(rank),
+        "again": _calibrated_twice(rank, keep=True),
+        "anew": _calibrated_twice(rank, keep=False),
         "nan": _nan_on_one_rank(rank),
         "one_empty": _nothing_on_one_rank(rank),
     }
@@ -69,16 +70,16 @@ def _quantizers(rank: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _calibrated_twice(rank: int) -> dict[str, torch.Tensor]:
+def _calibrated_twice(rank: int, keep: bool) -> dict[str, torch.Tensor]:
     """The observers after two rounds of calibration, each on half of the batches, with an agreement after each."""
     quants = quantizers(WHOLE)
     for half in range(2):
-        enable_calibration(quants)
+        enable_calibration(quants, keep=keep)
         for batch in batches_of(rank):
             for quant in quants.values():
                 quant(batch[half::2] * (half + 1))
         enable_quantization(quants)
-    return {key: value for key, value in quants.state_dict().items() if isinstance(value, torch.Tensor)}
+    return quants.state_dict()
 
 
 def _nothing_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
@@ -90,7 +91,7 @@ def _nothing_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
         for quant in quants.values():
             quant(batch)
     enable_quantization(quants)
-    return {key: value for key, value in quants.state_dict().items() if isinstance(value, torch.Tensor)}
+    return quants.state_dict()
 
 
 def _nan_on_one_rank(rank: int) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """What all observers share: the empty range, per-channel ranges, odd inputs, and a state that can be saved."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +52,22 @@ def watch(observer: ObserverBase, data: list[torch.Tensor]) -> ObserverBase:
     for x in data:
         observer(x)
     return observer
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "made", [(PER_TENSOR,), (UINT8,), (PER_CHANNEL, 1, 6)], ids=["per tensor", "asymmetric", "per channel"]
+)
+def test_after_a_reset_an_observer_is_as_new(kind: Build, made: tuple[Any, ...]) -> None:
+    first, second = [x * 37.0 + 5.0 for x in batches(3, 6, 5)], batches(2, 6, 4)
+    observer, fresh = kind(*made), kind(*made)
+    watch(observer, [*first, torch.full((1, 6, 1), math.nan)])
+    assert observer.has_seen_data()
+    observer.reset()
+    assert_same_state(observer, fresh)
+    assert not observer.has_seen_data()
+    assert_same_state(watch(observer, second), watch(fresh, second))
+    assert observer.is_finite()
 
 
 def assert_same_state(first: ObserverBase, second: ObserverBase) -> None:

@@ -1,4 +1,4 @@
-"""Clamps: what ONNX Runtime's optimizer would drop before a narrow Q node is written so that it does not."""
+"""Clamps: what ONNX Runtime's optimizer would drop by mistake is written so that it does not."""
 
 import numpy as np
 import onnx
@@ -86,3 +86,63 @@ def test_others_stay_as_they_are(clamp: str, bounds: str, dtype: int, between: t
     before = ir.to_proto(model).SerializeToString()
     assert not WriteClamps()(model).modified
     assert ir.to_proto(model).SerializeToString() == before
+
+
+STEPS = np.linspace(-150, 150, 24, dtype=np.float32).reshape(1, 2, 3, 4)
+
+
+def tiny(scale: float, zero: int, dtype: type, low: float | None, high: float | None, operator: str = "Clip"):
+    """``y = dq(q(clamp(-x))) / scale``; the bounds are in steps from zero."""
+    held = {"scale": np.float32(scale), "zero": np.array(zero, dtype)}
+    held |= {name: np.float32(v * scale) for name, v in (("low", low), ("high", high)) if v is not None}
+    bounds = [name if name in held else "" for name in ("low", "high")] if operator == "Clip" else []
+    nodes = [
+        helper.make_node("Neg", ["x"], ["negative"]),
+        helper.make_node(operator, ["negative", *bounds], ["clamped"]),
+        helper.make_node("QuantizeLinear", ["clamped", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["dq"]),
+        helper.make_node("Div", ["dq", "scale"], ["y"]),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, X.shape) for name in ("x", "y")]
+    initializers = [numpy_helper.from_array(np.asarray(array), name) for name, array in held.items()]
+    graph = helper.make_graph(nodes, "graph", values[:1], values[1:], initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "dtype", "low", "high"),
+    [
+        (9e-10, 0, np.int8, 0.0, None),  # the ReLU6 of a model with tiny activations
+        (9e-10, 0, np.int8, 0.0, 6e9),
+        (1e-12, 0, np.int8, 0.0, 6e12),
+        (1e-10, 0, np.uint8, 0.0, 100.0),
+        (1e-10, -128, np.int8, 0.0, 100.0),
+        (1e-12, 0, np.int16, 0.0, 100.0),
+    ],
+)
+def test_a_clip_before_tiny_steps_is_kept(scale: float, zero: int, dtype: type, low, high, tmp_path) -> None:
+    given = tiny(scale, zero, dtype, low, high)
+    feeds = {"x": STEPS * np.float32(scale)}
+    expected = session(given).run(None, feeds)[0]
+    assert np.array_equal(expected.round(), np.clip(-STEPS, low, high).round().clip(None, np.iinfo(dtype).max - zero))
+    model = after(given, WriteClamps())
+    assert "Clip" not in node_types(model)
+    assert np.array_equal(session(model).run(None, feeds)[0], expected)
+    assert np.array_equal(session(model, tmp_path / "optimized.onnx").run(None, feeds)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "dtype", "low", "high", "operator"),
+    [
+        (1e-3, 0, np.int8, 0.0, 6e3, "Clip"),  # it cuts, and ONNX Runtime sees it
+        (9e-10, 0, np.uint8, 0.0, 6e9, "Clip"),  # it cuts nothing
+        (0.0235294122248888, 0, np.uint8, 0.0, 255.0 - 1e-6, "Clip"),  # it cuts less than half a step
+        (9e-10, 0, np.int8, None, None, "Relu"),  # ONNX Runtime compares integers here
+    ],
+)
+def test_a_clamp_that_the_optimizer_judges_rightly_stays(scale, zero, dtype, low, high, operator, tmp_path) -> None:
+    given = tiny(scale, zero, dtype, low, high, operator)
+    assert not WriteClamps()(ir.from_proto(given)).modified
+    feeds = {"x": STEPS * np.float32(scale)}
+    expected = session(given).run(None, feeds)[0]
+    assert np.array_equal(session(given, tmp_path / "optimized.onnx").run(None, feeds)[0], expected)

@@ -8,7 +8,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from fxqat.errors import ParityError
-from fxqat.onnx.name_tensors import NameTensors, tensors_of
+from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from tests.export_models import constants, run_session, session
 
@@ -189,3 +189,73 @@ def test_float_weights_and_clipping_bounds_are_named_too() -> None:
     names = set(constants(ir.to_proto(model)))
     assert named["lowered_0"].name == "head.weight"
     assert names == {"head.weight_float", "head.weight_low", "head.weight_scale", "head.weight_zero_point"}
+
+
+def test_a_value_that_two_tensors_are_keeps_the_first_name_and_the_other_gets_a_copy() -> None:
+    """``y[:, 0:3] + y[:, 0:3]`` of a y of 3 columns, after both slices are simplified away."""
+    nodes = [
+        *pair("x", "lowered_0", "a"),
+        *pair("a", "lowered_1", "b"),
+        *pair("a", "lowered_2", "c"),
+        *pair("x", "lowered_3", "d"),
+        helper.make_node("Sum", ["b", "c", "d"], ["y"]),
+    ]
+    paths = [f"lowered_{number}" for number in range(4)]
+    model = model_of(nodes, {k: v for path in paths for k, v in parameters(path).items()}, "y")
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    expected = run_session(session(ir.to_proto(model)), [x])[0]
+    records = zip(paths, ["x", "getitem", "getitem_1", "again"], strict=True)
+    named = name_tensors(model, {path: record(name) for path, name in records})
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    read = [node.input[0] for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    assert read == [tensor.name for tensor in named.values()] == ["x", "getitem", "getitem_1", "again"]
+    copies = [(node.input[0], node.output[0]) for node in proto.graph.node if node.op_type == "Identity"]
+    assert copies == [("getitem", "getitem_1"), ("x", "again")]
+    assert np.array_equal(run_session(session(proto), [x])[0], expected)
+
+
+def test_a_stored_tensor_that_is_quantized_again_keeps_its_name() -> None:
+    held = parameters("lowered_0") | parameters("lowered_1") | {"lowered_0.integers": np.eye(3, dtype=np.int8)[:2]}
+    nodes = [
+        helper.make_node("DequantizeLinear", ["lowered_0.integers", "lowered_0.scale", "lowered_0.zero_point"], ["a"]),
+        *pair("a", "lowered_1", "b"),
+        helper.make_node("Add", ["x", "b"], ["y"]),
+    ]
+    model = model_of(nodes, held, "y")
+    named = name_tensors(model, {"lowered_0": record("head.weight", "weight"), "lowered_1": record("act")})
+    assert [tensor.name for tensor in named.values()] == ["head.weight", "act"]
+    names = [output for node in ir.to_proto(model).graph.node for output in node.output]
+    assert names == ["head.weight", "act", "act_quantized", "act_dequantized", "y"]
+
+
+def test_float_tensors_of_the_model_give_way() -> None:
+    """A float parameter ``head.weight`` and one ``x_scale`` beside the quantized ``head.weight`` and ``x``."""
+    model, tensors = typical()
+    graph = model.graph
+    for name in ("head.weight", "x_scale"):
+        value = ir.Value(name=name, const_value=ir.tensor(np.ones(3, np.float32), name=name))
+        graph.register_initializer(value)
+        last = graph.node(-1)
+        added = ir.node("Add", [last.inputs[0], value])
+        graph.insert_before(last, added)
+        last.replace_input_with(0, added.outputs[0])
+    named = name_tensors(model, tensors)
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    assert [tensor.name for tensor in named.values()] == ["x", "head.weight", "head"]
+    assert {"head.weight_value", "x_scale", "x_scale_1"} <= set(constants(proto))
+    assert constants(proto)["x_scale"].shape == (3,)
+
+
+def test_only_a_tensor_without_values_may_be_missing() -> None:
+    """``cat([x, p])`` of a parameter p without rows: Simplify drops p."""
+    nodes = [*pair("p", "lowered_0", "a"), helper.make_node("Concat", ["x", "a"], ["y"], axis=0)]
+    model = model_of(nodes, parameters("lowered_0") | {"p": np.zeros((0, 3), np.float32)}, "y")
+    tensors = {"lowered_0": record("p"), "lowered_1": record("lost")}
+    empty = empty_tensors(model, tensors)
+    assert empty == {"lowered_0"}
+    dropped = model_of([helper.make_node("Relu", ["x"], ["y"])], {}, "y")
+    with pytest.raises(ParityError, match="^lost: quantized"):
+        NameTensors(tensors, empty)(dropped)
+    assert tensors_of(NameTensors({"lowered_0": record("p")}, empty)(dropped).model) == {}

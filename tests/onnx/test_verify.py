@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from fxqat.errors import ExportError
-from fxqat.onnx.verify import OutputParity, ParityCertificate, Shares, TensorParity, verify
+from fxqat.errors import ExportError, ParityError
+from fxqat.onnx import ort_runs
+from fxqat.onnx.output_parity import OutputParity
+from fxqat.onnx.selections import SelectionParity
+from fxqat.onnx.verify import ParityCertificate, Shares, TensorParity, verify
 
 SCALES = {"x": 0.25, "mid": 0.5, "late": 1.0}
 ROWS, COLUMNS = 100, 10
@@ -204,7 +208,7 @@ def test_saturated_integers_are_compared_without_wrapping_around() -> None:
 
 
 @pytest.mark.parametrize(("noise", "passed"), [(0.0, True), (0.01, True), (3.0, False)])
-def test_an_output_passes_by_its_cosine(noise: float, passed: bool) -> None:
+def test_an_output_passes_by_its_error(noise: float, passed: bool) -> None:
     x, integers, y = truth()
     wrong = y + noise * np.random.default_rng(1).standard_normal(y.shape).astype(np.float32)
     certificate = verify(chain(), [x], integers, [wrong])
@@ -253,9 +257,11 @@ def test_it_prints_as_a_table_and_is_json() -> None:
     assert "0.6000%" in row
     assert "FAILED" in row
     assert "FAILED" not in next(line for line in lines if line.startswith("| x "))
-    assert lines[-1].startswith("output y: cosine 1.0000000 step by step, 1.0000000 end to end (largest difference 0)")
+    assert lines[-1].startswith(
+        "output y: error 0 and cosine 1.0000000 step by step, cosine 1.0000000 end to end (larg"
+    )
     data = json.loads(json.dumps(certificate.as_json()))
-    assert (data["format"], data["version"], data["passed"]) == ("fxqat.parity", 1, False)
+    assert (data["format"], data["version"], data["passed"]) == ("fxqat.parity", 2, False)
     assert data["tensors"][1]["step"] == {"off_by_1": 0.006, "off_by_2_plus": 0.0, "ties": 0.0}
 
 
@@ -293,9 +299,52 @@ def test_the_rules_for_a_tensor(step: Shares, free: Shares, is_first: bool, pass
 
 def test_the_certificate_passes_only_if_all_of_it_does() -> None:
     good = TensorParity("t", 10_000, Shares(0, 0), Shares(0, 0), True)
-    output = OutputParity("y", 1.0, 1.0, 0.0, 1.0)
-    certificate = ParityCertificate((good,), (output,), 0.0, None, "1")
+    output = OutputParity("y", 0.0, 0, 1.0, 1.0, 0.0, 1.0, 1.0)
+    selection = SelectionParity("places", 10, 3, 0)
+    certificate = ParityCertificate((good,), (output,), 0.0, None, "1", (selection,))
     assert certificate.passed
     assert not replace(certificate, tensors=(good, replace(good, step=Shares(0, 1.0)))).passed
-    assert not replace(certificate, outputs=(replace(output, step_cosine=0.99),)).passed
+    assert not replace(certificate, outputs=(replace(output, step_error=0.015),)).passed
+    assert not replace(certificate, outputs=(replace(output, step_mismatches=1),)).passed
+    assert not replace(certificate, selections=(replace(selection, wrong=1),)).passed
     assert replace(certificate, outputs=(replace(output, cosine_optimized=0.5),)).passed  # for information only
+    assert replace(certificate, second_batch=certificate).passed
+    assert not replace(
+        certificate, second_batch=replace(certificate, outputs=(replace(output, step_error=1.0),))
+    ).passed
+
+
+@pytest.mark.parametrize(("change", "said"), [(0.995, None), (0.98, "cosine 0.9800"), (None, None)])
+def test_an_output_that_the_optimizer_changes_is_told(change: float | None, said: str | None) -> None:
+    output = OutputParity("y", 0.0, 0, 1.0, 1.0, 0.0, 1.0, change)
+    warnings = ParityCertificate((), (output,), 0.0, None, "1.32").warnings()
+    assert len(warnings) == int(said is not None)
+    assert all(said in text and "output y" in text and "1.32" in text for text in warnings)
+
+
+def test_an_optimizer_that_fails_is_in_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that a user of a default session gets."""
+    real = ort_runs.open_session
+
+    def open_session(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int | None = None):
+        if level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL:
+            raise RuntimeError("[ONNXRuntimeError] : 10 : INVALID_GRAPH")
+        return real(model, level, threads)
+
+    monkeypatch.setattr(ort_runs, "open_session", open_session)
+    certificate = certify()
+    assert certificate.passed
+    assert certificate.outputs[0].cosine_optimized is None
+    assert certificate.outputs[0].optimized_change is None
+    assert "INVALID_GRAPH" in str(certificate.optimized_error)
+    assert "INVALID_GRAPH" in str(certificate)
+    assert "INVALID_GRAPH" in json.loads(json.dumps(certificate.as_json()))["optimized_error"]
+    (warning,) = certificate.warnings()
+    assert "default optimization level" in warning
+    assert "INVALID_GRAPH" in warning
+
+
+def test_an_output_of_another_shape_is_a_parity_error() -> None:
+    x, integers, y = truth()
+    with pytest.raises(ParityError, match=r"output y: .* shape \(100, 10\), the model \(50, 10\)"):
+        verify(chain(), [x], integers, [y[:50]])

@@ -593,7 +593,8 @@ TABLE: tuple[Case, ...] = (
         x.max(1)[0]
         x.max(dim=-1, keepdim=True).values
     """, elsewhere=TUPLE),
-    both(45, "max_dim", "torch.max(x, 1)", kind="tokens", last="r[0] + r[1].float()", elsewhere=UNREAD),
+    # its indices are read: they are those of float values
+    case(45, "max_dim", "torch.max(x, 1)", kind="tokens", last="r[0] + r[1].float()", status="float"),
     case(45, "maximum", """
         torch.max(x, y)
         torch.max(x, other=y)

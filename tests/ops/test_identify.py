@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxqat.nn.fused import FusedLayer
 from fxqat.ops import families
-from fxqat.ops.identify import identify, identify_module, op_named
+from fxqat.ops.identify import identify, identify_module, op_named, works_in_place
 from fxqat.ops.table import OPS, UNKNOWN
 
 
@@ -142,6 +142,8 @@ def test_a_fused_layer_is_the_op_of_its_layer():
         (lambda x, y: F.pad(x, (1, 1), mode="reflect"), families.PASS_THROUGH),
         (lambda x, y: F.pad(x, (1, 1), "constant", 1.5), families.OPAQUE),
         (lambda x, y: F.pad(x, (1, 1), value=-1), families.OPAQUE),
+        (lambda x, y: torch.constant_pad_nd(x, (1, 1)), families.PASS_THROUGH),
+        (lambda x, y: torch.constant_pad_nd(x, (1, 1), 5.0), families.OPAQUE),
         (lambda x, y: F.interpolate(x, scale_factor=2), families.PASS_THROUGH),
         (lambda x, y: F.interpolate(x, None, 2, "nearest-exact"), families.PASS_THROUGH),
         (lambda x, y: F.interpolate(x, scale_factor=2, mode="bilinear"), families.RESIZE),
@@ -173,3 +175,35 @@ def test_the_family_follows_the_settings_of_a_module(module, family):
     node = next(node for node in graph.nodes if node.op == "call_module")
     assert identify(node).family == family
     assert identify(next(iter(graph.nodes))) is UNKNOWN
+
+
+def call_of(function, *arguments, **options):
+    """A node that calls a function with a placeholder and these arguments, in the order that they are given in."""
+    graph = fx.Graph()
+    return graph.call_function(function, (graph.placeholder("x"), *arguments), options)
+
+
+def by_default(x, inplace=True):
+    return x.relu_() if inplace else x.relu()
+
+
+@pytest.mark.parametrize(
+    ("node", "in_place"),
+    [
+        (call_of(torch.rrelu, 0.1, 0.3, True), False),
+        (call_of(F.rrelu, 0.1, 0.3, True), False),
+        (call_of(F.rrelu, 0.1, 0.3, False, True), True),
+        (call_of(F.rrelu, 0.1, 0.3, True, inplace=True), True),
+        (call_of(F.relu, True), True),
+        (call_of(F.relu), False),
+        (call_of(F.softmax, True), False),
+        (call_of(F.dropout, 0.5, True), False),
+        (call_of(F.dropout, 0.5, True, True), True),
+        (call_of(by_default), True),
+        (call_of(by_default, False), False),
+        (call_of(torch.relu_), True),
+    ],
+    ids=lambda value: str(getattr(value, "args", value)),
+)
+def test_in_place_is_what_the_signature_calls_in_place(node, in_place):
+    assert works_in_place(node) is in_place

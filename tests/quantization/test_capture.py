@@ -24,7 +24,8 @@ def quantizers(gm):
 @pytest.mark.parametrize("name", TOYS)
 def test_every_value_is_captured_within_its_range(name, backend):
     gm = calibrated(name, backend)
-    integers, outputs = capture(gm, inputs(name))
+    captured = capture(gm, inputs(name))
+    integers, outputs = captured.integers, captured.outputs
     quants = quantizers(gm)
     assert set(integers) == set(quants)
     for key, values in integers.items():
@@ -39,7 +40,8 @@ def test_every_value_is_captured_within_its_range(name, backend):
 def test_the_integers_are_those_of_the_formula():
     gm = calibrated("conv_bn_relu", "Experimental")
     (x,) = inputs("conv_bn_relu")
-    integers, outputs = capture(gm, (x,))
+    captured = capture(gm, (x,))
+    integers, outputs = captured.integers, captured.outputs
     for name, tensor in (("x", x), ("fc", torch.from_numpy(outputs[0]))):
         scale, zero_point = (value.numpy() for value in quantizers(gm)[name].qparams())
         expected = np.clip(np.rint(tensor.numpy() / scale) + zero_point, 0, 255)
@@ -49,7 +51,7 @@ def test_the_integers_are_those_of_the_formula():
 
 def test_values_on_the_grid_are_copies():
     gm = calibrated("slices")
-    integers, _ = capture(gm, inputs("slices"))
+    integers = capture(gm, inputs("slices")).integers
     assert np.array_equal(integers["getitem"], integers["conv1"][:, :4])
     assert np.array_equal(integers["cat"][:, :2], integers["conv2"][:, :2])
     assert np.array_equal(integers["getitem_6"], integers["getitem_5"].reshape(4, 8, 64).transpose(0, 2, 1)[:, ::2])

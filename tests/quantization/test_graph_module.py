@@ -1,16 +1,20 @@
 """The prepared model is copied, pickled and saved like any module, and computes the same bits afterwards."""
 
 import copy
+import inspect
 import io
 import pickle
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
 
 from fxqat import disable_all, prepare_by_platform
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import TOYS, build, calibrate, calibrated, inputs, prepared
 
@@ -147,3 +151,116 @@ def test_the_state_dict_names_every_tensor_once(name):
     twice = [paths for paths in names.values() if len(paths) > 1]
     assert twice == ([["encoder.weight", "decoder.weight"]] if name == "tied_weights" else [])
     assert {path for path, _ in tensors} <= set(gm.state_dict())
+
+
+class Arguments(nn.Module):
+    """Optional arguments; in training, ``two_modes`` adds an output."""
+
+    def __init__(self, two_modes):
+        super().__init__()
+        self.two_modes = two_modes
+        self.first, self.last, self.auxiliary = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, mask=None, scale=1.0, flag=False):
+        y = self.first(x) * scale
+        if mask is not None:
+            y = y * mask
+        if self.two_modes and self.training:
+            return self.last(y), self.auxiliary(y)
+        return self.last(y)
+
+
+class Variadic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, *xs, scale=1.0, shift):
+        return self.layer(xs[0] + xs[1]) * scale + shift
+
+
+X, MASK = torch.randn(2, 4), torch.rand(2, 4)
+SIGNATURES = {
+    "no example inputs": (None, {}, "(x, mask=None, scale=1.0, flag=False)"),
+    "one argument given": ((X,), {}, "(x)"),
+    "another value than the default given": ((X, MASK), {}, "(x, mask)"),
+    "the default given": ((X, MASK, 1.0), {}, "(x, mask, scale=1.0)"),
+    "the default given, and another value behind": ((X, MASK, 1.0, True), {}, "(x, mask, scale, flag)"),
+    "the default is of another type": ((X, MASK, 1), {}, "(x, mask, scale)"),
+    "one argument left out": ((X, None, 1.0), {}, "(x, scale=1.0)"),
+    "concrete_args": (None, {"concrete_args": {"mask": None}}, "(x, scale=1.0, flag=False)"),
+}
+
+
+def parameters(model):
+    """The signature of forward, without annotations."""
+    found = inspect.signature(model.forward).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=p.empty) for p in found]))
+
+
+@pytest.mark.parametrize("case", SIGNATURES)
+def test_forward_has_the_arguments_of_the_users_forward(case):
+    example, config, expected = SIGNATURES[case]
+    for two_modes in (False,) if example is None else (False, True):  # without them, a graph has one mode
+        gm = prepare_by_platform(Arguments(two_modes), "TSQAT", config, example_inputs=example)
+        assert parameters(gm) == expected
+        gm.recompile()
+        assert parameters(gm) == expected
+
+
+def test_arguments_behind_a_variadic_one_are_given_by_name():
+    model = Variadic()
+    gm = prepare_by_platform(model, "TSQAT")
+    assert parameters(gm) == "(*xs, scale=1.0, shift)"
+    torch.testing.assert_close(gm(X, MASK, shift=1.0), model(X, MASK, shift=1.0))
+    torch.testing.assert_close(gm(X, MASK, shift=1.0, scale=2.0), model(X, MASK, shift=1.0, scale=2.0))
+
+
+WRAPPERS = COPIES | {
+    "itself": lambda gm: gm,
+    "DataParallel": DataParallel,
+    "compiled": lambda gm: torch.compile(gm, fullgraph=True, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.parametrize("training", [False, True])
+def test_arguments_by_name_and_wrong_arguments(how, training):
+    model = Arguments(two_modes=True)
+    gm = WRAPPERS[how](prepare_by_platform(model, "TSQAT", example_inputs=(X, MASK, 1.0))).train(training)
+    model.train(training)
+    for args, kwargs in (((), {"mask": MASK, "x": X}), ((X,), {"mask": MASK, "scale": 2.0}), ((X, MASK, 3.0), {})):
+        expected, actual = model(*args, **kwargs), gm(*args, **kwargs)
+        assert type(actual) is type(expected) is (tuple if training else torch.Tensor)
+        for a, b in zip(flatten_tensors(actual), flatten_tensors(expected), strict=True):
+            torch.testing.assert_close(a, b)
+    if how == "compiled":
+        return  # the compiler raises an error of its own
+    for args, kwargs, message in (
+        ((X,), {}, "missing 1 required positional argument: 'mask'"),
+        ((X, MASK), {"masks": MASK}, "unexpected keyword argument 'masks'"),
+        ((X, MASK), {"x": X}, "multiple values for argument 'x'"),
+        ((X, MASK, 1.0, False), {}, "takes from 3 to 4 positional arguments but 5 were given"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            gm(*args, **kwargs)
+
+
+def test_a_model_of_two_modes_can_be_exported_by_name():
+    gm = prepare_by_platform(Arguments(two_modes=True).eval(), "TSQAT", example_inputs=(X, MASK))
+    with torch.no_grad():
+        program = torch.export.export(gm, (X,), {"mask": MASK})
+        torch.testing.assert_close(program.module()(X, mask=MASK), gm(X, MASK))
+
+
+def test_a_prepared_model_inside_another_module_is_named():
+    class Task(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = prepared("conv_bn_relu")
+
+    with pytest.raises(ExportError, match=r"returned, got Task\. It holds one: pass its 'model'"):
+        prepared_model(Task(), ExportError)
+    for other in (nn.Linear(2, 2), None):
+        with pytest.raises(ExportError, match="returned, got (Linear|NoneType)$"):
+            prepared_model(other, ExportError)

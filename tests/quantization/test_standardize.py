@@ -141,6 +141,45 @@ def test_functional_dropout_follows_the_mode(name):
             assert torch.equal(gm(x), x) == (not mode)
 
 
+class Overwriting(nn.Module):
+    """Overwrites a value in place and reads it afterwards."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        y = x * 2
+        z = self.function(y, self.training)
+        return z + 3 * y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y, training: F.dropout(y, 0.5, training, True),
+        lambda y, training: F.dropout2d(y, 0.5, training, inplace=True),
+        lambda y, training: F.dropout(y, 0.5, True, True),
+        lambda y, training: F.rrelu(y, 0.1, 0.3, True, True),
+        lambda y, training: torch.rrelu(y, 0.1, 0.3, True),
+        lambda y, training: F.celu(y, 1.5, True),
+        lambda y, training: F.relu(input=y, inplace=True),
+        lambda y, training: torch.relu_(input=y),
+        lambda y, training: y.mul_(other=y),
+    ],
+)
+def test_a_value_is_overwritten_where_the_call_says_so(function):
+    model, x = Overwriting(function), torch.randn(4, 8, 2, 2)
+    for training in (True, False):
+        gm = standardized(model.train(training))
+        for mode in (True, False):
+            torch.manual_seed(0)
+            expected = model.train(mode)(x.clone())
+            torch.manual_seed(0)
+            torch.testing.assert_close(gm.train(mode)(x.clone()), expected, rtol=0, atol=0)
+        assert not any(getattr(module, "inplace", False) for module in modules_called(gm))
+
+
 def test_dropout_that_is_always_on_stays_so():
     class Always(nn.Module):
         def forward(self, x):

@@ -136,9 +136,81 @@ def test_the_message_names_module_line_and_remedy():
     number = start + next(i for i, line in enumerate(lines) if "x.sum()" in line)
     assert "in module: body.1" in message
     assert f"{__file__}:{number}: if x.sum() > 0:" in message
-    assert "leaf_module" in message
-    assert "concrete_args" in message
+    assert "keep that module whole and float with untraceable='leaf'" in message
+    assert "{'leaf_module': ['body.1']}" in message
     assert isinstance(caught.value.__cause__, fx.proxy.TraceError)
+
+
+class Sum(nn.Module):
+    """Branches on tensor values in its own forward."""
+
+    def forward(self, x, scale=1.0):
+        return x if x.sum() > 0 else x * scale
+
+
+class Stop(fx.Tracer):
+    """A tracer that raises."""
+
+    def trace(self, root, concrete_args=None):
+        raise ValueError("stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedies"),
+    [
+        ({}, "pass example_inputs, so that sizes are known while tracing; or fix an argument of forward (scale)"),
+        (
+            {"example_inputs": (torch.ones(2),)},
+            "fix an argument of forward (scale) with 'concrete_args'; or pass a cus",
+        ),
+        (
+            {"concrete_args": {"scale": 2.0}},
+            "pass example_inputs, so that sizes are known while tracing; or pass a cus",
+        ),
+        ({"example_inputs": (torch.ones(2),), "concrete_args": {"scale": 2.0}}, "pass a custom_tracer; or move that"),
+        ({"custom_tracer": Stop()}, "fix an argument of forward (scale) with 'concrete_args'; or move that line"),
+    ],
+)
+def test_the_remedy_is_not_what_was_already_done(options, remedies):
+    with pytest.raises(TraceError) as caught:
+        trace(Sum(), **options)
+    assert f"Remedy: {remedies}" in str(caught.value)
+    assert "leaf_module" not in str(caught.value)
+
+
+class KVCache:
+    """An object that a graph cannot hold."""
+
+
+class Decoder(nn.Module):
+    """Returns such an object unless an argument switches it off."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None, use_cache=True):
+        return (self.fc(x), KVCache()) if use_cache else (self.fc(x),)
+
+
+def test_an_output_that_a_graph_cannot_hold_names_its_type_and_the_argument_that_switches_it_off():
+    x = torch.ones(2, 4)
+    with pytest.raises(TraceError) as caught:
+        trace(Decoder(), example_inputs=(x,))
+    assert f"a graph cannot hold a value of the type {__name__}.KVCache" in str(caught.value)
+    assert "switch it off with prepare_custom_config_dict={'concrete_args': {'use_cache': False}}" in str(caught.value)
+    (output,) = trace(Decoder(), example_inputs=(x,), concrete_args={"use_cache": False}).gm(x)
+    assert output.shape == (2, 4)
+
+
+def test_without_an_argument_of_that_name_all_optional_ones_are_named():
+    class Other(Decoder):
+        def forward(self, x, mask=None, caching=True):
+            return super().forward(x, mask, caching)
+
+    with pytest.raises(TraceError, match="cannot hold a value of the type") as caught:
+        trace(Other(), example_inputs=(torch.ones(2, 4),))
+    assert "switch it off by an argument of forward (mask, caching) with 'concrete_args'" in str(caught.value)
 
 
 def test_a_failure_in_the_models_own_forward_is_named_too():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, TrainingFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.train_eval_graph import follows_mode
 
 
 class Recorder:
@@ -52,10 +53,16 @@ def image(recorder):
 
 def test_rank_and_type_need_no_node(recorder, image):
     assert (image.ndim, image.dim(), image.dtype, image.is_floating_point()) == (3, 3, torch.float32, True)
-    assert image.requires_grad is False
     assert image.is_cuda is False
     assert recorder.forced == []
     assert len(recorder.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("name", ["requires_grad", "grad_fn", "is_leaf"])
+def test_whether_gradients_are_computed_is_not_known(image, name):
+    with pytest.raises(DataDependent, match=f"reads {name} of x0"):
+        getattr(image, name)
+    assert image.dtype is torch.float32
 
 
 def test_sizes_are_proxies_and_arithmetic_on_them_is_not_forced(recorder, image):
@@ -95,13 +102,19 @@ def test_numbers_that_depend_on_no_size_are_not_recorded(recorder):
     assert recorder.forced == []
 
 
-def test_the_length_of_a_tensor_is_recorded_and_that_of_a_list_is_not(recorder, image):
+def test_the_lengths_of_tensors_and_of_lists_among_the_inputs_are_recorded(recorder, image):
     pair = recorder.input([torch.zeros(1), torch.zeros(2)])
     assert len(pair) == 2
-    assert [item.fxqat_value.data.numel() for item in pair] == [1, 2]
-    assert recorder.forced == []
-    assert len(image) == 2
     assert recorder.forced == [2]
+    assert [item.fxqat_value.data.numel() for item in pair] == [1, 2]
+    named = recorder.input({"a": torch.zeros(1)})
+    assert "a" in named
+    assert recorder.forced == [2, 2, ["a"]]
+    chunks = recorder.create_proxy("call_method", "chunk", (image, 2), {})
+    assert len(chunks) == 2
+    assert recorder.forced == [2, 2, ["a"]]
+    assert len(image) == 2
+    assert recorder.forced == [2, 2, ["a"], 2]
 
 
 def test_iterating_over_a_tensor_gives_its_rows(recorder, image):
@@ -216,7 +229,7 @@ def test_proxies_in_structures(recorder, image):
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_training_flag_is_passed_on_as_false_and_reports_a_branch(seen):
+def test_a_training_flag_is_passed_on_as_a_node_and_reports_a_branch(seen):
     asked = []
 
     def decide():
@@ -224,7 +237,9 @@ def test_a_training_flag_is_passed_on_as_false_and_reports_a_branch(seen):
         return seen
 
     flag = TrainingFlag(decide)
-    assert flag.__fx_create_arg__(fx.Tracer()) is False
+    tracer = fx.Tracer()
+    tracer.graph = fx.Graph()
+    assert follows_mode(flag.__fx_create_arg__(tracer))
     assert asked == []
     assert bool(flag) is seen
     assert asked == [1]

@@ -94,7 +94,7 @@ def test_a_forced_number_is_reported_with_file_and_line():
     number = start + next(i for i, line in enumerate(lines) if "range(" in line)
     assert forced.value == 4
     assert forced.source == f"{inspect.getsourcefile(model)}:{number}"
-    assert f"size fixed at 4: {forced.source}" in str(gm.quant_report)
+    assert f"fixed at 4: {forced.expression} ({forced.source})" in str(gm.quant_report)
 
 
 def test_a_number_that_is_the_same_line_twice_is_reported_once():

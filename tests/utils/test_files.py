@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fxqat.errors import CheckpointError, ExportError, FxqatError
-from fxqat.utils.files import atomic_path, check_writable
+from fxqat.utils.files import atomic_path, check_distinct, check_writable
 
 
 def names(folder: Path) -> list[str]:
@@ -87,3 +87,39 @@ def test_checking_writes_nothing_and_keeps_what_is_there(tmp_path: Path) -> None
     target.write_text("old")
     check_writable(target, ExportError)
     assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_the_file_it_points_to_is_replaced(exists: bool, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    real, link = tmp_path / "store" / "1.json", tmp_path / "latest.json"
+    link.symlink_to("store/1.json")
+    if exists:
+        real.write_text("old")
+    check_writable(link, ExportError)
+    with atomic_path(link, ExportError) as temporary:
+        temporary.write_text("new")
+        assert temporary.parent == real.parent
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert (names(tmp_path), names(real.parent)) == (["latest.json", "store"], ["1.json"])
+
+
+def test_a_link_into_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "latest.json"
+    link.symlink_to("missing/1.json")
+    with pytest.raises(ExportError, match="cannot write"):
+        check_writable(link, ExportError)
+    assert names(tmp_path) == ["latest.json"]
+
+
+def test_equal_paths_are_found_through_links_and_relative_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("link").symlink_to("folder")
+    check_distinct({"a": "x", "b": None, "c": "folder/x", "d": None}, ExportError)
+    for one, other in (("x", tmp_path / "x"), ("folder/x", "link/x"), ("x", "folder/../x")):
+        with pytest.raises(ExportError, match="first and second are the same file"):
+            check_distinct({"first": one, "none": None, "second": other}, ExportError)

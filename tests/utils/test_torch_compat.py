@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from fxqat.utils.torch_compat import tensor_version, unwrap
 
@@ -42,6 +43,12 @@ def test_wrappers_are_taken_off(wrap: object) -> None:
     model = nn.Linear(2, 2)
     assert unwrap(wrap(model)) is model
     assert unwrap(model) is model
+
+
+def test_the_copy_in_an_averaged_model_is_found() -> None:
+    averaged = AveragedModel(nn.Linear(2, 2))
+    assert unwrap(averaged) is averaged.module
+    assert unwrap(torch.compile(averaged)) is averaged.module
 
 
 def test_a_model_with_a_part_called_module_is_no_wrapper() -> None:

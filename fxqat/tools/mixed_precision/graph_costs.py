@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
-from fxqat.ops.identify import identify
+from fxqat.ops.identify import identify, operands
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
 from fxqat.tools.mixed_precision.units import eval_graph
@@ -75,7 +75,7 @@ def _unit_of(bank: WidthBank, value: object) -> str | None:
             return next(unit.name for unit in bank.units.values() if unit.path == value.target)
         if not _moves(value):
             return None
-        value = value.args[0]
+        value = next(iter(operands(value, identify(value))), None)
     return None
 
 
@@ -115,9 +115,9 @@ class _Multiplications(_Run):
             return super().run_node(n)
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        weight = f"{n.target}.weight" if is_layer else _unit_of(self.bank, n.args[1])
-        factors = weight, _unit_of(self.bank, n.args[0])
-        self.found.append((factors, counter.get_total_flops() / 2 / self.samples))
+        units = [_unit_of(self.bank, value) for value in operands(n, identify(n)) if isinstance(value, fx.Node)]
+        first, second = [f"{n.target}.weight", *units] if is_layer else (*units, None)[:2]
+        self.found.append(((first, second), counter.get_total_flops() / 2 / self.samples))
         return result
 
 

@@ -156,12 +156,12 @@ def _watching(gm: QuantGraphModule, watch: Callable[[str, Tensor], None], rounde
 @contextmanager
 def switches_kept(gm: QuantGraphModule) -> Iterator[None]:
     """Restore the switches of all fake-quants after the block."""
-    before = [(quant, quant.get_extra_state()) for _, quant in named_fake_quants(gm)]
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(gm)]
     try:
         yield
     finally:
-        for quant, state in before:
-            quant.set_extra_state(state)
+        for quant, *switches in before:
+            quant.observer_enabled, quant.fake_quant_enabled = switches
 
 
 def _add_all(comparison: Comparison, expected: Any, found: Any) -> None:

@@ -16,6 +16,36 @@ def test_bit_operations_of_a_sample(bank, batches):
     assert bit_operations(bank, (batches[0][:1],)) == bit_operations(bank, (batches[0],))
 
 
+class Product(nn.Module):
+    """A product of two values, in one of its spellings."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.product = product
+
+    def forward(self, x):
+        return self.product(self.a(x), torch.flatten(input=self.b(x), start_dim=1))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a, b: torch.matmul(a, b.t()),
+        lambda a, b: torch.matmul(a, other=b.t()),
+        lambda a, b: torch.matmul(input=a, other=b.t()),
+        lambda a, b: torch.einsum("ik,jk->ij", a, b),
+    ],
+)
+def test_both_factors_of_a_product_count_however_they_are_given(product):
+    x = torch.randn(3, 6)
+    bank = WidthBank(Product(product).eval(), [x], (8,), (2, 8))
+    widths = dict.fromkeys(bank.units, 8) | {"a": 2}
+    cost = bit_operations(bank, (x,))
+    assert cost.of(widths) == pytest.approx((2 * 6 * 4 * 8 * 8) + 3 * 4 * 2 * 8)
+    assert cost.of(widths | {"a": 8}) == pytest.approx((2 * 6 * 4 * 8 * 8) + 3 * 4 * 8 * 8)
+
+
 def test_an_activation_function_is_computed_with_its_input():
     class Residual(nn.Module):
         def __init__(self):

@@ -1,0 +1,65 @@
+"""The example inputs of ``prepare_by_platform``, in the forms that people have, as arguments in order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxqat.errors import ConfigError
+from fxqat.utils.batches import described
+from fxqat.utils.nearest_name import nearest
+
+
+def inputs_in_order(
+    model: nn.Module, example_inputs: Any, fixed: Collection[str] | None = None
+) -> tuple[Any, ...] | None:
+    """The example inputs as positional arguments of a model's forward, None if there are none.
+
+    * A tensor is the first argument.
+    * A tuple or list holds the arguments in order.
+    * A mapping (a dict, the output of a tokenizer) holds them by name.
+
+    Args:
+        model: the float model.
+        example_inputs: what the user gave.
+        fixed: arguments that have a value already (``concrete_args``).
+
+    Returns:
+        The arguments in order, without those in ``fixed``; None stands for one that is left out.
+
+    Raises:
+        ConfigError: they have another form, or a mapping does not fit forward.
+    """
+    if example_inputs is None:
+        return None
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,)
+    if not isinstance(example_inputs, (tuple, list, Mapping)) or not example_inputs:
+        raise ConfigError(
+            "example_inputs must be a tensor, a non-empty tuple of inputs, or a dict of the arguments of forward by "
+            f"name, got {example_inputs!r}"
+        )
+    if isinstance(example_inputs, Mapping):
+        return _by_name(model, example_inputs, fixed or ())
+    return tuple(example_inputs)
+
+
+def _by_name(model: nn.Module, given: Mapping[str, Any], fixed: Collection[str]) -> tuple[Any, ...]:
+    """The values of a mapping in the order of forward's arguments, up to the last that is given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    free = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in fixed]
+    names = [p.name for p in free]
+    where = f"example_inputs {described(given)} do not fit forward({', '.join(names)}) of {type(model).__name__}"
+    for name in given:
+        if name in fixed:
+            raise ConfigError(f"{where}: {name!r} has a value in concrete_args already; give it in one of the two")
+        if name not in names:
+            raise ConfigError(f"{where}: it has no positional argument {name!r}; {nearest(name, names)}")
+    missing = [p.name for p in free if p.default is p.empty and p.name not in given]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} is missing")
+    last = max(names.index(name) for name in given)
+    return tuple(given.get(name) for name in names[: last + 1])

@@ -1,0 +1,94 @@
+"""Indices that a sort or a maximum selects: which of two equal values comes first is not defined.
+
+Step by step, the readers of TopK (also of a sort), ArgMax and ArgMin get the indices of the fake-quant model, as the
+readers of a quantized tensor get its integers. The indices themselves are judged by the values that they select: an
+index may differ if both values are equal, up to ``TIE_VALUES`` of the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+TIE_VALUES = 1e-5
+INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}
+"""Which output of each operator has the indices."""
+
+DATA = ":data"
+"""Ending of a copy of the tensor that is selected from."""
+
+
+@dataclass(frozen=True)
+class SelectionParity:
+    """The indices of one sort or maximum, step by step.
+
+    Args:
+        name: name of the indices in the file.
+        size: number of indices.
+        ties: how many differ, but select an equal value.
+        wrong: how many select another value.
+    """
+
+    name: str
+    size: int
+    ties: int
+    wrong: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether every index selects the value that it should."""
+        return self.wrong == 0
+
+
+def indices_of(node: onnx.NodeProto) -> str:
+    """The name of the indices that a node selects, empty if it selects none or no one reads them."""
+    place = INDICES.get(node.op_type, len(node.output))
+    return str(node.output[place]) if place < len(node.output) else ""
+
+
+def match_selections(model: onnx.ModelProto, given: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+    """The indices of the fake-quant model, by their names in the file.
+
+    An operator of which the file has more or fewer nodes than the model made calls is left out: its indices are then
+    compared like any integers.
+
+    Args:
+        model: the exported model.
+        given: indices in the order of the calls, by the operator's type.
+    """
+    found: dict[str, np.ndarray] = {}
+    for kind, arrays in given.items():
+        nodes = [node for node in model.graph.node if node.op_type == kind]
+        if len(nodes) == len(arrays):
+            pairs = zip(nodes, arrays, strict=True)
+            found |= {name: array for node, array in pairs if (name := indices_of(node))}
+    return found
+
+
+def compare_selection(
+    node: onnx.NodeProto, data: np.ndarray, found: np.ndarray, expected: np.ndarray
+) -> SelectionParity:
+    """Compare the indices of a node by the values that they select.
+
+    Args:
+        node: the node.
+        data: what it selects from.
+        found: the indices of the file.
+        expected: the indices of the fake-quant model.
+    """
+    name, differs = indices_of(node), found != expected
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    axis = attributes.get("axis", -1 if node.op_type == "TopK" else 0)
+    if node.op_type != "TopK" and not attributes.get("keepdims", 1):
+        found, expected = (np.expand_dims(indices, axis) for indices in (found, expected))
+    if not differs.any():
+        return SelectionParity(name, expected.size, 0, 0)
+    a, b = (np.take_along_axis(data, indices, axis).astype(np.float64) for indices in (found, expected))
+    finite = np.abs(data[np.isfinite(data)]).max(initial=0.0)
+    with np.errstate(invalid="ignore"):  # equal infinities
+        same = (a == b) | (np.abs(a - b) <= TIE_VALUES * finite) | (np.isnan(a) & np.isnan(b))
+    wrong = int((~same).sum())
+    return SelectionParity(name, expected.size, int(differs.sum()) - wrong, wrong)

@@ -1,0 +1,99 @@
+"""Where two models begin to differ: the first module whose value the prepared model does not compute."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxqat.fake_quantize.state import all_off
+from fxqat.nn.fused import FusedLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.perturbed_inputs import Arguments
+from fxqat.utils.contexts import buffers_kept, equal_random_numbers, hooked, in_mode
+from fxqat.utils.fx_graph import called_module, module_path
+from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.train_eval_graph import graph_of_mode
+
+TOLERANCE = 1e-3
+"""Relative to the largest value."""
+
+
+@torch.no_grad()
+def first_difference(prepared: QuantGraphModule, model: nn.Module, inputs: Arguments, float_inputs: Arguments) -> str:
+    """Where the models begin to differ in eval mode, in words; empty if that is not found.
+
+    Args:
+        prepared: the prepared model.
+        model: the float model, with the same weights.
+        inputs: positional and keyword arguments of the prepared model.
+        float_inputs: those of the float model.
+    """
+    expected: list[tuple[str, list[Tensor]]] = []
+    paths = {module: path for path, module in model.named_modules()}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        expected.append((paths[module], [tensor.clone() for tensor in flatten_tensors(output)]))
+
+    try:
+        with (
+            buffers_kept(model),
+            in_mode(model, False),
+            hooked(paths, keep),
+            equal_random_numbers(),
+        ):
+            model(*copy.deepcopy(float_inputs[0]), **copy.deepcopy(float_inputs[1]))
+        computed = _computed(prepared, inputs)
+    except Exception:  # noqa: BLE001  the difference may be an error
+        return ""
+    for path, tensors in expected:
+        values = computed.get(path)
+        if path and values is not None and tensors and not any(_are_close(tensors, value) for value in values):
+            return f"; they begin to differ in {path!r} ({type(model.get_submodule(path)).__name__})"
+    return "; they begin to differ in the forward of the model itself"
+
+
+def _computed(prepared: QuantGraphModule, inputs: Arguments) -> dict[str, list[list[Tensor]]]:
+    """The values that the prepared model computes inside each module, by the path of the module.
+
+    A layer that was fused with the modules after it does not compute the value of its own module: it is left out.
+    """
+    result: dict[str, list[list[Tensor]]] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            tensors = [tensor.clone() for tensor in flatten_tensors(value)]
+            module = called_module(n)
+            is_fused = isinstance(module, (QATLayer, FusedLayer)) and (module.bn or module.activation)
+            owners = module_path(n).split(".")
+            for length in range(1, len(owners) + (not is_fused)):
+                result.setdefault(".".join(owners[:length]), []).append(tensors)
+            return value
+
+    graph = fx.GraphModule(prepared, graph_of_mode(prepared.graph, training=False))
+    with (
+        all_off(prepared),
+        buffers_kept(prepared),
+        in_mode(prepared, False),
+        equal_random_numbers(),
+    ):
+        args, kwargs = copy.deepcopy(inputs)
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+        Recorder(graph).run(*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+    return result
+
+
+def _are_close(expected: list[Tensor], found: list[Tensor]) -> bool:
+    if len(expected) != len(found):
+        return False
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return False
+        limit = TOLERANCE * float(torch.nan_to_num(a.double().abs(), nan=0.0, posinf=0.0).max()) if a.numel() else 0.0
+        if not torch.allclose(a.double(), b.double(), rtol=TOLERANCE, atol=limit, equal_nan=True):
+            return False
+    return True

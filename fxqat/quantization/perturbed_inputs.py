@@ -1,0 +1,77 @@
+"""Further inputs for a model, made of given ones: of other values, and of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxqat.utils.node_meta import INFINITE_INPUT
+from fxqat.utils.tensors import flatten_tensors, map_tensors
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+SHARE = 0.7
+"""How much of its old value a number keeps."""
+
+
+def of_other_values(inputs: Arguments) -> Arguments:
+    """Inputs of the same sizes with other values.
+
+    Samples change places. Float values become smaller, with noise; what is not negative, or within 0 and 1, stays so.
+    Integers and booleans change places within a sample. Masks with infinities stay as they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or not tensor.numel() or tensor.is_complex():
+            return tensor
+        if not tensor.is_floating_point():
+            return tensor.flip(0, -1) if tensor.dim() > 1 else tensor.flip(0)
+        low, high = (float(value) for value in torch.aminmax(tensor.detach()))
+        if not (abs(low) < INFINITE_INPUT and abs(high) < INFINITE_INPUT):
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+        spread = float(tensor.detach().float().std()) if tensor.numel() > 1 else 0.0
+        result = SHARE * tensor.detach().flip(0) + (1 - SHARE) * (spread or 1.0) * noise
+        result = result.abs() if low >= 0 else result
+        return result.clamp(max=1.0) if low >= 0 and high <= 1 else result
+
+    args, kwargs = inputs
+    return map_tensors(args, changed), map_tensors(kwargs, changed)
+
+
+def larger(inputs: Arguments) -> Arguments:
+    """Inputs with one more item in each list, or without lists with one more sample in the batch; copies of the last.
+
+    The batch is the first dimension of the first tensor; a tensor of another size there stays as it is.
+    """
+    if any(isinstance(value, list) for value in _nested(inputs)):
+        return tuple(_longer(value) for value in inputs[0]), _longer(inputs[1])
+    batch = next((tensor.shape[0] for tensor in flatten_tensors(inputs) if tensor.dim()), None)
+    if batch is None:
+        return inputs
+
+    def with_one_more(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and tensor.shape[0] == batch else tensor
+
+    return map_tensors(inputs[0], with_one_more), map_tensors(inputs[1], with_one_more)
+
+
+def _longer(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _longer(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*value, *value[-1:]]
+    return value
+
+
+def _nested(value: Any) -> list[Any]:
+    """A value and the items in it."""
+    items = (
+        list(value.values()) if isinstance(value, Mapping) else list(value) if isinstance(value, (tuple, list)) else []
+    )
+    return [value, *(found for item in items for found in _nested(item))]

@@ -1,0 +1,417 @@
+"""Sameness: the prepared model, its fake-quants off, computes what the float model computes.
+
+Both run on the same inputs, with the same random numbers, four times at most:
+
+1. in eval mode, on the given inputs;
+2. in eval mode, on inputs with other values;
+3. in eval mode, on a larger batch, or with one more item in the lists among the inputs;
+4. in training, with one backward pass: outputs, the gradients of all parameters, and the buffers afterwards.
+
+What the float model cannot run itself is left out. Models of many layers with random weights can magnify the rounding
+of a float32 sum without bound. So a difference counts only if it is larger than what a change of the last digits of
+inputs and weights does to the float model, or if it remains in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fxqat.errors import TraceError
+from fxqat.fake_quantize.state import all_off
+from fxqat.quantization.first_difference import first_difference
+from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
+from fxqat.quantization.perturbed_inputs import Arguments, larger, of_other_values
+from fxqat.utils.contexts import buffers_kept, equal_random_numbers, in_mode, without_fast_path
+from fxqat.utils.tensors import flatten_tensors, map_tensors
+
+TOLERANCE = 1e-3
+"""Of outputs and buffers, relative to each value and to the largest value of its tensor."""
+
+GRADIENT_TOLERANCE = 1e-2
+"""Of gradients, relative to the largest value of the parameter's gradient."""
+
+GRADIENT_FLOOR = 1e-5
+"""Gradients that are smaller than this share of the largest of all are rounding (a bias before BatchNorm)."""
+
+MAGNIFIED = 50.0
+"""How many times larger than the effect of the last digits a difference may be and still be rounding."""
+
+COUNTER = "num_batches_tracked"
+"""A buffer that does not count where a BatchNorm with its own forward became a plain one."""
+
+REMEDY = (
+    "Its forward may take another branch than while tracing, keep state outside of buffers, or overwrite part of a "
+    "tensor through a view. Keep the module that does it whole with prepare_custom_config_dict={'leaf_module': "
+    "[its path]}, or fix the argument that decides with 'concrete_args'. check='quick' compares in eval mode on the "
+    "given inputs only."
+)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The float model, to compare with.
+
+    Args:
+        model: a copy of the float model; its parameters and buffers are replaced by those of the prepared model.
+        arguments: its arguments, from those of the prepared model.
+        trains: whether training is compared: not if the model is for calibration only, freezes its BatchNorms or is
+            known to compute something else in training.
+    """
+
+    model: nn.Module
+    arguments: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+    trains: bool = True
+
+
+class Values(NamedTuple):
+    """What one run computes: tensors by what they are."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def compare_with_float(
+    prepared: QuantGraphModule,
+    model: nn.Module,
+    inputs: tuple[Any, ...] | None,
+    concrete_args: Mapping[str, Any],
+    check: str,
+    trains: bool,
+) -> None:
+    """Compare a prepared model with its float model now, or at its first call, and note the result in its report.
+
+    Args:
+        prepared: the prepared model.
+        model: the float model, see :class:`Reference`.
+        inputs: example inputs of the float model, None for an argument that is left out; without inputs the models are
+            compared at the first call of the prepared one.
+        concrete_args: arguments that the user fixed to a value: the prepared model does not have them.
+        check: as for :func:`check_sameness`.
+        trains: see :class:`Reference`.
+
+    Raises:
+        TraceError: the models differ.
+    """
+    names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
+    by_name = inputs is None and not any(name.startswith("*") for name in names)
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        if by_name:
+            return (), {**dict(zip(names, args, strict=False)), **kwargs, **concrete_args}
+        rest = iter(args)
+        given = args if inputs is None else tuple(None if value is None else next(rest) for value in inputs)
+        return given, {**kwargs, **concrete_args}
+
+    reference = Reference(model, arguments, trains)
+    if inputs is None:
+        prepared.register_forward_pre_hook(FirstCallCheck(reference, check), with_kwargs=True)
+        return
+    given = tuple(value for value in inputs if value is not None)
+    lines = check_sameness(prepared, reference, (given, {}), check)
+    prepared.provenance.report = replace(prepared.quant_report, sameness=tuple(lines))
+
+
+def check_sameness(
+    prepared: QuantGraphModule, reference: Reference, inputs: Arguments, check: str = "full", strict: bool = True
+) -> list[str]:
+    """Compare a prepared model with its float model; neither is changed.
+
+    Args:
+        prepared: the prepared model, in any state.
+        reference: the float model.
+        inputs: arguments of the prepared model.
+        check: ``"full"``: all four runs; ``"quick"``: the first.
+        strict: raise also where only training differs, instead of a warning.
+
+    Returns:
+        What was compared and what differs, a line each.
+
+    Raises:
+        TraceError: the models compute something else in run 1 or 2, or in 4.
+    """
+    runs = _Runs(prepared, reference)
+    found = [runs.require("on the given inputs", inputs)]
+    if check == "full":
+        found.append(runs.require("on inputs with other values", of_other_values(inputs)))
+        found.append(runs.report("on inputs of another size", larger(inputs)))
+        if reference.trains:
+            judge = runs.require if strict else runs.report
+            found.append(judge("in training", inputs, training=True))
+    return [line for line in found if line]
+
+
+class FirstCallCheck:
+    """A forward pre-hook that compares a model that was prepared without example inputs, at its first call.
+
+    Copies of the model, and the model that unpickling gives, do not compare.
+
+    Args:
+        reference: the float model; None: there is nothing to compare.
+        check: as for :func:`check_sameness`.
+    """
+
+    fxqat_internal = True
+
+    def __init__(self, reference: Reference | None = None, check: str = "full") -> None:
+        self.reference, self.check = reference, check
+
+    def __call__(self, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare if the inputs are ordinary tensors, and never again."""
+        tensors = flatten_tensors((args, kwargs))
+        ordinary = all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
+        if self.reference is None or torch.compiler.is_compiling() or not tensors or not ordinary:
+            return
+        reference, self.reference = self.reference, None
+        assert isinstance(prepared, QuantGraphModule)
+        with torch.inference_mode(False):
+            inputs = map_tensors(args, _ordinary), map_tensors(kwargs, _ordinary)
+        lines = check_sameness(prepared, reference, inputs, self.check, strict=False)
+        report = prepared.provenance.report
+        prepared.provenance.report = replace(report, sameness=tuple(lines))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FirstCallCheck:
+        return FirstCallCheck()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FirstCallCheck, ()
+
+
+class _Runs:
+    """Runs both models on the same inputs and judges their values."""
+
+    def __init__(self, prepared: QuantGraphModule, reference: Reference) -> None:
+        self.prepared, self.reference = prepared, reference
+        self.name = type(reference.model).__name__
+        self.comparable = True
+        self.parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
+
+    def require(self, where: str, inputs: Arguments, training: bool = False) -> str:
+        """Compare, and raise :class:`TraceError` for a difference."""
+        problem = self._difference(inputs, training)
+        if problem:
+            raise TraceError(f"the traced {self.name} computes something else than the model {where}: {problem}")
+        return "" if problem is None else f"equal to the model {where}"
+
+    def report(self, where: str, inputs: Arguments, training: bool = False) -> str:
+        """Compare, and log a difference as a warning."""
+        problem = self._difference(inputs, training)
+        if not problem:
+            return "" if problem is None else f"equal to the model {where}"
+        line = f"computes something else than the model {where}: {problem}"
+        logging.getLogger("fxqat").warning("the prepared %s %s", self.name, line)
+        return line
+
+    def _difference(self, inputs: Arguments, training: bool) -> str | None:
+        """What differs; empty if nothing does, None if the models cannot be compared on these inputs."""
+        if not self.comparable:
+            return None
+        try:
+            expected = self._run_float(inputs, training)
+        except Exception as error:  # noqa: BLE001  a model may raise anything
+            bigger = larger(inputs)  # a batch of 1 may be too small for BatchNorm
+            too_small = training and "more than 1 value per channel" in str(error) and _sizes(bigger) != _sizes(inputs)
+            return self._difference(bigger, training) if too_small else None
+        try:
+            found = self._run_prepared(self.prepared, inputs, training)
+        except Exception as error:  # noqa: BLE001
+            line = next(iter(str(error).splitlines()), "")
+            return f"it raises {type(error).__name__}: {line}. {REMEDY}"
+        different = _different(expected, found)
+        if not different:
+            return ""
+        if _different(expected, self._run_float(inputs, training)):
+            return f"the model itself gives other values when it is called again: it keeps state. {REMEDY}"
+        if self._is_rounding(expected, found, different, inputs, training):
+            return "" if self.comparable else None
+        begins = ""
+        if not training:
+            begins = first_difference(self.prepared, self.reference.model, inputs, self._arguments(inputs))
+        return f"{_words(different)}{begins}. {REMEDY}"
+
+    def _is_rounding(
+        self, expected: Values, found: Values, different: list[str], inputs: Arguments, training: bool
+    ) -> bool:
+        """Whether the last digits of inputs and weights change the float model's own values as much."""
+        try:
+            moved = self._run_float(map_tensors(inputs, _last_digits), training, _last_digits)
+            effect, difference = _distances(expected, moved), _distances(expected, found)
+            if any(difference[name] > MAGNIFIED * effect[name] for name in different):
+                return False
+            wide_inputs, wide = map_tensors(inputs, _wide), copy.deepcopy(self.prepared).double()
+            exact = self._run_float(wide_inputs, training, _wide)
+            if not _different(exact, self._run_prepared(wide, wide_inputs, training)):
+                return True
+            moved = self._run_float(map_tensors(wide_inputs, _last_digits), training, lambda t: _last_digits(_wide(t)))
+            if not _different(exact, moved):
+                return False
+        except Exception:  # noqa: BLE001  not every model runs in float64
+            return False
+        logging.getLogger("fxqat").warning(
+            "%s: the prepared model could not be compared with the model: even in float64 the model's own values "
+            "change with the last digit of its inputs and weights (random weights?)",
+            self.name,
+        )
+        self.comparable = False
+        return True
+
+    def _arguments(self, inputs: Arguments) -> Arguments:
+        return self.reference.arguments(*copy.deepcopy(inputs))
+
+    def _run_float(
+        self, inputs: Arguments, training: bool, change: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Values:
+        model, state = self.reference.model, _leaves(float_tensors(self.prepared), change)
+        args, kwargs = self._arguments(inputs)
+        with buffers_kept(model), in_mode(model, training), _comparable(training):
+            outputs = functional_call(model, state, args, kwargs)
+            gradients = _gradients(outputs, state.values(), training)
+        return self._values(outputs, state, lambda t: gradients.get(id(t), torch.zeros_like(t)), training)
+
+    def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
+        args, kwargs = copy.deepcopy(inputs)
+        with all_off(prepared), buffers_kept(prepared), in_mode(prepared, training), _comparable(training):
+            outputs = prepared(*args, **kwargs)
+            gradients = _gradients(outputs, prepared.parameters(), training)
+            by_name = float_tensors(prepared, lambda t: gradients.get(id(t), torch.zeros_like(t)))
+            state = float_tensors(prepared)
+            return self._values(outputs, state, lambda t: t, training, by_name)
+
+    def _values(
+        self,
+        outputs: Any,
+        state: Mapping[str, Tensor],
+        gradient: Callable[[Tensor], Tensor],
+        training: bool,
+        gradients: Mapping[str, Tensor] | None = None,
+    ) -> Values:
+        """The values of a run, detached; after training with gradients and buffers."""
+        tensors = {f"output {number}": tensor.detach() for number, tensor in enumerate(flatten_tensors(outputs))}
+        if not training:
+            return Values(tensors, {}, {})
+        trained = [name for name in sorted(self.parameters & state.keys()) if state[name].requires_grad]
+        found = gradients if gradients is not None else {name: gradient(state[name]) for name in trained}
+        buffers = {name: tensor for name, tensor in state.items() if name not in self.parameters}
+        buffers = {name: tensor for name, tensor in buffers.items() if not name.endswith(COUNTER)}
+        return Values(
+            tensors,
+            {f"the gradient of {name}": found[name].detach() for name in trained},
+            {f"buffer {name}": tensor.detach().clone() for name, tensor in buffers.items()},
+        )
+
+
+def _gradients(outputs: Any, leaves: Iterable[Tensor], training: bool) -> dict[int, Tensor]:
+    """The gradient of each leaf that has one, by its ``id``; in the loss each output value has its own weight."""
+    losses = [_weighted_sum(tensor) for tensor in flatten_tensors(outputs) if training and tensor.requires_grad]
+    trained = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
+    if not losses or not trained:
+        return {}
+    found = torch.autograd.grad(torch.stack(losses).sum(), trained, allow_unused=True)
+    return {id(leaf): gradient for leaf, gradient in zip(trained, found, strict=True) if gradient is not None}
+
+
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """A loss in which each value has a weight of its own, in float64."""
+    weights = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device).add_(1).cos_()
+    values = tensor.abs() if tensor.is_complex() else tensor
+    return (torch.where(values.isfinite(), values, 0.0).double().reshape(-1) * weights).sum()
+
+
+def _leaves(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors, changed; tensors that are one stay one."""
+    copies: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = change(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _different(expected: Values, found: Values) -> list[str]:
+    """The names of the tensors that differ."""
+    if expected.outputs.keys() != found.outputs.keys():
+        return [f"{len(found.outputs)} instead of {len(expected.outputs)} output tensors"]
+    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    exact, other = expected.outputs | expected.buffers, found.outputs | found.buffers
+    result = [name for name in exact if not _is_close(exact[name], other[name], TOLERANCE, 0.0)]
+    floor = GRADIENT_FLOOR * largest
+    for name, gradient in expected.gradients.items():
+        if not _is_close(gradient, found.gradients[name], GRADIENT_TOLERANCE, floor):
+            result.append(name)
+    return result
+
+
+def _is_close(a: Tensor, b: Tensor, tolerance: float, floor: float) -> bool:
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
+        return False
+    if a.is_meta or not a.numel():
+        return True
+    if a.is_floating_point() or a.is_complex():
+        tolerance = max(tolerance, 8 * torch.finfo(a.dtype).eps)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    limit = tolerance * float(torch.nan_to_num(x.abs(), nan=0.0, posinf=0.0).max()) + floor
+    return torch.allclose(y, x, rtol=tolerance, atol=limit, equal_nan=True)
+
+
+def _distances(expected: Values, found: Values) -> dict[str, float]:
+    """The largest difference of each tensor, infinite if it has another shape."""
+    result: dict[str, float] = {}
+    for part, other in zip(expected, found, strict=True):
+        for name, tensor in part.items():
+            same = name in other and tensor.shape == other[name].shape
+            gap = (tensor.double() - other[name].double()).abs() if same and not tensor.is_complex() else None
+            result[name] = (
+                math.inf if gap is None else float(torch.nan_to_num(gap, nan=0.0).max()) if gap.numel() else 0.0
+            )
+    return result
+
+
+def _last_digits(tensor: Tensor) -> Tensor:
+    """A tensor with other last digits."""
+    if not tensor.is_floating_point():
+        return tensor
+    step = 4 * torch.finfo(tensor.dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device, tensor.dtype)
+    return tensor * (1 + step * noise)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """A copy that autograd can work with, even of a tensor of inference mode."""
+    return tensor.detach().clone()
+
+
+def _sizes(inputs: Arguments) -> list[torch.Size]:
+    return [tensor.shape for tensor in flatten_tensors(inputs)]
+
+
+@contextmanager
+def _comparable(training: bool) -> Iterator[None]:
+    """Gradients in training only, no mixed precision, equal random numbers, and a random state that is restored."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(training))
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(without_fast_path())
+        stack.enter_context(equal_random_numbers())
+        yield
+
+
+def _words(different: list[str], limit: int = 3) -> str:
+    rest = f" and {len(different) - limit} more" if len(different) > limit else ""
+    return ", ".join(different[:limit]) + rest + (" differs" if len(different) == 1 else " differ")

@@ -1,0 +1,75 @@
+"""State that forward keeps in Python, outside of parameters and buffers: it is no part of the graph."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import fx, nn
+
+from fxqat.errors import TraceError
+
+PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
+
+
+@contextmanager
+def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
+    """Restore the plain attributes of all modules, and Python's and numpy's random numbers, after the block.
+
+    Args:
+        root: the model that is traced in the block.
+
+    Yields:
+        What changed, a line each; filled at the end of the block.
+
+    Raises:
+        TraceError: an attribute holds a value of the trace: forward keeps a tensor for its next call.
+    """
+    changes: list[str] = []
+    before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield changes
+    finally:
+        after = _attributes(root)
+        for (path, name), value in before.items():
+            if not _equal(after.get((path, name), value), value):
+                changes.append(f"forward changes {f'{path}.' if path else ''}{name}")
+                vars(root.get_submodule(path))[name] = value
+        if random.getstate() != of_python or repr(np.random.get_state(legacy=False)) != repr(of_numpy):
+            changes.append("forward draws random numbers of Python or numpy")
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+    for path, module in root.named_modules():
+        held = {**vars(module), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
+        for name, value in held.items():
+            if isinstance(value, fx.Proxy) or any(isinstance(item, fx.Proxy) for item in _items(value)):
+                raise TraceError(
+                    f"forward assigns a tensor to {f'{path}.' if path else ''}{name}, which the graph cannot hold. "
+                    "Give example_inputs: with them, buffers that forward assigns are updated as in the model."
+                )
+
+
+def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:
+    inner = vars(nn.Module())
+    return {
+        (path, name): value
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if name not in inner and isinstance(value, PLAIN)
+    }
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001  a tuple of arrays or tensors has no truth value
+        return a is b
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else []
