@@ -9,6 +9,7 @@ function.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -103,6 +104,17 @@ def require_calibrated(model: nn.Module) -> None:
             "Start with the first: look for NaN in the calibration data and for overflow in the float model, then "
             "prepare the model again."
         )
+
+
+@contextmanager
+def switches_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the switches of all fake-quants after the block."""
+    before = [(quant, quant.get_extra_state()) for _, quant in named_fake_quants(model)]
+    try:
+        yield
+    finally:
+        for quant, state in before:
+            quant.set_extra_state(state)
 
 
 def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.tools.profiling.compare import Comparison, decibels
+from fxqat.utils.compare import Comparison, decibels
 
 
 def test_measures_follow_the_formulas():
