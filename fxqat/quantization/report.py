@@ -30,6 +30,7 @@ class ReportRow:
         group: number of the sharing group of its value, None if float.
         reason: why this node is quantized, shares a scale, or stays float.
         source: file and line in the model's code.
+        overridable: ``"activation"`` and ``"output"``, where an override can leave these float.
     """
 
     node: str
@@ -41,6 +42,7 @@ class ReportRow:
     group: int | None
     reason: str
     source: str
+    overridable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def build_report(
                 group=found.value.group if found.value else None,
                 reason=found.reason,
                 source=line_of_node(node),
+                overridable=found.overridable,
             )
         )
     return QuantReport(backend, tuple(rows), leaves=leaves, forced=forced, eval_only=eval_only)
