@@ -41,6 +41,17 @@ def test_extreme_values(x, y, cosine, sqnr):
     assert found.sqnr == pytest.approx(sqnr, abs=1e-6)
 
 
+def test_values_that_are_not_finite():
+    comparison = Comparison()
+    comparison.add(torch.tensor([3.0, 4.0, math.nan, -math.inf]), torch.tensor([3.0, 4.5, 1.0, math.nan]))
+    found = comparison.difference()
+    assert found.sqnr == pytest.approx(20.0)
+    assert found.max_error == 0.5
+    comparison.add(torch.ones(1), torch.tensor([math.inf]))
+    assert comparison.difference().sqnr == -120
+    assert comparison.difference().cosine < 0.3
+
+
 def test_channels_that_are_dead_and_lost():
     torch.manual_seed(0)
     x = torch.randn(4, 5, 6) * torch.tensor([1.0, 0.01, 0.0, 300.0, 1.0])[:, None]
