@@ -13,13 +13,21 @@ from tqdm import tqdm
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_calibration
+from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.utils.batches import check_batches, described, forward_of, read_batch
 from fxqat.utils.contexts import eval_mode
+from fxqat.utils.tensors import map_tensors
 from fxqat.utils.torch_compat import unwrap
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None = None, progress: bool = True) -> int:
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    max_batches: int | None = None,
+    progress: bool = True,
+    compare: bool = True,
+) -> int:
     """Run batches through a prepared model while its observers watch, in eval mode and without gradients.
 
     Afterwards observers and fake-quants are off, and every module is in the mode that it was in:
@@ -33,6 +41,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None 
             has arguments, as of a DataLoader of ``(x, y)``, or the keys ``label``, ``labels``, ``target``, ``targets``.
         max_batches: at most so many; None for all.
         progress: show a progress bar if the output is a terminal.
+        compare: afterwards, compare the quantized model with the float model on the first batch, a copy of which is
+            kept until then; see :func:`fxqat.compare_with_float`. The result is ``gm.quantization_noise``.
 
     Returns:
         The number of batches that were used.
@@ -57,18 +67,23 @@ def calibrate(model: nn.Module, batches: Iterable[Any], max_batches: int | None 
     total = min(filter(None, (length_hint(batches), max_batches)), default=None)
     bar = tqdm(islice(batches, max_batches), "calibrate", total, leave=False, disable=None if progress else True)
     count = 0
+    kept: tuple[Any, ...] | None = None
     with eval_mode(gm):
         for batch in bar:
-            _run(gm, batch, f"calibrate, batch {count}")
+            inputs = read_batch(gm, batch, f"calibrate, batch {count}")
+            if compare and kept is None:
+                kept = map_tensors(inputs, torch.clone)
+            _run(gm, inputs, batch, f"calibrate, batch {count}")
             count += 1
     if not count:
         raise ConfigError("calibrate: needs at least one batch of inputs")
     disable_all(model)
+    if kept is not None:
+        compare_if_possible(gm, kept, "calibrate")
     return count
 
 
-def _run(gm: nn.Module, batch: Any, where: str) -> None:
-    inputs = read_batch(gm, batch, where)
+def _run(gm: nn.Module, inputs: tuple[Any, ...], batch: Any, where: str) -> None:
     try:
         gm(*inputs)
     except torch.OutOfMemoryError:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.utils.torch_compat import unwrap
 
 ALL = "fake_quant"
 
@@ -106,6 +107,11 @@ def require_calibrated(model: nn.Module) -> None:
         )
 
 
+def is_calibrated(model: nn.Module) -> bool:
+    """Whether every fake-quant has a finite range."""
+    return all(q.observer.has_seen_data() and q.observer.is_finite() for _, q in named_fake_quants(model))
+
+
 @contextmanager
 def switches_kept(model: nn.Module) -> Iterator[None]:
     """Restore the switches of all fake-quants after the block."""
@@ -120,10 +126,19 @@ def switches_kept(model: nn.Module) -> Iterator[None]:
 def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool) -> None:
     if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
         raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
+    if observe:
+        _forget_noise(model)
     for _, quant in _fake_quants(model):
         chosen = quantizer_type in (ALL, quant.kind)
         _set_observer(quant, observe and chosen)
         quant.fake_quant_enabled = quantize and chosen
+
+
+def _forget_noise(model: nn.Module) -> None:
+    """Drop the comparison with the float model, which is no longer that of the ranges."""
+    provenance = getattr(unwrap(model), "provenance", None)
+    if provenance is not None:
+        provenance.noise = None
 
 
 def _set_observer(quant: FakeQuantizeBase, enabled: bool) -> None:
