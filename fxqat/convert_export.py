@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import capture
+from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, parse_input_stats, raw_inputs, stats_by_name
@@ -149,6 +150,7 @@ def convert_export(
         activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
         in_file = {named[path].name: integers[tensor.name] for path, tensor in activations.items()}
         certificate = require_parity(proto, [t.numpy() for t in flatten_tensors(inputs)], in_file, outputs)
+        certificate = replace(certificate, end_to_end=end_to_end(gm, inputs, normalizers, outputs, proto))
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
     document = params_document(tensors, gm.provenance.backend, opset_version, raw)

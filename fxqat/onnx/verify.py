@@ -134,13 +134,18 @@ class OutputParity:
 
 @dataclass(frozen=True)
 class ParityCertificate:
-    """The results of the comparison; prints as a table."""
+    """The results of the comparison; prints as a table.
+
+    ``end_to_end`` compares the float model with the fake-quant model and the file, for information: the figures of
+    ``fxqat.quantization.end_to_end``; None if there are none.
+    """
 
     tensors: tuple[TensorParity, ...]
     outputs: tuple[OutputParity, ...]
     off_share: float
     first_diverging: str | None
     onnxruntime_version: str
+    end_to_end: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -162,6 +167,7 @@ class ParityCertificate:
             f"{o.max_abs_error:.3g}), {_optimized(o)} at full optimization"
             for o in self.outputs
         ]
+        lines += _end_to_end_lines(self.end_to_end)
         verdict = "passed" if self.passed else "FAILED"
         head = f"parity {verdict}: {self.off_share:.4%} of the quantized values off, first: {self.first_diverging}"
         return "\n".join([head, str(table), *lines])
@@ -249,6 +255,22 @@ def check_model(model: onnx.ModelProto, opset_version: int) -> None:
         onnx.checker.check_model(model, full_check=True)
     except Exception as cause:  # checker and shape inference have separate error types
         raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
+
+
+def _end_to_end_lines(end_to_end: dict[str, Any] | None) -> list[str]:
+    if end_to_end is None:
+        return []
+    found = [(o["name"], what, o[what]) for o in end_to_end["example_inputs"] for what in ("fake_quant", "file")]
+    found += [(o["name"], "fake_quant, calibration data", o) for o in end_to_end["calibration"] or ()]
+    return [
+        f"output {name}, float to {what}: "
+        + (
+            f"cosine {o['cosine']:.5f}, {o['sqnr']:.1f} dB"
+            if "cosine" in o
+            else f"{o['changed']:.2%} of the values differ"
+        )
+        for name, what, o in found
+    ]
 
 
 def _optimized(output: OutputParity) -> str:
