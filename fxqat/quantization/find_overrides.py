@@ -39,7 +39,10 @@ def find_overrides(gm: QuantGraphModule, run: TwoValues, inputs: tuple[Any, ...]
 
 
 def _of_operation(node: fx.Node, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
-    """The overrides with which an operation reads no rounded value."""
+    """The overrides with which an operation reads no rounded value.
+
+    One that reads float values already is named, too: an override of its reader may change that.
+    """
     if "activation" in overridable.get(node.name, ()):
         yield {"match": {"node": node.name}, "activation": None}
     else:
