@@ -263,7 +263,7 @@ def _end_to_end_lines(end_to_end: dict[str, Any] | None) -> list[str]:
     found = [(o["name"], what, o[what]) for o in end_to_end["example_inputs"] for what in ("fake_quant", "file")]
     found += [(o["name"], "fake_quant, calibration data", o) for o in end_to_end["calibration"] or ()]
     return [
-        f"output {name}, float to {what}: "
+        f"output {name}, float to {what.replace('_', '-')}: "
         + (
             f"cosine {o['cosine']:.5f}, {o['sqnr']:.1f} dB"
             if "cosine" in o

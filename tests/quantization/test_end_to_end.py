@@ -38,7 +38,7 @@ def test_the_certificate_has_the_figures(tmp_path, caplog):
     (calibration,) = found["calibration"]
     assert calibration["cosine"] == gm.quantization_noise.outputs[0].difference.cosine > 0.99
     assert f"output output, float to file: cosine {output['file']['cosine']:.5f}" in str(report)
-    assert "output output, float to fake_quant, calibration data: cosine 0.99" in str(report)
+    assert "output output, float to fake-quant, calibration data: cosine 0.99" in str(report)
     assert "cosine below 0.95" in caplog.text
     assert "x: rounding its values" in caplog.text
 
