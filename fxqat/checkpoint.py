@@ -161,6 +161,7 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     _check_values(gm, content["qat_state_dict"], str(file_path), negative_scales=not rewritten)
     _load_state(gm, content["qat_state_dict"], str(file_path))
     gm.provenance.bias_corrected = content.get("bias_corrected", False)
+    gm.provenance.noise = None
     return content["extra"]  # type: ignore[no-any-return]
 
 
@@ -202,6 +203,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         entry = entries[key]
         scale = torch.from_numpy(np.asarray(entry["scale"], np.float32)).reshape(quant.scale.shape)
         quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
+    gm.provenance.noise = None
 
 
 def _check_backend(gm: QuantGraphModule, found: Any, path: str) -> None:

@@ -27,6 +27,7 @@ from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.numerics import SCALE_MIN
 from fxqat.utils.living_copies import LivingCopies
+from fxqat.utils.torch_compat import unwrap
 
 ALL = "fake_quant"
 
@@ -112,14 +113,10 @@ def enable_all(model: nn.Module) -> None:
 @contextmanager
 def all_off(model: nn.Module) -> Iterator[None]:
     """Observers and fake-quant off for the block, without a word to the other ranks; afterwards as they were."""
-    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
-    for quant, _, _ in before:
-        quant.observer_enabled = quant.fake_quant_enabled = False
-    try:
+    with switches_kept(model):
+        for _, quant in named_fake_quants(model):
+            quant.observer_enabled = quant.fake_quant_enabled = False
         yield
-    finally:
-        for quant, observes, quantizes in before:
-            quant.observer_enabled, quant.fake_quant_enabled = observes, quantizes
 
 
 def require_calibrated(model: nn.Module) -> None:
@@ -144,14 +141,39 @@ def require_calibrated(model: nn.Module) -> None:
         )
 
 
+def is_calibrated(model: nn.Module) -> bool:
+    """Whether every fake-quant has a finite range."""
+    return all(q.observer.has_seen_data() and q.observer.is_finite() for _, q in named_fake_quants(model))
+
+
+@contextmanager
+def switches_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the switches of all fake-quants after the block."""
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
+    try:
+        yield
+    finally:
+        for quant, *switches in before:
+            quant.observer_enabled, quant.fake_quant_enabled = switches
+
+
 def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool, keep: bool = True) -> None:
     if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
         raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
+    if observe:
+        _forget_noise(model)
     quants = [(name, quant, quantizer_type in (ALL, quant.kind)) for name, quant in _fake_quants(model)]
     _set_observers(((name, quant, observe and chosen) for name, quant, chosen in quants), keep)
     for _, quant, chosen in quants:
         quant.fake_quant_enabled = quantize and chosen
     _tell_copies(model, quantize)
+
+
+def _forget_noise(model: nn.Module) -> None:
+    """Drop the comparison with the float model, which is no longer that of the ranges."""
+    provenance = getattr(unwrap(model), "provenance", None)
+    if provenance is not None:
+        provenance.noise = None
 
 
 def _set_observers(wanted: Iterable[tuple[str, FakeQuantizeBase, bool]], keep: bool = True) -> None:
