@@ -283,7 +283,8 @@ def test_only_these_passes_change_a_graph() -> None:
     editing = set()
     for name, path in MODULES.items():
         calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
-        if {call.attr for call in calls if isinstance(call, ast.Attribute)} & set(EDITS):
+        edits = {call.attr for call in calls if isinstance(call, ast.Attribute)} & set(EDITS)
+        if edits and not name.startswith("fxqat.onnx."):  # graphs of onnx_ir have methods of the same names
             editing.add(name)
     assert editing == {f"fxqat.{module}" for module in GRAPH_PASSES}
     assert len(GRAPH_PASSES) == len(set(GRAPH_PASSES))

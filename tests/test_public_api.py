@@ -57,7 +57,8 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
     [
         (
             fxqat.prepare_by_platform,
-            "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=, untraceable=",
+            "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=, untraceable=, "
+            "check=",
         ),
         (fxqat.calibrate, "model, batches, max_batches=, progress=, keep=, compare="),
         (fxqat.enable_calibration, "model, keep="),

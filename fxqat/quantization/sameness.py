@@ -176,7 +176,7 @@ class FirstCallCheck:
         assert isinstance(prepared, QuantGraphModule)
         with torch.inference_mode(False):
             inputs = map_tensors(args, _ordinary), map_tensors(kwargs, _ordinary)
-        lines = check_sameness(prepared, reference, inputs, self.check, strict=False)
+            lines = check_sameness(prepared, reference, inputs, self.check, strict=False)
         report = prepared.provenance.report
         prepared.provenance.report = replace(report, sameness=tuple(lines))
 
@@ -340,7 +340,8 @@ def _different(expected: Values, found: Values) -> list[str]:
     """The names of the tensors that differ."""
     if expected.outputs.keys() != found.outputs.keys():
         return [f"{len(found.outputs)} instead of {len(expected.outputs)} output tensors"]
-    largest = max((float(g.abs().max()) for g in expected.gradients.values() if g.numel()), default=0.0)
+    sizes = (torch.nan_to_num(g.abs(), nan=0.0, posinf=0.0) for g in expected.gradients.values() if g.numel())
+    largest = max((float(size.max()) for size in sizes), default=0.0)
     exact, other = expected.outputs | expected.buffers, found.outputs | found.buffers
     result = [name for name in exact if not _is_close(exact[name], other[name], TOLERANCE, 0.0)]
     floor = GRADIENT_FLOOR * largest
@@ -403,7 +404,6 @@ def _sizes(inputs: Arguments) -> list[torch.Size]:
 def _comparable(training: bool) -> Iterator[None]:
     """Gradients in training only, no mixed precision, equal random numbers, and a random state that is restored."""
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training))
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))

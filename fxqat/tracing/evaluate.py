@@ -47,6 +47,7 @@ def evaluate(
         from_input=from_input,
         sized=from_input or any(value.sized for value in read),
         from_content=any(value.from_content for value in read) or ((read_content or leaves_torch) and from_input),
+        reads=frozenset() if name in SIZES else frozenset().union(*(value.reads for value in read)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,14 @@ class LeafTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node, or the output."""
+        if type(a) is Tensor and a.requires_grad and not a.is_leaf:
+            raise fx.proxy.TraceError(
+                "a tensor was computed from parameters outside of the graph, as by iterating over self.parameters(): "
+                "it would be a constant in the graph"
+            )
+        if type(a) is OrderedDict:  # torch.fx would make a dict of it
+            content = {name: self.create_arg(value) for name, value in a.items()}
+            return self.create_node("call_function", OrderedDict, (content,), {})
         try:
             return super().create_arg(a)
         except NotImplementedError:

@@ -52,12 +52,14 @@ class TracedValue:
         from_input: it depends on the inputs of the model.
         sized: it depends on the sizes of the inputs.
         from_content: it, or its size, depends on the values of a tensor, so it may differ for other data.
+        reads: names of the parameters and buffers whose values it is computed from.
     """
 
     data: Any
     from_input: bool = False
     sized: bool = False
     from_content: bool = False
+    reads: frozenset[str] = frozenset()
 
 
 OF_AUTOGRAD = frozenset(("requires_grad", "grad_fn", "is_leaf"))
@@ -140,6 +142,8 @@ class ValueProxy(fx.Proxy):
         traced = self.fxqat_value
         if traced is not None and type(traced.data) in (list, tuple):
             places = range(len(traced.data))
+            if isinstance(key, slice) or (type(key) is int and key < 0):
+                self._record_structure()
             if isinstance(key, slice):  # a slice of a list of tensors is a list of tensors
                 return type(traced.data)(self._item(i) for i in places[key])
             if type(key) is int and -len(places) <= key < 0:
@@ -216,6 +220,7 @@ class ValueProxy(fx.Proxy):
         assert traced is not None
         if traced.from_content or (isinstance(value, Tensor) and traced.from_input):
             raise self._depends_on_values(verb)
+        self.tracer.check_constant(traced.reads, f"{verb} {self.node}")  # type: ignore[attr-defined]
         if traced.sized and isinstance(value, (bool, int, float)):
             self.tracer.record_forced(self.node, value)  # type: ignore[attr-defined]
         return value
@@ -246,9 +251,17 @@ class ValueProxy(fx.Proxy):
         args = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", builtins.round, args, {})
 
+    def __copy__(self) -> Any:
+        return self.tracer.create_proxy("call_method", "clone", (self,), {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.__copy__()
+
     def __format__(self, spec: str) -> str:
         traced = self.fxqat_value
-        if traced is None or isinstance(traced.data, Tensor) or traced.from_content:
+        if traced is None or isinstance(traced.data, Tensor):
+            return repr(self)
+        if not isinstance(traced.data, NUMBERS):
             return repr(self)
         return format(self._number("prints"), spec)
 

@@ -17,8 +17,8 @@ from fxqat.tracing.evaluate import evaluate
 from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
 from fxqat.tracing.leaf_tracer import LeafTracer, explain
 from fxqat.tracing.patches import Patches
-from fxqat.tracing.value_proxy import TracedValue, ValueProxy
-from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name
+from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
+from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
 from fxqat.utils.node_meta import (
     INFINITE_INPUT,
     IS_MASK,
@@ -42,6 +42,7 @@ class ValueTracer(LeafTracer):
     Attributes:
         forced: the sizes that Python code needed as numbers, by source line.
         hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
+        changing: names of trained parameters, and of buffers that forward writes: their values are no constants.
     """
 
     def __init__(
@@ -54,11 +55,14 @@ class ValueTracer(LeafTracer):
         self.inputs = inputs
         self.forced: dict[str, ForcedNumber] = {}
         self.hashed = False
+        self.changing: set[str] = set()
+        self._numbers_from: set[str] = set()
         self.patches = Patches(self)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module. Repeat this with more leaves until it succeeds."""
         self.patches.watch(root)
+        self.changing = {name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad}
         with torch.enable_grad(), torch.random.fork_rng(devices=()), self.patches:
             while True:
                 try:
@@ -68,11 +72,37 @@ class ValueTracer(LeafTracer):
                     if self.untraceable == "error" or not self.make_function_leaf(cause):
                         raise
                     continue
-                if not self.needs_another_trace():
+                if not self._writes_what_it_read(graph) and not self.needs_another_trace():
                     break
                 self.patches.undo_assignments(0)
         _drop_unread_numbers(graph)
         return graph
+
+    def check_constant(self, reads: frozenset[str], use: str) -> None:
+        """Check that Python code may take a number from parameters and buffers.
+
+        Args:
+            reads: their names.
+            use: what the code does, for the error.
+
+        Raises:
+            DataDependent: training moves one of them, or forward writes it.
+        """
+        moving = sorted(reads & self.changing)
+        if moving:
+            raise DataDependent(f"Python code {use}, which depends on {moving[0]}, and this changes")
+        self._numbers_from |= reads
+
+    def _writes_what_it_read(self, graph: fx.Graph) -> bool:
+        """Whether the graph writes a buffer from which Python code took a number; then that is traced again."""
+        written = {
+            str(node.args[0].target)
+            for node in graph.nodes
+            if writes_state(node) and isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+        }
+        new = written & self._numbers_from - self.changing
+        self.changing |= new
+        return bool(new)
 
     def branch_on_training(self, module: nn.Module) -> bool:
         """The value of ``self.training`` for a forward that branches on it."""
@@ -248,7 +278,7 @@ class ValueTracer(LeafTracer):
             return self._input(str(target))
         if kind == "get_attr":
             tensor = self.patches.attribute(self.root, str(target))
-            return TracedValue(tensor) if tensor is not None else None
+            return TracedValue(tensor, reads=frozenset([str(target)])) if tensor is not None else None
         return evaluate(self.root, kind, target, args, kwargs)
 
     def _input(self, name: str) -> TracedValue | None:

@@ -1,6 +1,7 @@
 """The size of the file is known before the export."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,9 @@ def test_what_is_in_the_file_is_counted(weights: str, size: int, monkeypatch: py
         check_size(gm, weights)
 
 
-def test_more_than_2_gib_of_floats_are_refused_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_2_gib_of_floats_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device, which holds no data and is refused otherwise; it is not even calibrated."""
-    monkeypatch.setattr("fxqat.prepare_by_platform.check_model", lambda *_: None)
+    monkeypatch.setattr(sys.modules["fxqat.prepare_by_platform"], "check_model", lambda *_: None)
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(300_000, 2_000), nn.Linear(2_000, 10))
     gm = prepare_by_platform(model)

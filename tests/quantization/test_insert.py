@@ -1,5 +1,7 @@
 """Insert: the graph holds exactly the fake-quants that were decided, and every reader reads the right value."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -149,7 +151,7 @@ def test_the_quantizers_are_where_the_model_is(monkeypatch):
         def forward(self, x):
             return F.relu(self.conv(x))
 
-    monkeypatch.setattr("fxqat.prepare_by_platform.check_model", lambda *_: None)
+    monkeypatch.setattr(sys.modules["fxqat.prepare_by_platform"], "check_model", lambda *_: None)
     gm = prepare_by_platform(Half())
     devices = {tensor.device.type for tensor in (*gm.parameters(), *gm.buffers())}
     assert devices == {"meta"}

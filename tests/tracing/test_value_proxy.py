@@ -29,6 +29,9 @@ class Recorder:
     def record_forced(self, node, value):
         self.forced.append(value)
 
+    def check_constant(self, reads, use):
+        assert reads == frozenset()
+
     def create_proxy(self, kind, target, args, kwargs, *rest, **options):
         node = self.graph.create_node(kind, target, *self.inner.create_arg((args, kwargs)))
         values, named = value_of(tuple(args)), value_of(dict(kwargs))

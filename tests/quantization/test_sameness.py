@@ -1,0 +1,223 @@
+"""The comparison of a prepared model with its float model: what it finds, what it reports, and what it leaves alone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxqat
+from fxqat.errors import ConfigError, TraceError
+from fxqat.quantization.report import ANY_BATCH
+from fxqat.quantization.sameness import Reference, check_sameness
+from tests.models import TOYS, build, inputs, prepared
+
+RUNS = ["on the given inputs", "on inputs with other values", "on a larger batch", "in training"]
+
+
+class Net(nn.Module):
+    """Two layers with a step between them."""
+
+    def __init__(self, step, **modules):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.step = step
+
+    def forward(self, x):
+        return self.second(self.step(self, self.first(x)))
+
+
+def as_traced(step, traced_step, **modules):
+    """A prepared model of ``traced_step``, and the reference of a model that does ``step``."""
+    gm = fxqat.prepare_by_platform(Net(traced_step, **modules), "TSQAT", example_inputs=(torch.randn(3, 6),))
+    return gm, Reference(Net(step, **modules), lambda args, kwargs: (args, kwargs))
+
+
+def compare(step, traced_step, x=None, **options):
+    gm, reference = as_traced(step, traced_step)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)) if x is None else x
+    return check_sameness(gm, reference, ((x,), {}), **options)
+
+
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in ("unused_parameters",)])
+def test_equal_models_are_equal_in_all_runs_and_stay_as_they_are(name):
+    model = build(name).train()
+    state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    gm = prepared(name, example_inputs=inputs(name))
+    assert all(line.startswith("equal to the model ") for line in gm.quant_report.sameness)
+    assert len(gm.quant_report.sameness) >= 3
+    assert torch.equal(torch.get_rng_state(), generator)
+    found = gm.state_dict()
+    for key, value in build(name).state_dict().items():
+        assert torch.equal(state[key], value)
+        if key in found:
+            assert torch.equal(found[key], value)
+    assert all(parameter.grad is None for parameter in gm.parameters())
+
+
+def test_each_run_is_named_once():
+    lines = compare(lambda self, y: y.relu(), lambda self, y: F.relu(y))
+    assert lines == [f"equal to the model {run}" for run in RUNS]
+    assert compare(lambda self, y: y.relu(), lambda self, y: F.relu(y), check="quick") == lines[:1]
+
+
+@pytest.mark.parametrize(
+    ("step", "traced", "where"),
+    [
+        (lambda self, y: y * 1.01, lambda self, y: y, "on the given inputs: output 0 differs"),
+        (lambda self, y: y if y.amax() < 0.6 else y * 2, lambda self, y: y, "on inputs with other values"),
+        (lambda self, y: y.detach(), lambda self, y: y, "in training: the gradient of first"),
+        (lambda self, y: y + (0 * y - y.detach() + y), lambda self, y: y, "in training: the gradient of first"),
+        (lambda self, y: y * 2 if self.training else y, lambda self, y: y, "in training: output 0"),
+        (lambda self, y: y[:1], lambda self, y: y, "output 0 differs"),
+    ],
+)
+def test_a_difference_is_an_error_that_says_where(step, traced, where):
+    x = torch.zeros(3, 6) if "other values" in where else None
+    with pytest.raises(TraceError, match=where) as caught:
+        compare(step, traced, x)
+    assert "leaf_module" in str(caught.value)
+    assert "concrete_args" in str(caught.value)
+
+
+def test_a_difference_that_only_training_has_is_a_warning_where_that_is_asked_for(caplog):
+    lines = compare(lambda self, y: y * 2 if self.training else y, lambda self, y: y, strict=False)
+    assert lines[:3] == [f"equal to the model {run}" for run in RUNS[:3]]
+    assert lines[3].startswith("computes something else than the model in training: output 0")
+    assert lines[3] in caplog.text
+
+
+def test_a_batch_size_that_is_fixed_is_reported(caplog):
+    lines = compare(lambda self, y: y / y.shape[0], lambda self, y: y / 3)
+    assert ANY_BATCH not in lines
+    assert "computes something else than the model on a larger batch: output 0 differs" in caplog.text
+    assert lines[3] == "equal to the model in training"
+
+
+def test_an_alias_that_only_float32_has_is_not_excused_by_float64():
+    def overwritten(self, y):
+        z = y.float()
+        z /= 2
+        return y
+
+    with pytest.raises(TraceError, match="on the given inputs: output 0 differs"):
+        compare(overwritten, lambda self, y: y)
+    with pytest.raises(TraceError, match="on the given inputs"):
+        fxqat.prepare_by_platform(Net(overwritten), "TSQAT", example_inputs=(torch.randn(3, 6),))
+
+
+def test_the_first_module_that_differs_is_named():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * 1.5
+
+    gm, reference = as_traced(
+        lambda self, y: self.inner(y), lambda self, y: self.inner(y), inner=nn.Sequential(nn.Tanh(), nn.Softsign())
+    )
+    reference.model.inner[1] = nn.Sequential(nn.Softsign(), Scaled())
+    with pytest.raises(TraceError, match=r"they begin to differ in 'inner.1' \(Sequential\)"):
+        check_sameness(gm, reference, ((torch.randn(3, 6),), {}))
+    reference.model.inner = nn.Identity()
+    with pytest.raises(TraceError, match="they begin to differ in 'inner'"):
+        check_sameness(gm, reference, ((torch.randn(3, 6),), {}))
+
+
+def test_state_in_python_is_named_as_the_cause():
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x):
+            Counting.calls += 1
+            return super().forward(x) * Counting.calls
+
+    with pytest.raises(TraceError, match="the model itself gives other values when it is called again: it keeps state"):
+        fxqat.prepare_by_platform(Counting(lambda self, y: y), "TSQAT", example_inputs=(torch.randn(3, 6),))
+    assert Counting.calls > 0
+
+
+def test_random_numbers_are_equal_in_any_order():
+    def noisy(self, y):
+        noise, kept = torch.rand_like(y), F.dropout(y, 0.5, self.training)
+        return kept + noise
+
+    def reordered(self, y):
+        kept = F.dropout(y, 0.5, self.training)
+        return kept + torch.rand_like(y)
+
+    assert len(compare(noisy, reordered)) == 4
+    with pytest.raises(TraceError, match="in training: output 0"):
+        compare(noisy, lambda self, y: F.dropout(y, 0.2, self.training) + torch.rand_like(y))
+
+
+def test_without_example_inputs_the_first_call_compares(caplog):
+    def aliased(self, y):
+        z = y
+        z += 1
+        return y
+
+    gm = fxqat.prepare_by_platform(Net(aliased), "TSQAT")
+    assert "not compared with the model yet" in str(gm.quant_report)
+    with pytest.raises(TraceError, match="on the given inputs: output 0 differs"):
+        fxqat.calibrate(gm, [torch.randn(3, 6)])
+
+    gm = fxqat.prepare_by_platform(Net(lambda self, y: y.relu()), "TSQAT")
+    copied, pickled = copy.deepcopy(gm), pickle.loads(pickle.dumps(fxqat.prepare_by_platform(nn.Linear(6, 6))))
+    fxqat.enable_calibration(gm)
+    with torch.inference_mode():
+        gm(torch.randn(3, 6))
+    assert gm.quant_report.sameness == tuple(f"equal to the model {run}" for run in RUNS)
+    assert all(quant.observer_enabled for quant in gm.modules() if hasattr(quant, "observer_enabled"))
+    for other in (copied, pickled):
+        other(torch.randn(3, 6))
+        assert other.quant_report.sameness == ()
+    assert caplog.text == ""
+
+
+def test_the_first_call_compares_with_the_weights_of_that_moment():
+    model = Net(lambda self, y: y.relu())
+    gm = fxqat.prepare_by_platform(model, "TSQAT")
+    with torch.no_grad():
+        gm.get_parameter("first.weight").mul_(3)
+    gm.double()
+    gm(x=torch.randn(2, 6).double())
+    assert ANY_BATCH in gm.quant_report.sameness
+    assert len(gm.quant_report.sameness) == 4
+
+
+def test_the_first_call_warns_of_a_branch_on_training(caplog):
+    gm = fxqat.prepare_by_platform(Net(lambda self, y: y * 2 if self.training else y), "TSQAT")
+    fxqat.calibrate(gm, [torch.randn(3, 6)])
+    assert "computes something else than the model in training" in caplog.text
+    assert gm.quant_report.sameness[:3] == tuple(f"equal to the model {run}" for run in RUNS[:3])
+
+
+@pytest.mark.parametrize("check", ["quick", "off"])
+def test_less_is_compared_on_request(check):
+    model, x = Net(lambda self, y: y.relu()), torch.randn(3, 6)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,), check=check)
+    assert gm.quant_report.sameness == (("equal to the model on the given inputs",) if check == "quick" else ())
+    gm = fxqat.prepare_by_platform(model, "TSQAT", check=check)
+    gm(x)
+    assert len(gm.quant_report.sameness) == (check == "quick")
+    with pytest.raises(ConfigError, match="check must be 'full', 'quick' or 'off', got 'some'"):
+        fxqat.prepare_by_platform(model, "TSQAT", check="some")
+
+
+def test_frozen_batch_norms_and_calibration_only_are_not_compared_in_training():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 6, 6)
+    frozen = fxqat.prepare_by_platform(model, "TSQAT", {"bn_mode": "freeze"}, example_inputs=(x,))
+    assert "equal to the model in training" not in frozen.quant_report.sameness
+    only = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,), is_qat=False)
+    assert len(only.quant_report.sameness) == len(frozen.quant_report.sameness) == 3
+
+
+def test_batch_norm_in_training_may_need_a_larger_batch():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(torch.randn(1, 4),))
+    assert "equal to the model in training" in gm.quant_report.sameness
+    assert gm.get_submodule("0").bn.num_batches_tracked.item() == 0
