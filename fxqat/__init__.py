@@ -12,6 +12,7 @@ from fxqat.fake_quantize.state import (
     enable_quantization,
 )
 from fxqat.prepare_by_platform import BackendType, prepare_by_platform
+from fxqat.quantization.compare_with_float import compare_with_float
 from fxqat.version import __version__
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "ExportReport",
     "__version__",
     "calibrate",
+    "compare_with_float",
     "convert_export",
     "disable_all",
     "enable_all",

@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_calibration, named_fake_quants
+from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.utils.batches import check_batches, described, forward_of, read_batch
 from fxqat.utils.contexts import eval_mode
+from fxqat.utils.tensors import map_tensors
 from fxqat.utils.torch_compat import unwrap
 
 
@@ -25,6 +27,7 @@ def calibrate(
     max_batches: int | None = None,
     progress: bool = True,
     keep: bool = False,
+    compare: bool = True,
 ) -> int:
     """Run batches through a prepared model while its observers watch, in eval mode and without gradients.
 
@@ -41,6 +44,8 @@ def calibrate(
         max_batches: at most so many; None for all.
         progress: show a progress bar if the output is a terminal.
         keep: add the batches to those of an earlier calibration.
+        compare: afterwards, compare the quantized model with the float model on the first batch, a copy of which is
+            kept until then; see :func:`fxqat.compare_with_float`. The result is ``gm.quantization_noise``.
 
     Returns:
         The number of batches that were used.
@@ -68,18 +73,23 @@ def calibrate(
     total = min(filter(None, (length_hint(batches), max_batches)), default=None)
     bar = tqdm(islice(batches, max_batches), "calibrate", total, leave=False, disable=None if progress else True)
     count = 0
+    kept: tuple[Any, ...] | None = None
     with eval_mode(gm):
         for batch in bar:
-            _run(gm, batch, f"calibrate, batch {count}")
+            inputs = read_batch(gm, batch, f"calibrate, batch {count}")
+            if compare and kept is None:
+                kept = map_tensors(inputs, torch.clone)
+            _run(gm, inputs, batch, f"calibrate, batch {count}")
             count += 1
     if not count:
         raise ConfigError("calibrate: needs at least one batch of inputs")
     disable_all(model)
+    if kept is not None:
+        compare_if_possible(gm, kept, "calibrate")
     return count
 
 
-def _run(gm: nn.Module, batch: Any, where: str) -> None:
-    inputs = read_batch(gm, batch, where)
+def _run(gm: nn.Module, inputs: tuple[Any, ...], batch: Any, where: str) -> None:
     try:
         gm(*inputs)
     except torch.OutOfMemoryError:

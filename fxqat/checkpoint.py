@@ -15,6 +15,7 @@ written with ``torch.save``.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import io
 import json
@@ -158,8 +159,9 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     # files without "methods" are older than the digest
     rewritten = intact is None and "methods" in content
     _check_values(gm, content["qat_state_dict"], str(file_path), negative_scales=not rewritten)
-    gm.load_state_dict(content["qat_state_dict"], strict=True)
+    _load_state(gm, content["qat_state_dict"], str(file_path))
     gm.provenance.bias_corrected = content.get("bias_corrected", False)
+    gm.provenance.noise = None
     return content["extra"]  # type: ignore[no-any-return]
 
 
@@ -201,6 +203,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
         entry = entries[key]
         scale = torch.from_numpy(np.asarray(entry["scale"], np.float32)).reshape(quant.scale.shape)
         quant.set_qparams(scale, torch.tensor(entry["zero_point"], dtype=torch.float32).reshape(quant.scale.shape))
+    gm.provenance.noise = None
 
 
 def _check_backend(gm: QuantGraphModule, found: Any, path: str) -> None:
@@ -341,8 +344,7 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
 
 def _check_fits(gm: nn.Module, found: dict[str, Any], path: str) -> None:
     wanted = gm.state_dict()
-    modules = gm.named_modules(remove_duplicate=False)
-    switches = [f"{name}._extra_state" for name, module in modules if isinstance(module, FakeQuantizeBase)]
+    switches = [f"{name}._extra_state" for name, _ in _fake_quant_paths(gm)]
     missing, surplus = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     shapes = [
         f"{name}: {_shape_of(found[name])} instead of {tuple(wanted[name].shape)}"
@@ -360,6 +362,25 @@ def _check_fits(gm: nn.Module, found: dict[str, Any], path: str) -> None:
             read_switches(found[name])
         except CheckpointError as cause:
             raise CheckpointError(f"{path}: {name}: {cause}") from cause
+
+
+def _load_state(gm: nn.Module, state: dict[str, Any], path: str) -> None:
+    """Load a state dict that fits. A module of the user's may refuse its own extra state; then nothing has changed."""
+    quants = {f"{name}._extra_state" for name, _ in _fake_quant_paths(gm)}
+    of_user = any(name.endswith("_extra_state") and name not in quants for name in state)
+    before = copy.deepcopy(gm.state_dict()) if of_user else {}
+    try:
+        gm.load_state_dict(state, strict=True)
+    except Exception as cause:
+        if before:
+            gm.load_state_dict(before, strict=True)
+        raise CheckpointError(f"cannot load {path}: {type(cause).__name__}: {cause}") from cause
+
+
+def _fake_quant_paths(gm: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:
+    """Every fake-quant under every path, as a state dict has them."""
+    modules = gm.named_modules(remove_duplicate=False)
+    return [(name, module) for name, module in modules if isinstance(module, FakeQuantizeBase)]
 
 
 def _shape_of(value: Any) -> str:

@@ -31,10 +31,12 @@ from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
+from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.file_size import check_size
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.quantization.lower import Lowered, lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
+from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.files import atomic_path
 from fxqat.utils.tensors import flatten_tensors
@@ -170,6 +172,8 @@ def convert_export(
         if second is not None:
             certificate = replace(certificate, second_batch=_certify(proto, lowered, named, twice(inputs), second))
         warnings += certificate.warnings()
+        figures = end_to_end(gm, inputs, normalizers, captured.outputs, proto)
+        certificate = replace(certificate, end_to_end=figures)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
     document = params_document(tensors, gm.provenance.backend, opset_version, raw)
@@ -211,6 +215,8 @@ def _second_batch(
         ) from cause
     if len(names) != len(captured.outputs):
         names = [f"output_{number}" for number in range(len(captured.outputs))]
+    if ANY_BATCH in gm.quant_report.sameness:
+        forced = ()  # compared with the float model at another batch size
     return second, check_batch(captured.outputs, second.outputs, names, size, forced)
 
 

@@ -32,7 +32,7 @@ from fxqat.quantization.graph_module import (
 )
 from fxqat.quantization.insert import insert
 from fxqat.quantization.report import QuantReport, build_report
-from fxqat.quantization.sameness import compare_with_float
+from fxqat.quantization.sameness import check_now_or_at_first_call
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import share_tensors, trace
@@ -118,7 +118,7 @@ def prepare_by_platform(
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
-        compare_with_float(prepared, float_model, inputs, traced.concrete_args, check, trains)
+        check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
 
 

@@ -422,6 +422,41 @@ def test_a_damaged_extra_state_is_refused_before_anything_changes(state: Any, tm
     assert "must be a tensor" in message
 
 
+class Counting(nn.Module):
+    """A module of the user's with an extra state that it checks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        if int(state) < 0:
+            raise ValueError("negative calls")
+        self.calls = int(state)
+
+
+def test_a_module_that_refuses_its_extra_state_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), Counting(), nn.Linear(3, 2))
+    config = {"leaf_module": [Counting]}
+    gm, other = (prepare_by_platform(model, "TSQAT", config) for _ in range(2))
+    with torch.no_grad():
+        gm.get_submodule("2").weight.mul_(2)
+    gm.get_submodule("1").calls = 5
+    save_checkpoint(gm, tmp_path / "c.pth")
+    assert load_checkpoint(copy.deepcopy(other), tmp_path / "c.pth") == {}
+    change_file(
+        tmp_path / "c.pth", lambda content: content["qat_state_dict"].update({"1._extra_state": torch.tensor(-1)})
+    )
+    refused(other, tmp_path / "c.pth", "ValueError: negative calls")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -26,7 +26,9 @@ PATHS = {
     "fxqat.convert_export": ["convert_export"],
 }
 NAMES = [(path, name) for path, names in PATHS.items() for name in names]
-PUBLIC = sorted({name for _, name in NAMES} | {"load_quant_params", "ExportReport", "__version__"})
+PUBLIC = sorted(
+    {name for _, name in NAMES} | {"load_quant_params", "compare_with_float", "ExportReport", "__version__"}
+)
 
 
 @pytest.mark.parametrize(("path", "name"), NAMES)
@@ -57,7 +59,7 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
             fxqat.prepare_by_platform,
             "model, backend=, prepare_custom_config_dict=, custom_tracer=, *, example_inputs=, is_qat=, untraceable=",
         ),
-        (fxqat.calibrate, "model, batches, max_batches=, progress=, keep="),
+        (fxqat.calibrate, "model, batches, max_batches=, progress=, keep=, compare="),
         (fxqat.enable_calibration, "model, keep="),
         (fxqat.enable_calibration_woquantization, "model, quantizer_type=, keep="),
         (fxqat.enable_calibration_quantization, "model, quantizer_type=, keep="),

@@ -385,8 +385,8 @@ CASES: dict[str, Case] = {
     "set_item": Case(SetItem),
     "in_place": Case(InPlace),
     "assigned_attribute": Case(AssignedAttribute),
-    "list_of_tensors": Case(ListOfTensors, lambda n: ([_image(n), _image(n)],), forced=(2,)),
-    "tuple_of_tensors": Case(TupleOfTensors, lambda n: ((_image(n), _image(n)),), forced=(2,)),
+    "list_of_tensors": Case(ListOfTensors, lambda n: ([_image(n), _image(n)],), forced=("2 items",)),
+    "tuple_of_tensors": Case(TupleOfTensors, lambda n: ((_image(n), _image(n)),), forced=("2 items",)),
     "dict_of_tensors": Case(
         DictOfTensors,
         lambda n: ({"image": _image(n), "mask": torch.rand(n, 1, 8, 8)},),

@@ -44,7 +44,7 @@ class Overrides:
                 answer = Override(replace(override.match, node=node.name), changes)
                 self._answers.setdefault(rank, []).append(answer)
             for tensor, change in changes.items():
-                if tensor == "value" or not _has(request, tensor, node):
+                if tensor == "value" or not can_change(request, tensor, node):
                     continue
                 config = getattr(request, tensor) or defaults[tensor]
                 setattr(request, tensor, None if change is None else change.applied_to(config))
@@ -183,7 +183,7 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
             )
 
 
-def _has(request: Request, tensor: str, node: fx.Node) -> bool:
+def can_change(request: Request, tensor: str, node: fx.Node) -> bool:
     """Whether a node has a tensor that an override can change."""
     if tensor == "weight":
         return request.weight is not None or (request.rule is not None and request.op.family == WEIGHTED)

@@ -11,7 +11,13 @@ from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
-from fxqat.custom_quantizer.override_rules import Overrides, check_additions, check_lists, check_shared_weights
+from fxqat.custom_quantizer.override_rules import (
+    Overrides,
+    can_change,
+    check_additions,
+    check_lists,
+    check_shared_weights,
+)
 from fxqat.custom_quantizer.position_decoding import decoding_positions
 from fxqat.custom_quantizer.reasons import (
     ADDED,
@@ -104,8 +110,9 @@ class BackendQuantizer:
         for node, request in requests.items():
             if node.op != "output":
                 name = request.op.name if request.op.family != OPAQUE else node.op
+                changeable = tuple(t for t in ("activation", "output") if can_change(request, t, node))
                 annotation = Annotation(
-                    name, reasons.status(node), reasons.reason(node), values.get(node), request.weight
+                    name, reasons.status(node), reasons.reason(node), values.get(node), request.weight, changeable
                 )
                 node.meta[ANNOTATION] = annotation
         overrides.check_fixed_ranges(values)

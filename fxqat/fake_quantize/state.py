@@ -7,10 +7,15 @@ function.
 
 When observers are switched off, calibration ends. A warning of the logger ``fxqat`` then names the activations that
 were 0 in all batches, and the tensors with values beyond ``LARGEST``.
+
+The functions switch the given model only. If they switch fake-quant on while a deep copy of the model, such as an
+``AveragedModel``, has other switches, a warning says so, once for each copy. A copy that was switched itself is on its
+own.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +26,8 @@ from torch import nn
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.numerics import SCALE_MIN
+from fxqat.utils.living_copies import LivingCopies
+from fxqat.utils.torch_compat import unwrap
 
 ALL = "fake_quant"
 
@@ -90,6 +97,7 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
     require_calibrated(model)
     for _, quant in quants:
         quant.fake_quant_enabled = True
+    _tell_copies(model, quantize=True)
 
 
 def disable_all(model: nn.Module) -> None:
@@ -105,14 +113,10 @@ def enable_all(model: nn.Module) -> None:
 @contextmanager
 def all_off(model: nn.Module) -> Iterator[None]:
     """Observers and fake-quant off for the block, without a word to the other ranks; afterwards as they were."""
-    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
-    for quant, _, _ in before:
-        quant.observer_enabled = quant.fake_quant_enabled = False
-    try:
+    with switches_kept(model):
+        for _, quant in named_fake_quants(model):
+            quant.observer_enabled = quant.fake_quant_enabled = False
         yield
-    finally:
-        for quant, observes, quantizes in before:
-            quant.observer_enabled, quant.fake_quant_enabled = observes, quantizes
 
 
 def require_calibrated(model: nn.Module) -> None:
@@ -137,13 +141,39 @@ def require_calibrated(model: nn.Module) -> None:
         )
 
 
+def is_calibrated(model: nn.Module) -> bool:
+    """Whether every fake-quant has a finite range."""
+    return all(q.observer.has_seen_data() and q.observer.is_finite() for _, q in named_fake_quants(model))
+
+
+@contextmanager
+def switches_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the switches of all fake-quants after the block."""
+    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(model)]
+    try:
+        yield
+    finally:
+        for quant, *switches in before:
+            quant.observer_enabled, quant.fake_quant_enabled = switches
+
+
 def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool, keep: bool = True) -> None:
     if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
         raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
+    if observe:
+        _forget_noise(model)
     quants = [(name, quant, quantizer_type in (ALL, quant.kind)) for name, quant in _fake_quants(model)]
     _set_observers(((name, quant, observe and chosen) for name, quant, chosen in quants), keep)
     for _, quant, chosen in quants:
         quant.fake_quant_enabled = quantize and chosen
+    _tell_copies(model, quantize)
+
+
+def _forget_noise(model: nn.Module) -> None:
+    """Drop the comparison with the float model, which is no longer that of the ranges."""
+    provenance = getattr(unwrap(model), "provenance", None)
+    if provenance is not None:
+        provenance.noise = None
 
 
 def _set_observers(wanted: Iterable[tuple[str, FakeQuantizeBase, bool]], keep: bool = True) -> None:
@@ -186,6 +216,37 @@ def _tell_extremes(quants: dict[str, FakeQuantizeBase]) -> None:
             "Ordinary values will be rounded to 0 there. Look for overflow and for numbers that stand for infinity, "
             "or leave these values float."
         )
+
+
+def _tell_copies(model: nn.Module, quantize: bool) -> None:
+    """Note that a model was switched, and log the copies of it that were left behind if it now quantizes."""
+    for module in model.modules():
+        copies = getattr(module, "living_copies", None)
+        if isinstance(copies, LivingCopies):
+            copies.switched = True
+            if quantize and _left_behind(module, copies):
+                gc.collect()  # copies that only the garbage collector knows are not in use
+                for left in _left_behind(module, copies):
+                    copies.found.discard(left)
+                    logging.getLogger("fxqat").warning(
+                        f"a copy of the model (an averaged model, or any deepcopy) has other switches than "
+                        f"{type(module).__name__} has now: {_some(_other_switches(module, left))}. It computes without "
+                        "quantization, or with other ranges. Make such a copy after enable_quantization(model), "
+                        "or update it with copy.load_state_dict(model.state_dict()). If it is meant to be so, call "
+                        "disable_all(copy)."
+                    )
+
+
+def _left_behind(model: nn.Module, copies: LivingCopies) -> list[nn.Module]:
+    """The copies that have other switches than the model and were never switched themselves."""
+    return [copy for copy in copies.found if not copy.living_copies.switched and _other_switches(model, copy)]
+
+
+def _other_switches(model: nn.Module, copy: nn.Module) -> list[str]:
+    """The fake-quants whose switches differ."""
+    wanted = {name: (quant.observer_enabled, quant.fake_quant_enabled) for name, quant in named_fake_quants(model)}
+    found = {name: (quant.observer_enabled, quant.fake_quant_enabled) for name, quant in named_fake_quants(copy)}
+    return [name for name, switches in wanted.items() if found.get(name, switches) != switches]
 
 
 def _fake_quants(model: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:

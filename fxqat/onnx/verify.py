@@ -126,6 +126,8 @@ class ParityCertificate:
         selections: the indices of every sort and maximum that was compared by the values it selects.
         optimized_error: the error of ONNX Runtime at full optimization, None if it runs.
         second_batch: the comparison at another batch size, None if the file has a fixed one.
+        end_to_end: the float model compared with the fake-quant model and the file, for information: the figures of
+            ``fxqat.quantization.end_to_end``; None if there are none.
     """
 
     tensors: tuple[TensorParity, ...]
@@ -136,6 +138,7 @@ class ParityCertificate:
     selections: tuple[SelectionParity, ...] = ()
     optimized_error: str | None = None
     second_batch: ParityCertificate | None = None
+    end_to_end: dict[str, Any] | None = None
 
     @property
     def passed(self) -> bool:
@@ -180,6 +183,7 @@ class ParityCertificate:
             for s in self.selections
         ]
         lines += [_line(output) for output in self.outputs]
+        lines += _end_to_end_lines(self.end_to_end)
         if self.optimized_error is not None:
             lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
         verdict = "passed" if self.passed else "FAILED"
@@ -277,6 +281,22 @@ def check_model(model: onnx.ModelProto, opset_version: int) -> None:
         onnx.checker.check_model(model, full_check=True)
     except Exception as cause:  # checker and shape inference have separate error types
         raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
+
+
+def _end_to_end_lines(end_to_end: dict[str, Any] | None) -> list[str]:
+    if end_to_end is None:
+        return []
+    found = [(o["name"], what, o[what]) for o in end_to_end["example_inputs"] for what in ("fake_quant", "file")]
+    found += [(o["name"], "fake_quant, calibration data", o) for o in end_to_end["calibration"] or ()]
+    return [
+        f"output {name}, float to {what.replace('_', '-')}: "
+        + (
+            f"cosine {o['cosine']:.5f}, {o['sqnr']:.1f} dB"
+            if "cosine" in o
+            else f"{o['changed']:.2%} of the values differ"
+        )
+        for name, what, o in found
+    ]
 
 
 def _line(output: OutputParity) -> str:

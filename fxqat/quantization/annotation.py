@@ -43,6 +43,7 @@ class Annotation:
         reason: why.
         value: how its value is quantized, None if it is not.
         weight: how its weight is quantized, None if it has none or it stays float.
+        overridable: ``"activation"`` and ``"output"``, where an override can leave these float.
     """
 
     op: str
@@ -50,6 +51,7 @@ class Annotation:
     reason: str
     value: ValueQuant | None = None
     weight: TensorQConfig | None = None
+    overridable: tuple[str, ...] = ()
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import FxqatError
+from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
+from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.torch_compat import HOOKS, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -45,6 +47,7 @@ class Provenance:
         config: how each tensor is quantized (``fxqat.config.effective``).
         bias_corrected: whether the biases were changed to compensate quantization errors. Then the model without its
             fake-quants is no longer the float model.
+        noise: the comparison of the calibrated model with the float model; None before it.
     """
 
     backend: str
@@ -55,6 +58,7 @@ class Provenance:
     preserved: tuple[str, ...] = field(default=())
     config: dict[str, Any] = field(default_factory=dict)
     bias_corrected: bool = False
+    noise: QuantizationNoise | None = None
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -120,19 +124,33 @@ def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda 
 
 
 class QuantGraphModule(TrainEvalGraphModule):
-    """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it."""
+    """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it.
+
+    The state functions warn about living copies (averaged models) that they leave behind.
+    """
 
     provenance: Provenance
+    living_copies: LivingCopies
 
     @property
     def quant_report(self) -> QuantReport:
         """For each node, what was decided and why."""
         return self.provenance.report
 
+    @property
+    def quantization_noise(self) -> QuantizationNoise | None:
+        """The calibrated model against the float model.
+
+        It is kept until the model is calibrated again or other scales are loaded; None if it was not compared since.
+        """
+        return self.provenance.noise
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
         result: Any = super().__deepcopy__(memo)
         _carry_over(self.__dict__, result, memo)
         _keep_ranges_local(result)
+        result.living_copies = LivingCopies()
+        self.__dict__.setdefault("living_copies", LivingCopies()).found.add(result)
         return result  # type: ignore[no-any-return]
 
 

@@ -49,7 +49,7 @@ def larger(inputs: Arguments) -> Arguments:
 
     The batch is the first dimension of the first tensor; a tensor of another size there stays as it is.
     """
-    if any(isinstance(value, list) for value in _nested(inputs)):
+    if holds_lists(inputs):
         return tuple(_longer(value) for value in inputs[0]), _longer(inputs[1])
     batch = next((tensor.shape[0] for tensor in flatten_tensors(inputs) if tensor.dim()), None)
     if batch is None:
@@ -59,6 +59,11 @@ def larger(inputs: Arguments) -> Arguments:
         return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and tensor.shape[0] == batch else tensor
 
     return map_tensors(inputs[0], with_one_more), map_tensors(inputs[1], with_one_more)
+
+
+def holds_lists(inputs: Arguments) -> bool:
+    """Whether there is a list among the inputs."""
+    return any(isinstance(value, list) for value in _nested(inputs))
 
 
 def _longer(value: Any) -> Any:

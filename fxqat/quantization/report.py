@@ -14,6 +14,9 @@ from fxqat.quantization.annotation import FLOAT, annotation_of
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
 
+ANY_BATCH = "equal to the model on a larger batch"
+"""The line of :attr:`QuantReport.sameness` by which the batch size may vary."""
+
 ADVICE = "To change a row, use 'overrides' or 'extra_quantizer_dict' in prepare_custom_config_dict."
 
 
@@ -31,6 +34,7 @@ class ReportRow:
         group: number of the sharing group of its value, None if float.
         reason: why this node is quantized, shares a scale, or stays float.
         source: file and line in the model's code.
+        overridable: ``"activation"`` and ``"output"``, where an override can leave these float.
     """
 
     node: str
@@ -42,6 +46,7 @@ class ReportRow:
     group: int | None
     reason: str
     source: str
+    overridable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
                 group=found.value.group if found.value else None,
                 reason=found.reason,
                 source=line_of_node(node),
+                overridable=found.overridable,
             )
         )
     report = QuantReport(backend, tuple(rows), **remarks)

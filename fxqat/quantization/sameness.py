@@ -30,7 +30,7 @@ from fxqat.errors import TraceError
 from fxqat.fake_quantize.state import all_off
 from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
-from fxqat.quantization.perturbed_inputs import Arguments, larger, of_other_values
+from fxqat.quantization.perturbed_inputs import Arguments, holds_lists, larger, of_other_values
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, in_mode, without_fast_path
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
@@ -81,7 +81,7 @@ class Values(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def compare_with_float(
+def check_now_or_at_first_call(
     prepared: QuantGraphModule,
     model: nn.Module,
     inputs: tuple[Any, ...] | None,
@@ -144,7 +144,7 @@ def check_sameness(
     found = [runs.require("on the given inputs", inputs)]
     if check == "full":
         found.append(runs.require("on inputs with other values", of_other_values(inputs)))
-        found.append(runs.report("on inputs of another size", larger(inputs)))
+        found.append(runs.report("with longer lists" if holds_lists(inputs) else "on a larger batch", larger(inputs)))
         if reference.trains:
             judge = runs.require if strict else runs.report
             found.append(judge("in training", inputs, training=True))

@@ -21,13 +21,13 @@ from prettytable import PrettyTable
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.state import disable_all, enable_quantization
+from fxqat.fake_quantize.state import disable_all, enable_quantization, switches_kept
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.post_training.correct_bias import require_float_biases
-from fxqat.tools.profiling.compare import Difference
-from fxqat.tools.profiling.measure import Measurements, find_quantized, histograms_of, switches_kept
+from fxqat.tools.profiling.measure import Measurements, find_quantized, histograms_of
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.batches import read_batches
+from fxqat.utils.compare import Difference
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.files import atomic_path
 

@@ -188,9 +188,8 @@ class ValueProxy(fx.Proxy):
         while node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         if node.op == "placeholder":
-            content = list(traced.data) if isinstance(traced.data, dict) else len(traced.data)
-            what = "keys" if isinstance(traced.data, dict) else "length"
-            self.tracer.record_forced(f"{what} of {self.node}", content)  # type: ignore[attr-defined]
+            content = list(traced.data) if isinstance(traced.data, dict) else f"{len(traced.data)} items"
+            self.tracer.record_forced(f"structure of {self.node}", content)  # type: ignore[attr-defined]
 
     # numbers
 

@@ -1,13 +1,18 @@
 """The state functions: the table of switches, wrappers, and what is refused."""
 
 import copy
+import gc
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from fxqat import calibrate, convert_export, prepare_by_platform, save_checkpoint
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
 from fxqat.fake_quantize.state import (
@@ -22,6 +27,7 @@ from fxqat.fake_quantize.state import (
 )
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
+from fxqat.tools import to_float
 from tests.builders import INT8, UINT8, make_fake_quant
 
 Switches = tuple[bool, bool]
@@ -231,6 +237,79 @@ def test_zeros_are_told_by_every_observer(observer: str, caplog: pytest.LogCaptu
     zeros, huge = caplog.messages
     assert "1 of 3 fake-quants saw only zeros: zeros." in zeros
     assert "values beyond 1e+10 reached 1 of 3 fake-quants: huge." in huge
+
+
+def prepared_linear() -> nn.Module:
+    """A prepared linear layer that is not calibrated."""
+    torch.manual_seed(0)
+    return prepare_by_platform(nn.Sequential(nn.Linear(4, 3)), "TSQAT")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What fxqat logged."""
+    return [record.message for record in caplog.records if record.name == "fxqat"]
+
+
+def calibrate_and_quantize(gm: nn.Module) -> None:
+    calibrate(gm, [torch.ones(2, 4)], progress=False)
+    enable_quantization(gm)
+
+
+@pytest.mark.parametrize("wrap", [lambda gm: gm, nn.DataParallel, lambda gm: torch.compile(gm, backend="eager")])
+def test_an_averaged_model_that_stays_float_is_told_once(
+    wrap: Callable[[nn.Module], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    gm, x = prepared_linear(), torch.randn(3, 4)
+    averaged = AveragedModel(gm)
+    calibrate_and_quantize(wrap(gm))
+    (message,) = told(caplog)
+    assert "a copy of the model" in message
+    assert "0.weight_fake_quant" in message
+    assert "copy.load_state_dict(model.state_dict())" in message
+    enable_quantization(wrap(gm))
+    assert len(told(caplog)) == 1
+    averaged.module.load_state_dict(gm.state_dict())  # as the message says
+    assert torch.equal(averaged(x), gm(x))
+
+
+@pytest.mark.parametrize("function", [enable_all, enable_calibration_quantization, enable_quantization])
+def test_every_function_that_quantizes_tells_of_a_copy(
+    function: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    gm = prepared_linear()
+    calibrate(gm, [torch.ones(2, 4)], progress=False)
+    copies = [copy.deepcopy(gm), copy.deepcopy(gm)]
+    function(gm)
+    assert len(told(caplog)) == len(copies)
+    assert switches(copies[0].get_submodule("0").weight_fake_quant) == OFF
+
+
+def test_no_false_alarm_about_copies(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    gm = prepared_linear()
+    teacher = copy.deepcopy(gm)
+    disable_all(teacher)  # meant to be float
+    copy.deepcopy(gm)  # nobody uses it
+    calibrate_and_quantize(gm)
+    averaged = AveragedModel(gm)  # as it should be
+    disable_all(gm)
+    enable_quantization(gm)
+    save_checkpoint(gm, tmp_path / "c.pth", tmp_path / "c.json")
+    convert_export(gm, (torch.ones(2, 4),), tmp_path / "c.onnx")
+    to_float(gm)
+    assert told(caplog) == []
+    assert len({id(model) for model in (gm, teacher, averaged.module)}) == 3
+
+
+def test_copies_are_not_kept_alive_copied_or_pickled() -> None:
+    gm = prepared_linear()
+    copy.deepcopy(gm)
+    gc.collect()
+    kept = copy.deepcopy(gm)
+    assert list(gm.living_copies.found) == [kept]
+    assert list(kept.living_copies.found) == []
+    again = pickle.loads(pickle.dumps(gm))
+    assert list(again.living_copies.found) == []
+    assert list(copy.deepcopy(again).living_copies.found) == []
 
 
 def test_quantization_freezes_the_ranges() -> None:

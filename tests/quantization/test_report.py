@@ -62,7 +62,8 @@ def test_the_table_has_a_headline_and_all_columns():
     headline, _, header = str(report).splitlines()[:3]
     assert headline == f"TensorRT: {report.num_quantized} of {len(report)} nodes quantized"
     assert [cell.strip() for cell in header.strip("|").split("|")] == FIELDS
-    assert len(str(report).splitlines()) == len(report) + 6
+    assert len(str(report).splitlines()) == len(report) + 7
+    assert "not compared with the model yet" in str(report).splitlines()
 
 
 def test_empty_cells_are_dashes_in_text():

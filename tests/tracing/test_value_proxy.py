@@ -105,16 +105,16 @@ def test_numbers_that_depend_on_no_size_are_not_recorded(recorder):
 def test_the_lengths_of_tensors_and_of_lists_among_the_inputs_are_recorded(recorder, image):
     pair = recorder.input([torch.zeros(1), torch.zeros(2)])
     assert len(pair) == 2
-    assert recorder.forced == [2]
+    assert recorder.forced == ["2 items"]
     assert [item.fxqat_value.data.numel() for item in pair] == [1, 2]
     named = recorder.input({"a": torch.zeros(1)})
     assert "a" in named
-    assert recorder.forced == [2, 2, ["a"]]
+    assert recorder.forced == ["2 items", "2 items", ["a"]]
     chunks = recorder.create_proxy("call_method", "chunk", (image, 2), {})
     assert len(chunks) == 2
-    assert recorder.forced == [2, 2, ["a"]]
+    assert recorder.forced == ["2 items", "2 items", ["a"]]
     assert len(image) == 2
-    assert recorder.forced == [2, 2, ["a"], 2]
+    assert recorder.forced == ["2 items", "2 items", ["a"], 2]
 
 
 def test_iterating_over_a_tensor_gives_its_rows(recorder, image):

@@ -80,7 +80,7 @@ class WidthBank:
             widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
             gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=example).eval()
             unseen = {name: copy.deepcopy(quant_at(gm, unit.path)) for name, unit in self.units.items()}
-            calibrate(gm, batches, progress=False)
+            calibrate(gm, batches, progress=False, compare=False)
             require_calibrated(gm)
             for name, unit in self.units.items():
                 self._quants[name, widths[name]] = unseen[name] if unit.is_weight else quant_at(gm, unit.path)

@@ -16,8 +16,8 @@ from fxqat.fake_quantize.state import disable_all, enable_quantization, named_fa
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.profiling.compare import Comparison
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
+from fxqat.utils.compare import Comparison
 from fxqat.utils.contexts import hooked
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
@@ -151,17 +151,6 @@ def _watching(gm: QuantGraphModule, watch: Callable[[str, Tensor], None], rounde
 
     with hooked([quant for _, quant in named_fake_quants(gm)], hook, with_kwargs=True):
         yield
-
-
-@contextmanager
-def switches_kept(gm: QuantGraphModule) -> Iterator[None]:
-    """Restore the switches of all fake-quants after the block."""
-    before = [(quant, quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(gm)]
-    try:
-        yield
-    finally:
-        for quant, *switches in before:
-            quant.observer_enabled, quant.fake_quant_enabled = switches
 
 
 def _add_all(comparison: Comparison, expected: Any, found: Any) -> None:

@@ -12,8 +12,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fxqat.tools.profiling.compare import MOST_DB, Difference
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
+from fxqat.utils.compare import MOST_DB, Difference
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 OUTLIER = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxqat.tools.profiling.compare import Channels, Difference
+from fxqat.utils.compare import Channels, Difference
 
 LOST = 0.5
 """Tensors that lose a larger fraction of their channels are listed first."""

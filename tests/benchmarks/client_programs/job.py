@@ -45,7 +45,7 @@ class Outcome:
 
     Args:
         models: the models that it trained, by a name for each: they are evaluated and exported.
-        losses: the loss of each step.
+        losses: the loss of each step, or before and after training.
         checked: what the program itself checked, in words.
     """
 
@@ -127,6 +127,12 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, job: Job) ->
     """One pass over the samples; the loss of each step."""
     model.train()
     return [train_step(model, optimizer, x, y) for x, y in job.loader()]
+
+
+def train_epochs(model: nn.Module, count: int, job: Job) -> list[float]:
+    """Some epochs with a new optimizer; the loss of each step."""
+    optimizer = optimizer_of(model)
+    return [loss for _ in range(count) for loss in train_epoch(model, optimizer, job)]
 
 
 def check_same_state(found: nn.Module, expected: nn.Module, what: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fxqat.tools.profiling.compare import Comparison, decibels
+from fxqat.utils.compare import Comparison, decibels
 
 
 def test_measures_follow_the_formulas():
@@ -39,6 +39,17 @@ def test_extreme_values(x, y, cosine, sqnr):
     found = comparison.difference()
     assert found.cosine == pytest.approx(cosine, abs=1e-7)
     assert found.sqnr == pytest.approx(sqnr, abs=1e-6)
+
+
+def test_values_that_are_not_finite():
+    comparison = Comparison()
+    comparison.add(torch.tensor([3.0, 4.0, math.nan, -math.inf]), torch.tensor([3.0, 4.5, 1.0, math.nan]))
+    found = comparison.difference()
+    assert found.sqnr == pytest.approx(20.0)
+    assert found.max_error == 0.5
+    comparison.add(torch.ones(1), torch.tensor([math.inf]))
+    assert comparison.difference().sqnr == -120
+    assert comparison.difference().cosine < 0.3
 
 
 def test_channels_that_are_dead_and_lost():

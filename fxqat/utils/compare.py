@@ -11,6 +11,8 @@ from torch import Tensor
 MOST_DB = 120.0
 """The signal to noise ratio if there is no noise, so that all ratios are finite."""
 
+LARGEST = torch.finfo(torch.float32).max
+
 CONSTANT = 1e-12
 """A channel is constant if its variance relative to its mean square is smaller: that is float32 rounding."""
 
@@ -79,8 +81,14 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, exact: Tensor, found: Tensor) -> None:
-        """Add a pair of tensors of the same shape; the number of channels is the same for all pairs."""
-        x, error = exact.double(), exact.double() - found.double()
+        """Add a pair of tensors of the same shape; the number of channels is the same for all pairs.
+
+        Values that are not finite in ``exact`` count as 0 in both; where only ``found`` is not finite, it counts as the
+        largest float32 number.
+        """
+        finite = exact.isfinite()
+        x = exact.double().where(finite, 0.0)
+        error = x - found.double().where(finite, 0.0).nan_to_num(LARGEST, LARGEST, -LARGEST)
         sums = torch.stack([x.square().sum(), error.square().sum(), (x * error).sum()])
         self._sums = sums if self._sums is None else self._sums + sums
         self._largest = _larger(self._largest, error.abs().amax())

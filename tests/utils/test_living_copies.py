@@ -1,0 +1,27 @@
+"""The record of living copies holds no copy alive and does not travel."""
+
+import copy
+import pickle
+
+from fxqat.utils.living_copies import LivingCopies
+
+
+class Thing:
+    """Something that a weak reference may refer to."""
+
+
+def test_it_forgets_what_nobody_uses() -> None:
+    copies, kept = LivingCopies(), Thing()
+    copies.found.add(kept)
+    copies.found.add(Thing())
+    assert list(copies.found) == [kept]
+    assert not copies.switched
+
+
+def test_it_is_new_in_a_copy() -> None:
+    copies, kept = LivingCopies(), Thing()
+    copies.found.add(kept)
+    copies.switched = True
+    for new in (copy.deepcopy(copies), pickle.loads(pickle.dumps(copies))):
+        assert list(new.found) == []
+        assert not new.switched
