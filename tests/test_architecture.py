@@ -282,6 +282,8 @@ GRAPH_PASSES = (
 def test_only_these_passes_change_a_graph() -> None:
     editing = set()
     for name, path in MODULES.items():
+        if name.startswith("fxqat.onnx."):  # graphs of onnx_ir, which has methods of the same names
+            continue
         calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         edits = {call.attr for call in calls if isinstance(call, ast.Attribute)} & set(EDITS)
         if edits and not name.startswith("fxqat.onnx."):  # graphs of onnx_ir have methods of the same names

@@ -1115,3 +1115,102 @@ def test_a_parameter_with_the_name_of_a_scale(tmp_path: Path) -> None:
     report, _, document = export(gm, x, tmp_path)
     assert report.certificate is not None
     assert {"x", "x_scale"} <= set(document["tensors"])
+
+
+# What the file cannot keep is told
+
+
+class Body(nn.Module):
+    """A linear layer and what a test does with it."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.function = function
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("state", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def body(function: Callable[[nn.Module, Tensor], Any]) -> tuple[QuantGraphModule, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    return calibrate(prepare_by_platform(Body(function).eval(), example_inputs=(x,)), (x,)), x
+
+
+def stacked(self: nn.Module, x: Tensor) -> Tensor:
+    return torch.stack([self.linear(x)[i] for i in range(len(x))])
+
+
+def divided(self: nn.Module, x: Tensor) -> Tensor:
+    return self.linear(x) / int(x.shape[0])
+
+
+@pytest.mark.parametrize("function", [stacked, divided])
+def test_a_batch_size_that_became_a_number_is_refused_with_its_line(function: Any, tmp_path: Path) -> None:
+    gm, x = body(function)
+    with pytest.raises(ExportError, match=r"4 at .*test_convert_export\.py:\d+"):
+        convert_export(gm, x, tmp_path / "model.onnx", dynamic_batch=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dynamic_batch_is_certified_at_a_second_size(tmp_path: Path) -> None:
+    gm, x = body(lambda self, x: self.linear(x))
+    report, _, _ = export(gm, x, tmp_path, dynamic_batch=True)
+    assert report.certificate is not None
+    assert report.certificate.second_batch is not None
+    assert report.certificate.second_batch.tensors[0].size == 2 * report.certificate.tensors[0].size
+    assert report.warnings == ()
+
+
+def recurrent(self: nn.Module, x: Tensor) -> Tensor:
+    y = torch.tanh(self.linear(x) + self.state)
+    self.state.copy_(y)
+    return y
+
+
+def counting(self: nn.Module, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.linear(x)
+
+
+def scaled_by_count(self: nn.Module, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.linear(x) * self.calls
+
+
+@pytest.mark.parametrize(
+    ("function", "updated", "is_told"),
+    [(recurrent, "state", True), (counting, "calls", False), (scaled_by_count, "calls", True)],
+)
+def test_buffers_that_the_file_does_not_update_are_reported(
+    function: Any, updated: str, is_told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gm, x = body(function)
+    report, _, _ = export(gm, x, tmp_path)
+    assert report.buffers_not_updated == (updated,)
+    assert len(report.warnings) == int(is_told)
+    logged = [record.message for record in caplog.records if record.name == "fxqat"]
+    assert any(f"updates {updated}" in text for text in logged) is is_told
+    found = run_file(tmp_path / "model.onnx", (x,))[0]
+    assert np.allclose(found, deployed_outputs(gm, (x,))[0], atol=1e-5)
+
+
+def test_minus_infinity_in_an_output_is_no_difference(tmp_path: Path) -> None:
+    gm, x = body(lambda self, x: self.linear(x).masked_fill(x > 0, float("-inf")))
+    report, _, _ = export(gm, x, tmp_path)
+    assert report.certificate is not None
+    assert report.certificate.outputs[0].cosine == pytest.approx(1.0)
+
+
+def test_a_hook_is_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        return None
+
+    gm, x = body(lambda self, x: self.linear(x))
+    gm.register_forward_hook(watch)
+    report, _, _ = export(gm, x, tmp_path)
+    assert "watch" in report.warnings[0]
+    assert "watch" in caplog.text

@@ -1,5 +1,6 @@
 """The translations of an export: what ONNX Runtime computes of an operator is what it computes in torch."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxqat.custom_symbolic_opset import NATIVE_OPSET, translation_table
+from fxqat.custom_symbolic_opset import NATIVE_OPSET, exporter_warnings, run_exporter, translation_table
 from fxqat.fake_quantize import torch_ops
 from fxqat.onnx.opset import opset_of
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
@@ -248,3 +249,36 @@ def test_the_places_of_roi_pool_have_no_value(tmp_path: Path) -> None:
     exported(Regions(with_places=True), x, tmp_path / "places.onnx")
     with pytest.raises(Exception, match="SequenceAt"):
         run_file(tmp_path / "places.onnx", [x])
+
+
+class Masked(nn.Module):
+    """A batch, a mask of another size, and a scalar."""
+
+    def forward(self, x: Tensor, mask: Tensor, factor: Tensor) -> Tensor:
+        return (x[:, None] * mask).sum(2) * factor
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_only_inputs_with_a_batch_get_an_open_dimension(batch: int) -> None:
+    model = run_exporter(
+        Masked().eval(), (torch.randn(batch, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
+    )
+    shapes = [[dim if isinstance(dim, int) else str(dim) for dim in value.shape] for value in model.graph.inputs]
+    assert shapes == [["batch", 5], [5, 5], []]
+
+
+def test_warnings_of_the_exporter_are_kept_and_its_noise_is_not() -> None:
+    class Warns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("this branch is for squares only", stacklevel=1)
+            warnings.warn("torch's own code is old", DeprecationWarning, stacklevel=1)
+            return x * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = run_exporter(Warns().eval(), (torch.randn(2, 2),), dynamic_batch=True)
+        quiet = run_exporter(
+            Masked().eval(), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
+        )
+    assert exporter_warnings(model) == ("this branch is for squares only",)
+    assert exporter_warnings(quiet) == ()

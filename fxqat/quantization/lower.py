@@ -12,6 +12,7 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -119,8 +120,10 @@ def _drop_inner(gm: fx.GraphModule, replaced: set[str]) -> None:
 
 
 def _without_dataclasses(value: Any) -> Any:
-    """The model's output, with dicts of fields in place of dataclasses."""
+    """The model's output, with dicts in place of dataclasses and ordered dicts."""
     if isinstance(value, fx.Node):
+        if value.target is OrderedDict:
+            return _without_dataclasses(value.args[0])
         is_made = value.op == "call_function" and is_dataclass(value.target)
         return {name: _without_dataclasses(item) for name, item in value.kwargs.items()} if is_made else value
     if isinstance(value, Mapping):

@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from fxqat import disable_all
+from fxqat import disable_all, prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.quantization.capture import capture
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
-from tests.models import BACKENDS, TOYS, calibrated, inputs
+from tests.models import BACKENDS, TOYS, calibrate, calibrated, inputs
 
 
 def quantizers(gm):
@@ -75,3 +76,114 @@ def test_inputs_that_do_not_fit_are_an_export_error():
         capture(gm, (inputs("residual")[0][:, :1],))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert not any(module._forward_hooks for module in gm.modules())
+
+
+# What the file does not have
+
+
+def scale_by_three(module, args, output):
+    return output * 3
+
+
+def look_only(module, args, output):
+    return None
+
+
+@pytest.mark.parametrize("place", ["", "fc"])
+def test_a_hook_that_changes_an_output_is_refused(place):
+    gm = calibrated("conv_bn_relu")
+    handle = gm.get_submodule(place).register_forward_hook(scale_by_three)
+    with pytest.raises(ExportError, match=rf"{place or 'the model'}: scale_by_three.*handle\.remove"):
+        capture(gm, inputs("conv_bn_relu"))
+    handle.remove()
+    assert capture(gm, inputs("conv_bn_relu")).hooks == ()
+
+
+def test_a_hook_that_looks_on_is_named():
+    gm = calibrated("conv_bn_relu")
+    expected = capture(gm, inputs("conv_bn_relu"))
+    handles = [gm.register_forward_hook(look_only), gm.fc.register_forward_pre_hook(lambda module, args: None)]
+    captured = capture(gm, inputs("conv_bn_relu"))
+    for handle in handles:
+        handle.remove()
+    assert captured.hooks[0] == "the model: look_only"
+    assert captured.hooks[1].startswith("fc: test_a_hook_that_looks_on_is_named.<locals>.<lambda>")
+    assert np.array_equal(captured.outputs[0], expected.outputs[0])
+
+
+class Recurrent(nn.Module):
+    """A state that the next outputs depend on, a counter that they do not, and a factor that counts first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("state", torch.zeros(4, 6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        y = torch.tanh(self.linear(x) + self.state)
+        self.state.copy_(y)
+        return y
+
+
+def test_buffers_that_the_model_updates_are_named_and_stay_as_they_are():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(Recurrent().eval(), example_inputs=(x,)), (x,))
+    with torch.no_grad():
+        gm(x)
+    before = {name: buffer.clone() for name, buffer in gm.named_buffers()}
+    captured = capture(gm, (x,))
+    assert set(captured.updated) == {"state", "calls"}
+    assert captured.carried == ("state",)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in gm.named_buffers())
+    assert capture(calibrated("conv_bn_relu"), inputs("conv_bn_relu")).updated == ()
+
+
+def test_a_state_with_a_gradient_is_captured():
+    """A forward without ``no_grad`` leaves a buffer that torch does not copy."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(Recurrent().eval(), example_inputs=(x,)), (x,))
+    gm(x)
+    assert not gm.state.is_leaf
+    assert capture(gm, (x,)).carried == ("state",)
+
+
+class Selecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.topk(2)[1], torch.argsort(y, dim=0), y.argmax(1), y.max(1)[0], y.min(dim=0).indices, y.amax()
+
+
+def test_selected_indices_are_recorded_in_order():
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(Selecting().eval(), example_inputs=(x,)), (x,))
+    captured = capture(gm, (x,))
+    found = captured.selections
+    assert [len(found[kind]) for kind in ("TopK", "ArgMax", "ArgMin")] == [2, 2, 1]
+    assert np.array_equal(found["TopK"][0], captured.outputs[0])
+    assert np.array_equal(found["TopK"][1], captured.outputs[1])
+    assert np.array_equal(found["ArgMax"][0], captured.outputs[2])
+    assert np.array_equal(found["ArgMin"][0], captured.outputs[4])
+
+
+def test_a_complex_output_is_refused():
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return {"y": self.linear(x), "spectrum": torch.fft.rfft(self.linear(x))}
+
+    x = torch.randn(4, 6)
+    gm = calibrate(prepare_by_platform(Spectrum().eval()), (x,))
+    with pytest.raises(ExportError, match=r"output 1 is torch\.complex64.*view_as_real"):
+        capture(gm, (x,))

@@ -264,3 +264,28 @@ def test_a_prepared_model_inside_another_module_is_named():
     for other in (nn.Linear(2, 2), None):
         with pytest.raises(ExportError, match="returned, got (Linear|NoneType)$"):
             prepared_model(other, ExportError)
+
+
+class Watch:
+    """A hook that counts its calls; copies of it count on their own."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, module, *values):
+        self.calls += 1
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_keeps_the_hooks_of_the_user(how):
+    gm = calibrated("conv_bn_relu")
+    handles = [gm.register_forward_hook(Watch()), gm.register_forward_pre_hook(Watch())]
+    handles += [gm.register_full_backward_hook(Watch()), gm.fc.register_forward_hook(Watch())]
+    twin = COPIES[how](gm)
+    sum(output.sum() for output in flatten_tensors(twin(*inputs("conv_bn_relu")))).backward()
+    hooks = [[*m._forward_hooks.values(), *m._forward_pre_hooks.values()] for m in (twin, twin.fc)]
+    assert [hook.calls for hook in [*hooks[0], *hooks[1]]] == [1, 1, 1]
+    assert [hook.calls for hook in twin._backward_hooks.values()] == [1]
+    assert [hook.calls for hook in (*gm._forward_hooks.values(), *gm._backward_hooks.values())] == [0, 0]
+    for handle in handles:
+        handle.remove()
