@@ -182,7 +182,7 @@ def ddp_with_dropout(job: Job) -> Outcome:
 def _one_rank(rank: int, job: Job, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     torch.manual_seed(rank)
-    wrapped = DistributedDataParallel(job.model.train())
+    wrapped = DistributedDataParallel(copy.deepcopy(job.model).train())  # spawn shares the memory of tensors
     optimizer = optimizer_of(wrapped)
     losses = []
     for _ in range(3):
