@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -207,6 +208,15 @@ class FakeQuantizeBase(nn.Module):
         """Restore the switches."""
         self.observer_enabled = bool(state["observer_enabled"])
         self.fake_quant_enabled = bool(state["fake_quant_enabled"])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantizeBase:
+        """Move to a device, as ``nn.Module`` does; ``half()`` and ``bfloat16()`` leave scales and ranges in float32."""
+
+        def apply(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(apply, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
         """Scheme and switches, for printing."""

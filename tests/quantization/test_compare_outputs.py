@@ -88,3 +88,17 @@ def test_inputs_left_out_are_not_given_to_the_prepared_model(x):
 
     check_same_outputs(Scaled(), run_reference(Optional(), (x, None)))
     assert run_reference(Optional(), (x, None)).inputs == (x, None)
+
+
+def test_half_precision_is_compared_within_its_own_precision(x):
+    def off(by):
+        model = Scaled()
+        model.factor *= by
+        return model
+
+    half = run_reference(Scaled().bfloat16(), (x.bfloat16(),))
+    check_same_outputs(off(1.02).bfloat16(), half)
+    with pytest.raises(TraceError, match="computes something else"):
+        check_same_outputs(off(1.2).bfloat16(), half)
+    with pytest.raises(TraceError, match="computes something else"):
+        check_same_outputs(off(1.02), run_reference(Scaled(), (x,)))

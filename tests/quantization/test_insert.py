@@ -147,7 +147,7 @@ def test_the_quantizers_are_where_the_model_is():
         def forward(self, x):
             return F.relu(self.conv(x))
 
-    gm = prepare_by_platform(Half())
+    gm = prepare_by_platform(Half(), example_inputs=torch.empty(1, 3, 4, 4, device="meta"))
     devices = {tensor.device.type for tensor in (*gm.parameters(), *gm.buffers())}
     assert devices == {"meta"}
     assert gm.conv.weight_fake_quant.scale.shape == (4,)
