@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
 from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
+from fxqat.utils.torch_compat import KeepsDtype
 
 WEIGHT = "weight_fake_quant"
 ACTIVATION = "act_fake_quant"
@@ -36,8 +36,8 @@ class Observer(Protocol):
         """Whether the range is finite."""
 
 
-class FakeQuantizeBase(nn.Module):
-    """Simulates the rounding of one tensor.
+class FakeQuantizeBase(KeepsDtype):
+    """Simulates the rounding of one tensor. Its own tensors stay float32 in a model in half precision.
 
     A subclass has ``scale`` and ``zero_point`` as parameters or buffers. Or it computes them, as properties, from other
     parameters, which :meth:`store` then sets.
@@ -208,15 +208,6 @@ class FakeQuantizeBase(nn.Module):
         """Restore the switches."""
         self.observer_enabled = bool(state["observer_enabled"])
         self.fake_quant_enabled = bool(state["fake_quant_enabled"])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FakeQuantizeBase:
-        """Move to a device, as ``nn.Module`` does; ``half()`` and ``bfloat16()`` leave scales and ranges in float32."""
-
-        def apply(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-        return super()._apply(apply, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def extra_repr(self) -> str:
         """Scheme and switches, for printing."""
