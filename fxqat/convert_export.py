@@ -30,6 +30,7 @@ from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
+from fxqat.quantization.deployed_copy import inputs_in_float32
 from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
 from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.file_size import check_size
@@ -94,7 +95,8 @@ def convert_export(
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
     The model is not changed: its mode, device, switches and weights stay as they are. It is exported as it is deployed:
-    in eval mode and with every fake-quant on, even if some are switched off.
+    in eval mode and with every fake-quant on, even if some are switched off. A model in float16 or bfloat16 is exported
+    and compared as a float32 model with its weights: fake-quant and the file compute in float32.
 
     Args:
         model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
@@ -128,7 +130,7 @@ def convert_export(
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = prepared_model(model, ExportError)
-    inputs = example_tuple(gm, example_inputs)
+    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs))
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)

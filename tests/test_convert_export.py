@@ -1214,3 +1214,44 @@ def test_a_hook_is_logged_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     report, _, _ = export(gm, x, tmp_path)
     assert "watch" in report.warnings[0]
     assert "watch" in caplog.text
+
+
+class Trained(nn.Module):
+    """Convolution with BatchNorm, and a linear layer that is called in its own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn(self.conv(x)))
+        return torch.softmax(self.fc(y.float().mean((2, 3)).to(x.dtype)), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_in_half_precision_trains_and_its_file_is_float32(
+    tmp_path: Path, dtype: torch.dtype, when: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = Trained(), torch.randn(4, 3, 6, 6)
+    if when == "before":
+        gm = prepare_by_platform(model.to(dtype), "TSQAT", example_inputs=(x.to(dtype),))
+    else:
+        gm = prepare_by_platform(model, "TSQAT").to(dtype)
+    enable_calibration(gm)
+    gm(x.to(dtype))
+    enable_quantization(gm)
+    gm(x.to(dtype)).float().square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in gm.named_parameters()}
+    assert all(gradient.isfinite().all() for gradient in gradients.values() if gradient is not None)
+    assert {gm.conv.weight.grad.dtype, gm.conv.weight_fake_quant.scale.grad.dtype} == {dtype, torch.float32}
+    torch.optim.SGD(gm.parameters(), lr=0.1).step()
+    expected = gm.eval()(x.to(dtype)).float()
+    report = convert_export(gm, x.to(dtype), tmp_path / "half.onnx")
+    assert report.certificate is not None
+    assert report.certificate.passed
+    (output,) = run_file(tmp_path / "half.onnx", (x,))
+    assert output.dtype == np.float32
+    torch.testing.assert_close(torch.from_numpy(output), expected, rtol=0.05, atol=0.02)
+    assert gm.conv.weight.dtype == dtype

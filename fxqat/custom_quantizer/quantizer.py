@@ -157,7 +157,7 @@ class BackendQuantizer:
             if problem:
                 return Request(op, None, problem)
             request.weight = self.spec.weight_of(op.name)
-        if rule.inputs != "none":
+        if rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
             request.activation = self.spec.activation
         if rule.output and not request.moves_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxqat.errors import CheckpointError, ConfigError
 from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
 from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
+from fxqat.utils.torch_compat import KeepsDtype
 
 WEIGHT = "weight_fake_quant"
 ACTIVATION = "act_fake_quant"
@@ -42,8 +43,8 @@ class Observer(Protocol):
         """Whether the range is finite."""
 
 
-class FakeQuantizeBase(nn.Module):
-    """Simulates the rounding of one tensor.
+class FakeQuantizeBase(KeepsDtype):
+    """Simulates the rounding of one tensor. Its own tensors stay float32 in a model in half precision.
 
     A subclass has ``scale`` and ``zero_point`` as parameters or buffers. Or it computes them, as properties, from other
     parameters, which :meth:`store` then sets.

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from fxqat.nn.weighted import WeightedOp
+from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm
 
 
 def bn_factor(bn: BatchNorm) -> Tensor:
-    """The factor ``k`` of every output channel, shape ``(channels,)``."""
+    """The factor ``k`` of every output channel, shape ``(channels,)``; at least float32."""
     assert bn.running_var is not None  # the fuse pass fuses no other BatchNorm
-    inverse = torch.rsqrt(bn.running_var + bn.eps)
+    inverse = torch.rsqrt(widened(bn.running_var) + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
 
 

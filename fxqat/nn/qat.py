@@ -12,6 +12,7 @@ from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
+from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm, tensor_version
 
 BN_TRAIN = "train"
@@ -21,7 +22,8 @@ BN_FREEZE = "freeze"
 class QATLayer(nn.Module):
     """Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear, with fused BatchNorm and activation, and fake-quant of its weight.
 
-    It always quantizes the folded weight ``W * k`` (see ``fxqat.nn.fold``), to the same integers in every mode:
+    It always quantizes the folded weight ``W * k`` (see ``fxqat.nn.fold``), to the same integers in every mode. In half
+    precision, folding and quantization are computed in float32, and the layer itself in the type of its weight.
 
     1. eval, or no BatchNorm, or ``bn_mode="freeze"``: ``conv(x, fq(W * k)) + fq_int32(folded bias)``. This is the
        deployed layer. The gradients of gamma and beta pass through the folding.
@@ -83,18 +85,18 @@ class QATLayer(nn.Module):
                 "Add ('linear', 'batch_norm1d') to extra_fuse_dict['exclude_fusion_pattern']."
             )
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
-            y = self._normalize(self.op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
+            y = self._normalize(self.op(x, self._unfolded_weight(self.bn).to(self.weight.dtype), self.bias), self.bn)
         else:
-            y = self.op(x, *self._deployed_tensors(input_fake_quant))
+            weight, bias = self._deployed_tensors(input_fake_quant)
+            y = self.op(x, weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype))
         if self.activation is not None:
             y = self.activation(y)
         return y
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias with BatchNorm folded in, not quantized."""
-        if self.bn is None:
-            return self.weight, self.bias
-        return fold_bn(self.op, self.weight, self.bias, self.bn)
+        """Weight and bias with BatchNorm folded in, not quantized; those of a layer in half precision are float32."""
+        weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
+        return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
 
     def float_layer(self) -> WeightedLayer:
         """The plain layer, without BatchNorm and activation; it shares its parameters with this layer."""
@@ -181,7 +183,7 @@ class QATLayer(nn.Module):
         frozen = self.bn_steps >= self.bn_mode
         z = y.float()
         variance, mean = torch.var_mean(z, [d for d in range(z.dim()) if d != 1], correction=0)
-        old_mean, old_variance = bn.running_mean.clone(), bn.running_var.clone()
+        old_mean, old_variance = widened(bn.running_mean.clone()), widened(bn.running_var.clone())
         with torch.no_grad():
             self.bn_steps.add_(1)
             count = z.numel() // z.shape[1]

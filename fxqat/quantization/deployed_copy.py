@@ -3,18 +3,26 @@
 1. on the CPU, in eval mode, without gradients;
 2. every fake-quant on, every observer off;
 3. its graph only has what runs in eval mode;
-4. inputs that the file takes raw are normalized first.
+4. inputs that the file takes raw are normalized first;
+5. in float32, if it was trained in half precision: weights, inputs, and the types that its graph names.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
+from fxqat.utils.tensors import HALF, map_tensors, widened
 from fxqat.utils.train_eval_graph import select_mode
 
 
@@ -33,6 +41,34 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
         quant.observer_enabled = False
         quant.fake_quant_enabled = True
     select_mode(work.graph, training=False)
+    if is_half_precision(gm):
+        _to_float32_(work)
     normalize_inputs(work, normalizers)
     work.recompile()
     return work
+
+
+def is_half_precision(gm: nn.Module) -> bool:
+    """Whether parameters of a model are float16 or bfloat16."""
+    return any(parameter.dtype in HALF for parameter in gm.parameters())
+
+
+def inputs_in_float32(gm: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of the deployed copy: of a model in half precision they are float32."""
+    if not is_half_precision(gm):
+        return inputs
+    return map_tensors(inputs, widened)  # type: ignore[no-any-return]
+
+
+def _to_float32_(work: fx.GraphModule) -> None:
+    """Convert tensors in half precision, and conversions to it."""
+    for tensor in chain(work.parameters(), work.buffers()):
+        tensor.data = widened(tensor.data)
+    for node in work.graph.nodes:
+        node.args, node.kwargs = (map_aggregate(a, _float32_for_half) for a in (node.args, node.kwargs))
+        if node.op == "call_method" and node.target in ("half", "bfloat16"):
+            node.target = "float"
+
+
+def _float32_for_half(argument: Any) -> Any:
+    return torch.float32 if isinstance(argument, torch.dtype) and argument in HALF else argument

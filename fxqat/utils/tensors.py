@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+"""The types of half precision."""
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in half precision as float32; any other as it is."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +95,20 @@ def is_compiled(module: nn.Module) -> bool:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor was made under ``FakeTensorMode``: it has a shape and no values."""
     return isinstance(tensor, FakeTensor)
+
+
+class KeepsDtype(nn.Module):
+    """A module whose tensors, with those of its submodules, keep their dtype under ``half()``, ``bfloat16()``, ...
+
+    They still move to other devices.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KeepsDtype:
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class ContentWatch(TorchDispatchMode):

@@ -26,6 +26,7 @@ import argparse
 import json
 import logging
 import multiprocessing
+import re
 import resource
 import tempfile
 import time
@@ -150,7 +151,8 @@ def in_child(package: str, name: str, backend: str, gigabytes: float, pipe: Any)
     except Exception as error:  # noqa: BLE001  stays visible in the table
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        row["error"] = f"{type(error).__name__}: {' / '.join(lines[:3])[:400]}"
+        text = re.sub(r"\S*site-packages/|\x1b\[\d*m", "", " / ".join(lines[:3]))
+        row["error"] = f"{type(error).__name__}: {text[:400]}"
     pipe.send(row | {"warnings": warned.lines, "seconds": time.perf_counter() - begin, "version": version(package)})
 
 
@@ -219,10 +221,9 @@ COSINES = ("cosine", "file_cosine", "optimized_cosine")
 def report(arguments: argparse.Namespace) -> None:
     """Write the page."""
     rows = read(arguments.results)
-    table = PrettyTable(["package", "model", "backend", "M parameters", "quantized", "leaves"], align="l", hrules=1)
-    table.field_names = [*table.field_names, "float / fake-quant", "fake-quant / file", "default session", "verdict"]
+    header = ["package", "model", "backend", "M parameters", "quantized", "leaves", "float / fake-quant"]
+    table = PrettyTable([*header, "fake-quant / file", "default session", "verdict"], align="l", hrules=1)
     table.max_width = 80
-    table.align = "l"
     table.add_rows(list(lines_of(rows)))
     counts = []
     for backend in BACKENDS:

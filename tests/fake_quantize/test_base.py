@@ -11,6 +11,7 @@ import torch
 
 from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
+from fxqat.fake_quantize.dorefa import DoReFaFakeQuantize
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
 from fxqat.scheme import QuantizeScheme
@@ -277,3 +278,33 @@ def test_printing_shows_scheme_and_switches(kind: type[FakeQuantizeBase]) -> Non
     text = repr(calibrate(make_suitable(kind, UINT8, ACTIVATION), torch.ones(2)))
     assert "uint8 asym per-tensor" in text
     assert "fake_quant=True" in text
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@HALF
+@KINDS
+def test_half_precision_leaves_scales_and_ranges_in_float32(kind: type[FakeQuantizeBase], dtype: torch.dtype) -> None:
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    quant = calibrate(make_suitable(kind, INT8_WEIGHT, WEIGHT, 0, 3), weight)
+    before = {name: tensor.clone() for name, tensor in [*quant.named_parameters(), *quant.named_buffers()]}
+    quant.to(dtype)
+    after = dict([*quant.named_parameters(), *quant.named_buffers()])
+    assert {name: tensor.dtype for name, tensor in after.items()} == {n: t.dtype for n, t in before.items()}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert dtype not in {tensor.dtype for tensor in after.values()}
+
+
+@HALF
+@KINDS
+def test_a_half_precision_tensor_is_rounded_as_in_float32(kind: type[FakeQuantizeBase], dtype: torch.dtype) -> None:
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    quant = calibrate(make_suitable(kind, INT8_WEIGHT, WEIGHT, 0, 3), weight.float()).to(dtype)
+    given = weight.clone().requires_grad_()
+    rounded = quant(given)
+    rounded.float().square().sum().backward()
+    if kind is not DoReFaFakeQuantize:  # its tanh is in the tensor's own precision here
+        assert torch.equal(rounded, quant(weight.float()).to(dtype))
+    assert rounded.dtype == given.grad.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in quant.parameters())

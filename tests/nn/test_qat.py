@@ -532,3 +532,25 @@ def test_a_training_step_moves_weight_scale_and_norm(case: LayerCase) -> None:
     moved = {name for name, value in qat.named_parameters() if not torch.equal(value, before[name])}
     assert {"weight", "bn.weight", "bn.bias", "weight_fake_quant.scale"} <= moved
     assert all(torch.isfinite(value).all() for value in qat.parameters())
+
+
+@pytest.mark.parametrize("bn_mode", ["train", "freeze", 2, None])
+@EVERY_LAYER
+def test_half_precision_folds_and_quantizes_in_float32(case: LayerCase, bn_mode: str | int | None) -> None:
+    layer = make_qat_layer(case, with_bn=bn_mode is not None, bn_mode=bn_mode or "train", scheme=INT8_WEIGHT)
+    half = copy.deepcopy(layer).bfloat16()
+    same = copy.deepcopy(half).float()  # the weights of the half-precision layer in float32
+    for twin in (half, same):
+        switch_on(twin)
+    x = layer_input(case).bfloat16()
+    input_quant = calibrate(make_fake_quant(UINT8), x.float())
+    for training in (True, False):
+        actual, expected = half.train(training)(x, input_quant), same.train(training)(x.float(), input_quant)
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+    actual.float().square().mean().backward()
+    assert half.weight.grad.dtype == torch.bfloat16
+    assert half.weight.grad.isfinite().all()
+    if bn_mode in (None, "freeze"):  # no statistics have moved
+        twins = [(twin.folded(), twin.deployed_scales(twin.folded()[1], input_quant)) for twin in (half, same)]
+        torch.testing.assert_close(*twins, rtol=0, atol=0)

@@ -1,12 +1,13 @@
 """The deployed copy computes as the model will, and the model stays as it is."""
 
+import pytest
 import torch
 from torch import nn
 
 from fxqat import prepare_by_platform
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
-from fxqat.quantization.deployed_copy import deployed_copy
+from fxqat.quantization.deployed_copy import deployed_copy, inputs_in_float32, is_half_precision
 from tests.export_models import calibrate
 from tests.models import prepared
 
@@ -52,3 +53,36 @@ def test_raw_inputs_are_normalized_before_anything_reads_them():
     names = [node.kwargs["tensor_name"] for node in work.graph.nodes if "tensor_name" in node.kwargs]
     before = [node.kwargs["tensor_name"] for node in gm.graph.nodes if "tensor_name" in node.kwargs]
     assert names == [f"{before[0]}_normalized", *before[1:]]
+
+
+class Casting(nn.Module):
+    """Casts to the type of its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = torch.sin(self.a(x).float())
+        return self.b(y.to(dtype=x.dtype)) if x.dtype != torch.float16 else self.b(y.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_deployed_in_float32(dtype):
+    x = torch.randn(4, 3).to(dtype)
+    gm = calibrate(prepare_by_platform(Casting().to(dtype).eval(), "TSQAT", example_inputs=x), (x,))
+    assert is_half_precision(gm)
+    assert inputs_in_float32(gm, (x,))[0].dtype == torch.float32
+    work = deployed_copy(gm)
+    assert {tensor.dtype for tensor in (*work.parameters(), *work.buffers())} == {torch.float32}
+    assert dtype not in {argument for node in work.graph.nodes for argument in (*node.args, *node.kwargs.values())}
+    result = work(x.float())
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(gm(x).float(), result, rtol=0.02, atol=0.02)
+    assert gm(x).dtype == dtype
+
+
+def test_inputs_of_a_float32_model_keep_their_type():
+    gm = prepared("two_readers")
+    assert not is_half_precision(gm)
+    assert inputs_in_float32(gm, (torch.ones(1).half(),))[0].dtype == torch.float16
