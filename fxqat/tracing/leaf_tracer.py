@@ -19,6 +19,10 @@ MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
 
 
+class ComputedOutside(fx.proxy.TraceError):
+    """A tensor was computed from parameters without a node of the graph."""
+
+
 class TypeNotInGraph(fx.proxy.TraceError):
     """An argument of a node, or an output, is of a type that a graph cannot hold.
 
@@ -97,7 +101,7 @@ class LeafTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node, or the output."""
         if type(a) is Tensor and a.requires_grad and not a.is_leaf:
-            raise fx.proxy.TraceError(
+            raise ComputedOutside(
                 "a tensor was computed from parameters outside of the graph, as by iterating over self.parameters(): "
                 "it would be a constant in the graph"
             )

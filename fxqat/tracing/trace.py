@@ -32,6 +32,7 @@ from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
 from fxqat.tracing.python_state import python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
+from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
@@ -124,7 +125,7 @@ def trace(
         fixed = defaults | fixed
         tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
     remedies = partial(_remedies, model, concrete_args or {}, example_inputs is not None, custom_tracer is not None)
-    with ONE_TRACE, functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
+    with ONE_TRACE, buffers_kept(root), functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
         graph, tracer = _first_success(model, root, tracers, fixed, remedies)
     _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)

@@ -251,11 +251,11 @@ class ValueProxy(fx.Proxy):
         args = (self,) if digits is None else (self, digits)
         return self.tracer.create_proxy("call_function", builtins.round, args, {})
 
-    def __copy__(self) -> Any:
-        return self.tracer.create_proxy("call_method", "clone", (self,), {})
+    def __copy__(self) -> Any:  # as of a tensor: without its gradient
+        return self.tracer.create_proxy("call_method", "detach", (self,), {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.__copy__()
+        return self.tracer.create_proxy("call_method", "clone", (self,), {})
 
     def __format__(self, spec: str) -> str:
         traced = self.fxqat_value

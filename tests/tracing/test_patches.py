@@ -4,6 +4,8 @@ import builtins
 import collections
 import copy
 import functools
+import threading
+import time
 
 import pytest
 import torch
@@ -264,3 +266,72 @@ def test_a_wrapped_function_is_a_node_unless_it_works_in_place():
     torch.testing.assert_close(copy.deepcopy(gm)(x), gm(x))
     first = torch.fx.symbolic_trace(Wrapped())  # the registry of torch.fx is as it was
     assert [node.op for node in first.graph.nodes].count("call_function") == 2
+
+
+class Busy(Base):
+    """Makes tensors, branches on their type, and calls modules, slowly enough that threads meet."""
+
+    def forward(self, x):
+        for _ in range(20):
+            time.sleep(0.001)
+            x = self.conv(x)[:, :3] + torch.zeros(x.shape[0], 3, 1, 1)
+        return x if isinstance(x, torch.Tensor) else None
+
+
+def test_other_threads_compute_as_always_while_two_models_are_traced():
+    found, stop = [], threading.Event()
+
+    def compute():
+        layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+        while not stop.is_set():
+            y = layer(torch.ones(3, 2)) + torch.zeros(3, 2)
+            found.append((type(y) is torch.Tensor, layer.training is False, isinstance(y, torch.Tensor)))
+
+    def prepare(results):
+        torch.manual_seed(0)
+        model, x = Busy().eval(), torch.randn(2, 3, 4, 4)
+        gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+        results.append(float((gm(x) - model(x)).abs().max()))
+
+    errors = []
+    preparing = [threading.Thread(target=prepare, args=(errors,)) for _ in range(2)]
+    computing = threading.Thread(target=compute)
+    for thread in (computing, *preparing):
+        thread.start()
+    for thread in preparing:
+        thread.join()
+    stop.set()
+    computing.join()
+    assert errors == [pytest.approx(0, abs=1e-5)] * 2
+    assert len(found) > 20
+    assert set(found) == {(True, True, True)}
+    assert_restored()
+
+
+@pytest.mark.parametrize("failing", ["zeros", "is_grad_enabled", "__setattr__"])
+def test_patches_that_cannot_be_applied_leave_nothing_behind(failing, monkeypatch):
+    original = Patches._patch
+
+    def patch(self, owner, name, build):
+        if name == failing:
+            raise RuntimeError("no")
+        original(self, owner, name, build)
+
+    monkeypatch.setattr(Patches, "_patch", patch)
+    with pytest.raises(TraceError, match="RuntimeError: no"):
+        trace(Base(), example_inputs=(torch.randn(1, 3, 4, 4),), untraceable="error")
+    monkeypatch.undo()
+    assert_restored()
+
+
+def test_a_question_for_the_gradient_mode_is_answered_and_recorded():
+    class Asks(Base):
+        def forward(self, x):
+            return self.conv(x) * (2 if torch.is_grad_enabled() else 3)
+
+    model, x = Asks(), torch.randn(1, 3, 4, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,), check="off")
+    assert [(forced.expression, forced.value) for forced in gm.quant_report.forced] == [
+        ("torch.is_grad_enabled()", True)
+    ]
+    torch.testing.assert_close(gm(x), model(x))

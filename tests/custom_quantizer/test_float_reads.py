@@ -1,0 +1,107 @@
+"""What must not be rounded: values made of constants, and values that decide."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.custom_quantizer.float_reads import DECIDES
+from fxqat.custom_quantizer.reasons import EXACT
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.utils.fx_graph import called_module
+
+LENGTH = 512
+
+
+class Rotary(nn.Module):
+    """Attention scores of rotated queries and keys; the phase has values up to 511."""
+
+    def __init__(self, positions):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("frequencies", 1 / 10000 ** (torch.arange(0, 16, 2) / 16))
+        self.positions = positions
+
+    def forward(self, x, ids=None):
+        places = {"sizes": torch.arange(x.shape[1], device=x.device), "ids": ids}[self.positions]
+        phase = places.float()[:, None] * self.frequencies
+        phase = torch.cat([phase, phase], -1)
+        cos, sin = phase.cos(), phase.sin()
+
+        def rotated(y):
+            half = y.chunk(2, -1)
+            return y * cos + torch.cat([-half[1], half[0]], -1) * sin
+
+        return rotated(self.query(x)) @ rotated(self.key(x)).transpose(-1, -2)
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "QNN", "ONNXRuntime"])
+@pytest.mark.parametrize("positions", ["sizes", "ids"])
+def test_positions_stay_exact(positions, backend):
+    model = Rotary(positions).eval()
+    inputs = (torch.randn(1, LENGTH, 16), torch.arange(LENGTH))[: 1 + (positions == "ids")]
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=inputs)
+    rows = {row.node: row for row in gm.quant_report}
+    assert [rows[name].reason for name in rows if rows[name].op in ("cat",)][0].endswith(EXACT)
+    for op in ("cos", "sin"):
+        (row,) = (row for row in rows.values() if row.op == op)
+        assert EXACT in row.reason
+        node = next(node for node in gm.graph.nodes if node.name == row.node)
+        assert not isinstance(called_module(node.args[0]), FakeQuantizeBase)
+    fxqat.calibrate(gm, [inputs])
+    fxqat.enable_quantization(gm)
+    expected, found = model(*inputs).flatten(), gm(*inputs).flatten()
+    assert float(torch.cosine_similarity(expected, found, dim=0)) > 0.99
+
+
+class Decides(nn.Module):
+    def __init__(self, decide):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.score, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.decide = decide
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(self.decide(y, self.score(y)))
+
+
+CASES = {
+    "topk": lambda y, s: y.gather(-1, s.sigmoid().topk(3).indices.repeat(1, 3)[:, :8]),
+    "argmax": lambda y, s: y * (s * 2 + 1).argmax(-1, keepdim=True),
+    "index": lambda y, s: y[:, (s.abs().mean(0) * 7).clamp(0, 7).long()],
+    "sort": lambda y, s: y.gather(-1, torch.sort(s.softmax(-1)).indices),
+    "comparison": lambda y, s: torch.where(s.tanh() > 0.1, y, -y),
+    "max along a dimension": lambda y, s: y * torch.max(s + 1, 1, keepdim=True)[1],
+}
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "QNN"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_decides_is_computed_in_float_back_to_the_last_layer(name, backend):
+    model, x = Decides(CASES[name]).eval(), torch.randn(64, 8)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,))
+    row = gm.quant_report.row("score")
+    assert row.output == ""
+    assert row.weight != ""
+    assert DECIDES in row.reason
+    node = next(node for node in gm.graph.nodes if node.target == "score")
+    assert not any(isinstance(called_module(user), FakeQuantizeBase) for user in node.users)
+    assert isinstance(called_module(node.args[0]), FakeQuantizeBase)
+    assert gm.quant_report.row("last").status != "float"
+
+
+def test_values_of_a_sort_whose_indices_are_not_read_keep_their_scale():
+    model, x = Decides(lambda y, s: y + s.topk(8).values).eval(), torch.randn(4, 8)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.row("score").status == "shares"
+    assert [row.status for row in gm.quant_report if row.op == "topk"] == ["shares"]
+
+
+def test_an_override_has_the_last_word():
+    model, x = Decides(CASES["comparison"]).eval(), torch.randn(4, 8)
+    config = {"overrides": [{"match": {"module": "score"}, "output": {"bit": 8}}]}
+    gm = fxqat.prepare_by_platform(model, "TSQAT", config, example_inputs=(x,))
+    assert gm.quant_report.row("score").output != ""
+    assert "changed by" in gm.quant_report.row("score").reason

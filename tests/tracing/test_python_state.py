@@ -1,0 +1,71 @@
+"""State that forward keeps in Python: it is restored after tracing, and reported."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import fx, nn
+
+import fxqat
+from fxqat.errors import TraceError
+from fxqat.tracing.python_state import python_state_kept
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.calls, self.seen = nn.Linear(4, 4), 0, ()
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = (*self.seen, x.dim())
+        random.random()
+        np.random.uniform()
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_changes_are_undone_and_reported(with_inputs, caplog):
+    model, x = nn.Sequential(Stateful()), torch.randn(2, 4)
+    state = random.getstate()
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None, check="off")
+    changes = gm.quant_report.state_changes
+    assert changes[:2] == ("forward changes 0.calls", "forward changes 0.seen")
+    assert changes[2] == "forward draws random numbers of Python or numpy"
+    assert "fixed as it was while tracing: forward changes 0.calls" in caplog.text
+    assert random.getstate() == state
+    assert model[0].calls == 0
+    torch.testing.assert_close(gm(x), model(x))
+
+
+def test_a_model_that_keeps_nothing_changes_nothing():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with python_state_kept(model) as changes:
+        model(torch.ones(1, 2))
+    assert changes == []
+    model.kept = "before"
+    with python_state_kept(model) as changes:
+        model.kept = "after"
+    assert changes == ["forward changes kept"]
+    assert model.kept == "before"
+
+
+def test_a_tensor_of_the_trace_that_a_module_keeps_is_an_error():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.kept = nn.Linear(4, 4), []
+
+        def forward(self, x):
+            y = self.fc(x)
+            self.kept.append(y)
+            self.last = y
+            return y
+
+    with pytest.raises(TraceError, match="forward assigns a tensor to .*kept|last.*Give example_inputs"):
+        fxqat.prepare_by_platform(Keeps(), "TSQAT")
+    model = Keeps()
+    fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(torch.ones(1, 4),))
+    assert model.kept == []
+    assert not any(isinstance(value, fx.Proxy) for value in vars(model).values())
