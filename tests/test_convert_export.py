@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -510,7 +510,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("switch", "training"), [(disable_all, False), (enable_calibration, True), (enable_quantization, True)]
+    ("switch", "training"),
+    [(disable_all, False), (partial(enable_calibration, keep=True), True), (enable_quantization, True)],
 )
 def test_the_model_is_unchanged(switch: Callable[[nn.Module], None], training: bool, tmp_path: Path) -> None:
     gm, inputs = prepared("residual"), inputs_of("residual")

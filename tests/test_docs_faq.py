@@ -53,7 +53,7 @@ def test_every_part_of_the_file_is_on_the_page_once():
 
 def test_dynamic_control_flow_is_a_leaf(faq, capsys):
     gm = faq.dynamic(image())
-    assert capsys.readouterr().out.startswith("normalize Python code branches on gt, which depends on tensor values")
+    assert "normalize Python code branches on gt, which depends on tensor values" in capsys.readouterr().out
     assert weights(gm) == ["first", "last"]
     assert_same(gm, faq.Dynamic(), image() * 100)
     with pytest.raises(TraceError, match="while x.abs"):

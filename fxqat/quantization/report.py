@@ -62,7 +62,7 @@ class QuantReport:
             for inputs of these sizes.
         eval_only: modules that compute something else in training; the graph has only what they compute in eval mode.
         checkpointed: lines with activation checkpointing; the prepared model keeps these values in memory.
-        state_changes: state that forward keeps in Python; the prepared model keeps what it was while tracing.
+        state_changes: what forward changes outside of parameters and buffers, and the prepared model does not.
         sameness: on which inputs the prepared model was compared with the model, and what differed.
     """
 
@@ -95,7 +95,7 @@ class QuantReport:
             *(f"fixed at {found.value}: {found.expression} ({found.source})" for found in self.forced),
             *(f"computes in training what it computes in eval mode: {path}" for path in self.eval_only),
             *(f"without activation checkpointing: {line}" for line in self.checkpointed),
-            *(f"fixed as it was while tracing: {change}" for change in self.state_changes),
+            *self.state_changes,
         ]
 
     def row(self, node: str) -> ReportRow:

@@ -36,10 +36,10 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
         after = _attributes(root)
         for (path, name), value in before.items():
             if not _equal(after.get((path, name), value), value):
-                changes.append(f"forward changes {f'{path}.' if path else ''}{name}")
+                changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it stays as it was while tracing")
                 vars(root.get_submodule(path))[name] = value
         if random.getstate() != of_python or repr(np.random.get_state(legacy=False)) != repr(of_numpy):
-            changes.append("forward draws random numbers of Python or numpy")
+            changes.append("forward draws random numbers of Python or numpy: they stay as they were while tracing")
             random.setstate(of_python)
             np.random.set_state(of_numpy)
     for path, module in root.named_modules():

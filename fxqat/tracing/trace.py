@@ -18,7 +18,7 @@ import difflib
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
+from fxqat.ops.identify import works_in_place
 from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
@@ -49,7 +50,7 @@ class Traced(NamedTuple):
         root: the copy of the model, whose tensors the graph module shares.
         gm: the graph module, in the mode of the model.
         fixed: names of the arguments of forward that torch.fx fixed to a value.
-        state_changes: what forward changed outside of the graph while it was traced.
+        state_changes: what forward changes outside of parameters and buffers.
         concrete_args: arguments that the user fixed to a value.
         forced: sizes that the graph holds as numbers.
         leaves: modules and functions that could not be traced.
@@ -143,9 +144,17 @@ def trace(
         leaves=leaves,
         eval_only=tuple(dict.fromkeys(path or type(model).__name__ for path in eval_only)),
         checkpointed=tuple(dict.fromkeys(checkpointed)),
-        state_changes=tuple(dict.fromkeys(state_changes)),
+        state_changes=tuple(dict.fromkeys([*state_changes, *_overwritten_inputs(graph)])),
         concrete_args=dict(concrete_args or {}),
     )
+
+
+def _overwritten_inputs(graph: fx.Graph) -> Iterator[str]:
+    """The inputs that forward overwrites: the prepared model computes the same and leaves the caller's tensor."""
+    for node in graph.nodes:
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and first.op == "placeholder" and works_in_place(node):
+            yield f"forward overwrites its input {first.target}: the prepared model leaves the caller's tensor as it is"
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -52,12 +52,14 @@ def equal_random_numbers() -> Iterator[None]:
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of a model after the block, because a model may count its calls."""
-    kept = [(m, name, b, b.clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+    kept = [(m, name, b, b.detach().clone()) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
     try:
         yield
     finally:
         with torch.no_grad():
             for module, name, buffer, content in kept:
+                if not buffer.is_leaf and content.is_leaf:  # forward wrote what has a gradient
+                    buffer.detach_()
                 buffer.copy_(content)
                 if getattr(module, name) is not buffer:  # forward assigned another tensor
                     setattr(module, name, buffer)
