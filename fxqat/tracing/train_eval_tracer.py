@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -142,7 +143,10 @@ class TrainEvalTracer(ValueTracer):
         if type(in_eval) is not type(in_training):
             raise TypeError
         if isinstance(in_eval, dict) and list(in_eval) == list(in_training):
-            return {name: self._merge(value, in_training[name]) for name, value in in_eval.items()}
+            merged = copy.copy(in_eval)  # of the same type: forward may read its attributes
+            for name, value in in_eval.items():
+                merged[name] = self._merge(value, in_training[name])
+            return merged
         if isinstance(in_eval, (tuple, list)) and len(in_eval) == len(in_training):
             items = [self._merge(a, b) for a, b in zip(in_eval, in_training, strict=True)]
             return type(in_eval)(*items) if hasattr(in_eval, "_fields") else type(in_eval)(items)

@@ -352,3 +352,43 @@ def test_values_merged_before_a_difference_of_structure_are_undone():
     assert gm.quant_report.leaves == ()
     assert not differs_in_training(gm.graph)
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
+
+
+class Record(dict):
+    """A dict whose entries are attributes too."""
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        setattr(self, name, value)
+
+
+class Recording(nn.Module):
+    """Returns such a dict, and computes differently in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        result = Record()
+        result["state"] = self.fc(x) * (2 if self.training else 3)
+        return result
+
+
+class Reading(nn.Module):
+    """Reads an attribute of what a module returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Recording()
+
+    def forward(self, x):
+        return torch.relu(self.body(x).state)
+
+
+def test_a_dict_of_both_modes_keeps_its_type():
+    model, x = Reading(), torch.ones(2, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=x)
+    assert not gm.quant_report.leaves
+    for training in (True, False):
+        torch.testing.assert_close(gm.train(training)(x), model.train(training)(x))
