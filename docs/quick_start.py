@@ -32,7 +32,8 @@ model = make_float_model()
 data = [(torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))) for _ in range(4)]
 
 # 2. Prepare: a copy of the model, with fake quantization.
-gm = prepare_by_platform(model, BackendType.TSQAT)
+#    The example inputs let Python code of the model look at sizes, and the copy is compared with the model on them.
+gm = prepare_by_platform(model, BackendType.TSQAT, example_inputs=data[0][0])
 print(gm.quant_report)
 
 # 3. Calibrate: some batches set the range of each value; labels are ignored.
@@ -50,7 +51,7 @@ for x, y in data:
 # 5. Save the weights for the float model and all that resuming needs, in one file.
 save_checkpoint(gm, "model.pth", "model.quant.json", extra={"epoch": 1, "optimizer": optimizer.state_dict()})
 make_float_model().load_state_dict(torch.load("model.pth", weights_only=True)["state_dict"])
-resumed = prepare_by_platform(make_float_model(), BackendType.TSQAT)
+resumed = prepare_by_platform(make_float_model(), BackendType.TSQAT, example_inputs=data[0][0])
 extra = load_checkpoint(resumed, "model.pth")
 optimizer = torch.optim.SGD(resumed.parameters(), lr=1e-3, momentum=0.9)
 optimizer.load_state_dict(extra["optimizer"])
