@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fxqat.errors import TraceError
+from fxqat.errors import ConfigError, TraceError
 from fxqat.fake_quantize.state import all_off
 from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
@@ -138,10 +138,15 @@ def check_sameness(
         What was compared and what differs, a line each.
 
     Raises:
+        ConfigError: the float model itself does not run on the inputs (only if ``strict``).
         TraceError: the models compute something else in run 1 or 2, or in 4.
     """
     runs = _Runs(prepared, reference)
     found = [runs.require("on the given inputs", inputs)]
+    if strict and runs.failure is not None:
+        raise ConfigError(
+            f"the model itself does not run on example_inputs, in eval mode: {type(runs.failure).__name__}: {runs.failure}"
+        ) from runs.failure
     if check == "full":
         found.append(runs.require("on inputs with other values", of_other_values(inputs)))
         found.append(runs.report("with longer lists" if holds_lists(inputs) else "on a larger batch", larger(inputs)))
@@ -194,6 +199,7 @@ class _Runs:
         self.prepared, self.reference = prepared, reference
         self.name = type(reference.model).__name__
         self.comparable = True
+        self.failure: Exception | None = None
         self.parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
 
     def require(self, where: str, inputs: Arguments, training: bool = False) -> str:
@@ -219,6 +225,7 @@ class _Runs:
         try:
             expected = self._run_float(inputs, training)
         except Exception as error:  # noqa: BLE001  a model may raise anything
+            self.failure = error
             bigger = larger(inputs)  # a batch of 1 may be too small for BatchNorm
             too_small = training and "more than 1 value per channel" in str(error) and _sizes(bigger) != _sizes(inputs)
             return self._difference(bigger, training) if too_small else None
@@ -274,9 +281,11 @@ class _Runs:
         model, state = self.reference.model, _leaves(float_tensors(self.prepared), change)
         args, kwargs = self._arguments(inputs)
         with buffers_kept(model), in_mode(model, training), _comparable(training):
-            outputs = functional_call(model, state, args, kwargs)
+            after = dict(state)  # in which torch writes buffers that forward assigned
+            outputs = functional_call(model, after, args, kwargs)
             gradients = _gradients(outputs, state.values(), training)
-        return self._values(outputs, state, lambda t: gradients.get(id(t), torch.zeros_like(t)), training)
+        by_name = {name: gradients.get(id(leaf), torch.zeros_like(leaf)) for name, leaf in state.items()}
+        return self._values(outputs, after, training, by_name)
 
     def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
         args, kwargs = copy.deepcopy(inputs)
@@ -285,27 +294,25 @@ class _Runs:
             gradients = _gradients(outputs, prepared.parameters(), training)
             by_name = float_tensors(prepared, lambda t: gradients.get(id(t), torch.zeros_like(t)))
             state = float_tensors(prepared)
-            return self._values(outputs, state, lambda t: t, training, by_name)
+            return self._values(outputs, state, training, by_name)
 
     def _values(
         self,
         outputs: Any,
         state: Mapping[str, Tensor],
-        gradient: Callable[[Tensor], Tensor],
         training: bool,
-        gradients: Mapping[str, Tensor] | None = None,
+        gradients: Mapping[str, Tensor],
     ) -> Values:
         """The values of a run, detached; after training with gradients and buffers."""
         tensors = {f"output {number}": tensor.detach() for number, tensor in enumerate(flatten_tensors(outputs))}
         if not training:
             return Values(tensors, {}, {})
         trained = [name for name in sorted(self.parameters & state.keys()) if state[name].requires_grad]
-        found = gradients if gradients is not None else {name: gradient(state[name]) for name in trained}
         buffers = {name: tensor for name, tensor in state.items() if name not in self.parameters}
         buffers = {name: tensor for name, tensor in buffers.items() if not name.endswith(COUNTER)}
         return Values(
             tensors,
-            {f"the gradient of {name}": found[name].detach() for name in trained},
+            {f"the gradient of {name}": gradients[name].detach() for name in trained},
             {f"buffer {name}": tensor.detach().clone() for name, tensor in buffers.items()},
         )
 

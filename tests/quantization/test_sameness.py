@@ -221,3 +221,31 @@ def test_batch_norm_in_training_may_need_a_larger_batch():
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(torch.randn(1, 4),))
     assert "equal to the model in training" in gm.quant_report.sameness
     assert gm.get_submodule("0").bn.num_batches_tracked.item() == 0
+
+
+def test_a_module_under_two_names_is_compared_as_one():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = nn.Linear(4, 4)
+            self.c = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.c(self.a(x)) + self.b(x)
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+            return y + self.mean
+
+    gm = fxqat.prepare_by_platform(Tied(), "TSQAT", example_inputs=(torch.randn(2, 4),))
+    assert gm.quant_report.sameness == tuple(f"equal to the model {run}" for run in RUNS)
+    assert torch.equal(gm.get_buffer("mean"), torch.zeros(4))
+
+
+def test_inputs_that_the_model_cannot_run_are_an_error():
+    def fails(self, y):
+        assert y.shape[0] != 3, "three"
+        return y
+
+    with pytest.raises(ConfigError, match="does not run on example_inputs, in eval mode: AssertionError: three"):
+        compare(fails, lambda self, y: y)
+    assert compare(fails, lambda self, y: y, strict=False) == [f"equal to the model {RUNS[2]}"]
