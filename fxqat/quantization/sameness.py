@@ -144,8 +144,9 @@ def check_sameness(
     runs = _Runs(prepared, reference)
     found = [runs.require("on the given inputs", inputs)]
     if strict and runs.failure is not None:
+        kind = type(runs.failure).__name__
         raise ConfigError(
-            f"the model itself does not run on example_inputs, in eval mode: {type(runs.failure).__name__}: {runs.failure}"
+            f"the model itself does not run on example_inputs, in eval mode: {kind}: {runs.failure}"
         ) from runs.failure
     if check == "full":
         found.append(runs.require("on inputs with other values", of_other_values(inputs)))

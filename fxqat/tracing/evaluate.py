@@ -39,15 +39,16 @@ def evaluate(
         function, values = getattr(values[0], target), values[1:]
     data, read_content = _run(function, values, named)
     read = [p.fxqat_value for p in proxies_in((args, kwargs)) if p.fxqat_value is not None]
-    from_input = any(value.from_input for value in read)
     name = str(getattr(target, "__name__", target))
-    leaves_torch = any(isinstance(value.data, Tensor) for value in read) and name not in SIZES and holds_numbers(data)
+    size_only = name in SIZES and not isinstance(data, Tensor)
+    from_input = not size_only and any(value.from_input for value in read)
+    leaves_torch = any(isinstance(value.data, Tensor) for value in read) and not size_only and holds_numbers(data)
     return TracedValue(
         data,
         from_input=from_input,
-        sized=from_input or any(value.sized for value in read),
+        sized=any(value.from_input or value.sized for value in read),
         from_content=any(value.from_content for value in read) or ((read_content or leaves_torch) and from_input),
-        reads=frozenset() if name in SIZES else frozenset().union(*(value.reads for value in read)),
+        reads=frozenset() if size_only else frozenset().union(*(value.reads for value in read)),
     )
 
 

@@ -49,7 +49,7 @@ class TracedValue:
 
     Args:
         data: the value itself.
-        from_input: it depends on the inputs of the model.
+        from_input: it depends on the values of the inputs of the model.
         sized: it depends on the sizes of the inputs.
         from_content: it, or its size, depends on the values of a tensor, so it may differ for other data.
         reads: names of the parameters and buffers whose values it is computed from.
@@ -221,8 +221,9 @@ class ValueProxy(fx.Proxy):
         if traced.from_content or (isinstance(value, Tensor) and traced.from_input):
             raise self._depends_on_values(verb)
         self.tracer.check_constant(traced.reads, f"{verb} {self.node}")  # type: ignore[attr-defined]
-        if traced.sized and isinstance(value, (bool, int, float)):
-            self.tracer.record_forced(self.node, value)  # type: ignore[attr-defined]
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if traced.sized and isinstance(number, (bool, int, float)):
+            self.tracer.record_forced(self.node, number)  # type: ignore[attr-defined]
         return value
 
     def __bool__(self) -> bool:
