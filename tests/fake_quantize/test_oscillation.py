@@ -132,6 +132,10 @@ def test_the_functions_of_a_model_give_copies_by_name_and_set_the_threshold() ->
     assert frozen(model)["a"].any()
     with pytest.raises(ConfigError, match="no weight of the model has the Oscillation"):
         set_freeze_threshold(model["b"], 0.1)
+    for wrong in (-0.1, math.nan):
+        with pytest.raises(ConfigError, match="threshold"):
+            set_freeze_threshold(model, wrong)
+    assert float(model["a"].freeze_threshold) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from torch import nn
 
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.ops.assign_item import assign_item
+from fxqat.ops.identify import identify
 
 KEYS = [0, slice(1, None, 2), (slice(None), 1), (..., slice(0, 2)), torch.tensor([2, 0]), None]
 
@@ -66,3 +67,24 @@ def test_a_rounded_value_that_is_assigned_to_can_be_trained_and_counts_as_joined
     rows = {row.op: row for row in gm.quant_report}
     assert rows["assign_item"].status == "shares"
     assert rows["assign_item"].group == rows["conv2d"].group
+
+
+@pytest.mark.parametrize(
+    ("number", "family"), [(0, "concat"), (0.0, "concat"), (1, "math"), (0.5, "math"), (1e9, "unbounded")]
+)
+def test_a_number_that_is_assigned_decides_the_family(number, family):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            y[:, :2] = number
+            return y.relu()
+
+    gm = prepare_by_platform(Model().eval(), example_inputs=(torch.randn(2, 3, 8, 8),))
+    (node,) = (node for node in gm.graph.nodes if node.target is assign_item)
+    assert identify(node).family == family
+    row = next(row for row in gm.quant_report if row.op == "assign_item")
+    assert (row.status == "shares") == (family == "concat")

@@ -11,6 +11,9 @@ from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import disable_all, named_fake_quants
 from fxqat.tools import profile
+from fxqat.tools.profiling.page import _ranges
+from fxqat.tools.profiling.profiled_tensor import ProfiledTensor
+from fxqat.utils.compare import Channels, Difference
 from tests.models import TOYS, calibrated, inputs
 
 
@@ -182,3 +185,20 @@ def test_errors(tmp_path):
     for write in (found.write_csv, found.write_html):
         with pytest.raises(ConfigError, match="cannot write"):
             write(tmp_path / "nowhere" / "file")
+
+
+def test_the_drawing_of_ranges_shows_every_channel_once():
+    nothing = Difference(1.0, 120.0, 0.0)
+    channels = Channels(5, (1,), (3,), (0.5, 0.0, 2.0, 0.1, 4.0))
+    tensor = ProfiledTensor(
+        "conv", "weight", 0, "int8", own=nothing, output=nothing, cumulative=nothing, channels=channels
+    )
+    (axes,) = _ranges(tensor).axes
+    drawn = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    assert {label: [int(channel) for channel, _ in points] for label, points in drawn.items()} == {
+        "kept: 3": [0, 2, 4],
+        "lost: 1": [3],
+        "dead: 1": [1],
+    }
+    assert drawn["kept: 3"][1][1] == 2.0
+    assert drawn["dead: 1"][0][1] > 0

@@ -165,3 +165,29 @@ def test_the_function_is_unchanged_for_all_pairs(name):
 def test_a_calibrated_model_is_an_error():
     with pytest.raises(CalibrationError, match="call it before calibration"):
         equalize(calibrated("residual"))
+
+
+def test_layers_of_other_ranks_or_called_twice_are_no_pairs():
+    class Flattened(nn.Module):
+        """A convolution whose channels are no channels of the linear layer behind it."""
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 1), nn.Linear(16, 2)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).flatten(1))
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return self.second(self.second(self.first(x)))
+
+    for model, x in ((Flattened(), torch.randn(2, 3, 2, 2)), (Twice(), torch.randn(2, 4, 2, 2))):
+        gm = fxqat.prepare_by_platform(model.eval(), example_inputs=(x,))
+        expected = gm(x)
+        assert equalize(gm, [x]) == []
+        torch.testing.assert_close(gm(x), expected)
