@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.fake_quantize.state import all_off
@@ -115,7 +116,8 @@ def check_now_or_at_first_call(
 
     reference = Reference(model, arguments, trains)
     if inputs is None:
-        prepared.register_forward_pre_hook(FirstCallCheck(reference, check), with_kwargs=True)
+        first = FirstCallCheck(reference, check)
+        first.handle = prepared.register_forward_pre_hook(first, with_kwargs=True)
         return
     given = tuple(value for value in inputs if value is not None)
     lines = check_sameness(prepared, reference, (given, {}), check)
@@ -160,7 +162,7 @@ def check_sameness(
 class FirstCallCheck:
     """A forward pre-hook that compares a model that was prepared without example inputs, at its first call.
 
-    Copies of the model, and the model that unpickling gives, do not compare.
+    It removes itself then. Copies of the model, and the model that unpickling gives, do not compare.
 
     Args:
         reference: the float model; None: there is nothing to compare.
@@ -171,14 +173,19 @@ class FirstCallCheck:
 
     def __init__(self, reference: Reference | None = None, check: str = "full") -> None:
         self.reference, self.check = reference, check
+        self.handle: RemovableHandle | None = None
 
     def __call__(self, prepared: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare if the inputs are ordinary tensors, and never again."""
+        if self.reference is None or torch.compiler.is_compiling():
+            return
         tensors = flatten_tensors((args, kwargs))
         ordinary = all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
-        if self.reference is None or torch.compiler.is_compiling() or not tensors or not ordinary:
+        if not tensors or not ordinary:
             return
         reference, self.reference = self.reference, None
+        if self.handle is not None:
+            self.handle.remove()
         assert isinstance(prepared, QuantGraphModule)
         with torch.inference_mode(False):
             inputs = map_tensors(args, _ordinary), map_tensors(kwargs, _ordinary)

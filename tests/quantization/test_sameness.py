@@ -171,6 +171,7 @@ def test_without_example_inputs_the_first_call_compares(caplog):
     with torch.inference_mode():
         gm(torch.randn(3, 6))
     assert gm.quant_report.sameness == tuple(f"equal to the model {run}" for run in RUNS)
+    assert not gm._forward_pre_hooks
     assert all(quant.observer_enabled for quant in gm.modules() if hasattr(quant, "observer_enabled"))
     for other in (copied, pickled):
         other(torch.randn(3, 6))
