@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from torch import nn
 
 from fxqat.utils.torch_compat import EqualRandomNumbers
+
+FAST_PATH = threading.RLock()
+"""Held while the fast path of torch's transformers is switched off."""
 
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
@@ -33,13 +37,17 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Switch off the fast path of torch's transformers, which computes zeros for tokens that are masked as padding."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    """Switch off the fast path of torch's transformers, which computes zeros for tokens that are masked as padding.
+
+    The switch is global, so one thread at a time is in such a block.
+    """
+    with FAST_PATH:
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

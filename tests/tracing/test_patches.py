@@ -305,6 +305,7 @@ def test_other_threads_compute_as_always_while_two_models_are_traced():
     assert errors == [pytest.approx(0, abs=1e-5)] * 2
     assert len(found) > 20
     assert set(found) == {(True, True, True)}
+    assert torch.backends.mha.get_fastpath_enabled()
     assert_restored()
 
 
