@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from torch import fx
 
 from fxqat.custom_quantizer.requests import Request
-from fxqat.custom_quantizer.value_kinds import reads_sizes_only
+from fxqat.custom_quantizer.value_kinds import reads_sizes_only, returns_structure
 from fxqat.ops.families import LOOKUP, MATMUL, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, poles
 from fxqat.utils.node_meta import Kind
@@ -89,7 +89,9 @@ def _decides(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     op = identify(node)
     if gives_indices(op):
         return any(identify(user).name == "indices" or user.op == "output" for user in node.users)
-    return kinds[node] is Kind.OTHER and op.name != "indices" and not reads_sizes_only(node, kinds)
+    if kinds[node] is not Kind.OTHER or op.name == "indices" or returns_structure(node):
+        return False
+    return not reads_sizes_only(node, kinds)
 
 
 def _passes_on(request: Request, reason: str) -> bool:

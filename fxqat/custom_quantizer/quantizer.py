@@ -40,7 +40,7 @@ from fxqat.custom_quantizer.requests import (
 )
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.custom_quantizer.value_kinds import always_float, exact_values, untrained, value_kinds
+from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
 from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import Annotation, ValueQuant
@@ -236,7 +236,8 @@ class BackendQuantizer:
 def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:
     """Drop the values of which only sizes or indices are used."""
     for node in [node for node in values if node.users and all(kinds[user] is Kind.OTHER for user in node.users)]:
-        if not any(user.op == "output" or user.target is eval_or_train for user in node.users):
+        used = any(u.op == "output" or u.target is eval_or_train or returns_structure(u) for u in node.users)
+        if not used:
             del values[node]
 
 

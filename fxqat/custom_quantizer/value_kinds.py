@@ -65,6 +65,11 @@ def exact_values(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set[fx.No
     return {node for node in computed if node not in reached and kinds[node] is not Kind.OTHER}
 
 
+def returns_structure(node: fx.Node) -> bool:
+    """Whether a recurrent layer or an unknown op returns tensors in a structure, as LSTM does."""
+    return kind_of(node) == "object" and identify(node).family in (OPAQUE, RECURRENT)
+
+
 def reads_sizes_only(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     """Whether an op takes sizes and types of its operands, and no value."""
     op = identify(node)

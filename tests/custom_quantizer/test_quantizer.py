@@ -584,3 +584,24 @@ def test_a_scale_of_sixteen_bit_activations_keeps_their_range():
     low, high = (-zero_point * scale).item(), ((65535 - zero_point) * scale).item()
     assert abs(low - x.min().item()) < 2**-11 * (high - low)
     assert abs(high - x.max().item()) < 2**-11 * (high - low)
+
+
+class BeforeRecurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(8, 8), kind(8, 6, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, x):
+        y, _ = self.rnn(self.first(x))
+        return self.last(y)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_value_before_a_recurrent_layer_is_quantized(kind, with_inputs):
+    inputs = (torch.randn(2, 5, 8),) if with_inputs else None
+    gm = prepare_by_platform(BeforeRecurrent(kind).eval(), "TSQAT", example_inputs=inputs)
+    rows = {row.target: row for row in gm.quant_report}
+    assert rows["first"].output == rows["last"].output == "int8 sym per-tensor"
+    assert rows["rnn"].status == "float"
+    assert "index" not in rows["first"].reason
