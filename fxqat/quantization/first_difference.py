@@ -15,7 +15,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.perturbed_inputs import Arguments
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, hooked, in_mode
 from fxqat.utils.fx_graph import called_module, module_path
-from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.tensors import flatten_tensors, is_close
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 TOLERANCE = 1e-3
@@ -88,12 +88,5 @@ def _computed(prepared: QuantGraphModule, inputs: Arguments) -> dict[str, list[l
 
 
 def _are_close(expected: list[Tensor], found: list[Tensor]) -> bool:
-    if len(expected) != len(found):
-        return False
-    for a, b in zip(expected, found, strict=True):
-        if a.shape != b.shape:
-            return False
-        limit = TOLERANCE * float(torch.nan_to_num(a.double().abs(), nan=0.0, posinf=0.0).max()) if a.numel() else 0.0
-        if not torch.allclose(a.double(), b.double(), rtol=TOLERANCE, atol=limit, equal_nan=True):
-            return False
-    return True
+    same = len(expected) == len(found)
+    return same and all(is_close(a, b, TOLERANCE) for a, b in zip(expected, found, strict=True))

@@ -27,7 +27,7 @@ def of_other_values(inputs: Arguments) -> Arguments:
     generator = torch.Generator().manual_seed(0)
 
     def changed(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or not tensor.numel() or tensor.is_complex():
+        if not tensor.dim() or not tensor.numel() or tensor.is_complex() or tensor.is_meta:
             return tensor
         if not tensor.is_floating_point():
             return tensor.flip(0, -1) if tensor.dim() > 1 else tensor.flip(0)

@@ -7,9 +7,10 @@ Both run on the same inputs, with the same random numbers, four times at most:
 3. in eval mode, on a larger batch, or with one more item in the lists among the inputs;
 4. in training, with one backward pass: outputs, the gradients of all parameters, and the buffers afterwards.
 
-What the float model cannot run itself is left out. Models of many layers with random weights can magnify the rounding
-of a float32 sum without bound. So a difference counts only if it is larger than what a change of the last digits of
-inputs and weights does to the float model, or if it remains in float64.
+What the float model cannot run itself is left out, and the report says so; on the meta device only shapes are compared.
+Models of many layers with random weights can magnify the rounding of a float32 sum without bound. So a difference counts
+only if it is larger than what a change of the last digits of inputs and weights does to the float model, or if it
+remains in float64.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
 from fxqat.quantization.perturbed_inputs import Arguments, holds_lists, larger, of_other_values
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, in_mode, without_fast_path
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors
 
 TOLERANCE = 1e-3
 """Of outputs and buffers, relative to each value and to the largest value of its tensor."""
@@ -156,7 +157,9 @@ def check_sameness(
         if reference.trains:
             judge = runs.require if strict else runs.report
             found.append(judge("in training", inputs, training=True))
-    return [line for line in found if line]
+        else:
+            found.append("not compared with the model in training")
+    return found
 
 
 class FirstCallCheck:
@@ -215,13 +218,13 @@ class _Runs:
         problem = self._difference(inputs, training)
         if problem:
             raise TraceError(f"the traced {self.name} computes something else than the model {where}: {problem}")
-        return "" if problem is None else f"equal to the model {where}"
+        return f"not compared with the model {where}" if problem is None else f"equal to the model {where}"
 
     def report(self, where: str, inputs: Arguments, training: bool = False) -> str:
         """Compare, and log a difference as a warning."""
         problem = self._difference(inputs, training)
         if not problem:
-            return "" if problem is None else f"equal to the model {where}"
+            return f"not compared with the model {where}" if problem is None else f"equal to the model {where}"
         line = f"computes something else than the model {where}: {problem}"
         logging.getLogger("fxqat").warning("the prepared %s %s", self.name, line)
         return line
@@ -355,28 +358,15 @@ def _different(expected: Values, found: Values) -> list[str]:
     """The names of the tensors that differ."""
     if expected.outputs.keys() != found.outputs.keys():
         return [f"{len(found.outputs)} instead of {len(expected.outputs)} output tensors"]
-    sizes = (torch.nan_to_num(g.abs(), nan=0.0, posinf=0.0) for g in expected.gradients.values() if g.numel())
-    largest = max((float(size.max()) for size in sizes), default=0.0)
+    gradients = [g for g in expected.gradients.values() if g.numel() and not g.is_meta]
+    largest = max((float(torch.nan_to_num(g.abs(), nan=0.0, posinf=0.0).max()) for g in gradients), default=0.0)
     exact, other = expected.outputs | expected.buffers, found.outputs | found.buffers
-    result = [name for name in exact if not _is_close(exact[name], other[name], TOLERANCE, 0.0)]
+    result = [name for name in exact if not is_close(exact[name], other[name], TOLERANCE, 0.0)]
     floor = GRADIENT_FLOOR * largest
     for name, gradient in expected.gradients.items():
-        if not _is_close(gradient, found.gradients[name], GRADIENT_TOLERANCE, floor):
+        if not is_close(gradient, found.gradients[name], GRADIENT_TOLERANCE, floor):
             result.append(name)
     return result
-
-
-def _is_close(a: Tensor, b: Tensor, tolerance: float, floor: float) -> bool:
-    if a.shape != b.shape or a.is_complex() != b.is_complex():
-        return False
-    if a.is_meta or not a.numel():
-        return True
-    if a.is_floating_point() or a.is_complex():
-        tolerance = max(tolerance, 8 * torch.finfo(a.dtype).eps)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(wide), b.to(wide)
-    limit = tolerance * float(torch.nan_to_num(x.abs(), nan=0.0, posinf=0.0).max()) + floor
-    return torch.allclose(y, x, rtol=tolerance, atol=limit, equal_nan=True)
 
 
 def _distances(expected: Values, found: Values) -> dict[str, float]:

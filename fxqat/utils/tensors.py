@@ -41,3 +41,24 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
         items = [map_tensors(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def is_close(a: Tensor, b: Tensor, tolerance: float, floor: float = 0.0) -> bool:
+    """Whether two tensors have one shape and nearly the same values; NaN equals NaN.
+
+    Args:
+        a: the exact tensor.
+        b: the other one.
+        tolerance: relative to each value and to the largest of ``a``; at least 8 units in the last place of its type.
+        floor: absolute, added to it.
+    """
+    if a.shape != b.shape or a.is_complex() != b.is_complex():
+        return False
+    if a.is_meta or not a.numel():
+        return True
+    if a.is_floating_point() or a.is_complex():
+        tolerance = max(tolerance, 8 * torch.finfo(a.dtype).eps)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    limit = tolerance * float(torch.nan_to_num(x.abs(), nan=0.0, posinf=0.0).max()) + floor
+    return torch.allclose(y, x, rtol=tolerance, atol=limit, equal_nan=True)

@@ -49,8 +49,10 @@ def test_equal_models_are_equal_in_all_runs_and_stay_as_they_are(name):
     model = build(name).train()
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     gm = prepared(name, example_inputs=inputs(name))
-    assert all(line.startswith("equal to the model ") for line in gm.quant_report.sameness)
-    assert len(gm.quant_report.sameness) >= 3
+    lines = gm.quant_report.sameness
+    assert len(lines) == 4
+    assert not any(line.startswith("computes") for line in lines)
+    assert sum(line.startswith("equal to the model ") for line in lines) >= 3
     assert torch.equal(torch.get_rng_state(), generator)
     found = gm.state_dict()
     for key, value in build(name).state_dict().items():
@@ -212,9 +214,9 @@ def test_less_is_compared_on_request(check):
 def test_frozen_batch_norms_and_calibration_only_are_not_compared_in_training():
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 6, 6)
     frozen = fxqat.prepare_by_platform(model, "TSQAT", {"bn_mode": "freeze"}, example_inputs=(x,))
-    assert "equal to the model in training" not in frozen.quant_report.sameness
+    assert frozen.quant_report.sameness[3] == "not compared with the model in training"
     only = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,), is_qat=False)
-    assert len(only.quant_report.sameness) == len(frozen.quant_report.sameness) == 3
+    assert only.quant_report.sameness == frozen.quant_report.sameness
 
 
 def test_batch_norm_in_training_may_need_a_larger_batch():
@@ -249,4 +251,14 @@ def test_inputs_that_the_model_cannot_run_are_an_error():
 
     with pytest.raises(ConfigError, match="does not run on example_inputs, in eval mode: AssertionError: three"):
         compare(fails, lambda self, y: y)
-    assert compare(fails, lambda self, y: y, strict=False) == [f"equal to the model {RUNS[2]}"]
+    verdicts = ["not compared with the model", "not compared with the model", "equal to the model"]
+    verdicts.append("not compared with the model")
+    lines = compare(fails, lambda self, y: y, strict=False)
+    assert lines == [f"{verdict} {run}" for verdict, run in zip(verdicts, RUNS, strict=True)]
+
+
+def test_a_model_on_the_meta_device_with_inputs_there_is_prepared():
+    model, x = nn.Linear(6, 6, device="meta"), torch.empty(2, 6, device="meta")
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert len(gm.quant_report.sameness) == 4
+    assert gm.weight.is_meta
