@@ -7,10 +7,11 @@ Both run on the same inputs, with the same random numbers, four times at most:
 3. in eval mode, on a larger batch, or with one more item in the lists among the inputs;
 4. in training, with one backward pass: outputs, the gradients of all parameters, and the buffers afterwards.
 
-What the float model cannot run itself is left out, and the report says so; on the meta device only shapes are compared.
-Models of many layers with random weights can magnify the rounding of a float32 sum without bound. So a difference counts
-only if it is larger than what a change of the last digits of inputs and weights does to the float model, or if it
-remains in float64.
+What the float model cannot run itself is left out, and the report says so. On the meta device only shapes are compared.
+
+Models of many layers with random weights can magnify the rounding of a float32 sum without bound. So a difference
+counts only if it is larger than what a change of the last digits of inputs and weights does to the float model, or if
+it remains in float64.
 """
 
 from __future__ import annotations

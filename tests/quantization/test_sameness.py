@@ -258,7 +258,7 @@ def test_inputs_that_the_model_cannot_run_are_an_error():
 
 
 def test_a_model_on_the_meta_device_with_inputs_there_is_prepared():
-    model, x = nn.Linear(6, 6, device="meta"), torch.empty(2, 6, device="meta")
+    model, x = nn.Sequential(nn.Linear(6, 6, device="meta")), torch.empty(2, 6, device="meta")
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert len(gm.quant_report.sameness) == 4
-    assert gm.weight.is_meta
+    assert all(parameter.is_meta for parameter in gm.parameters())
