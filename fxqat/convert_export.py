@@ -21,6 +21,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.name_outputs import NameOutputs
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
@@ -161,6 +162,8 @@ def convert_export(
         StoreNarrow(),
         WriteClamps(),
     ]
+    if weights == "integer" and gm.provenance.runtime == "onnxruntime":
+        passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     proto, named = ir.to_proto(finished), tensors_of(finished)
     tensors = tuple(named.values())

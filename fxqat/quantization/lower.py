@@ -41,11 +41,13 @@ class Lowered:
         module: the graph module.
         tensors: the record of each Q/DQ pair and stored tensor, by its path in the module.
         output_names: default names of the outputs: the keys of a mapping, ``output``, or ``output_0`` and so on.
+        weights_only: the paths of the stored weights that only layers read which compute in float.
     """
 
     module: fx.GraphModule
     tensors: dict[str, QuantizedTensor]
     output_names: tuple[str, ...]
+    weights_only: frozenset[str] = frozenset()
 
 
 @torch.no_grad()
@@ -86,7 +88,8 @@ def lower(
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
-    return Lowered(module, tensors, tuple(_output_names(output.args[0], "")))
+    weights_only = frozenset(path for path, only in state.weights_only.items() if only)
+    return Lowered(module, tensors, tuple(_output_names(output.args[0], "")), weights_only)
 
 
 def _read_new_values(graph: fx.Graph) -> None:
@@ -153,6 +156,7 @@ class _Lowering:
         self.opset_version = opset_version
         self.tensors: dict[str, QuantizedTensor] = {}
         self.replaced: set[str] = set()
+        self.weights_only: dict[str, bool] = {}
         self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
@@ -179,7 +183,9 @@ class _Lowering:
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            arguments.append(graph.call_module(self._weight(path, layer, weight, weight_scale)))
+            stored = self._weight(path, layer, weight, weight_scale)
+            self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
+            arguments.append(graph.call_module(stored))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
             result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
             if layer.activation is not None:
