@@ -56,7 +56,8 @@ class ExportReport:
         certificate: the comparison of file and model, None without verification.
         tensors: every quantized tensor of the file.
         warnings: what a user of the file must know: warnings of torch's exporter, hooks and buffers that are not in the
-            file, outputs that do not follow the batch size, an optimizer of ONNX Runtime that fails. All are logged.
+            file, outputs that do not follow the batch size, raw inputs that are normalized in float, an optimizer of
+            ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
     """
@@ -116,7 +117,8 @@ def convert_export(
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
             ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes x as uint8, in the layout of
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
-            channel (dimension 1).
+            channel (dimension 1). The file normalizes in integers where they are exact, see
+            :mod:`fxqat.quantization.raw_inputs`.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -145,7 +147,7 @@ def convert_export(
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
     captured = capture(gm, inputs, normalizers)
-    warnings = _told(captured)
+    warnings = lowered.warnings + _told(captured)
     second = None
     if dynamic_batch:
         second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
