@@ -142,7 +142,7 @@ class NormalizeIntegers(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor, scale: Tensor, dims: int) -> None:
         super().__init__()
         self.function = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-        self.bytes = ReadBytes(torch.ones(()), torch.zeros(()))
+        self.bytes = ReadBytes(scale.new_ones(()), scale.new_zeros(()))
         integers = weight.to(torch.int8).reshape(-1, *[1] * (dims + 1))
         self.weight = StoredTensor(integers, scale, torch.zeros_like(scale, dtype=torch.int8), 0)
         self.bias = stored_bias(bias, scale)

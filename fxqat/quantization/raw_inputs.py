@@ -28,7 +28,7 @@ from fxqat.utils.tensors import flatten_tensors
 
 InputStats = Sequence[tuple[Any, Any] | None]
 Normalizers = tuple[Normalize | None, ...]
-_BYTES = torch.arange(256.0)
+_BYTES = torch.arange(256, dtype=torch.float32, device="cpu")
 _LARGEST_BIAS = 2**23
 """Sums of a larger bias and a product would be rounded in float32."""
 
@@ -120,17 +120,17 @@ def normalize_integers(
         return None
     expected = _quantized_bytes(normalizer, scheme, scale, zero_point).unsqueeze(1)
     mean, std = (values.reshape(-1, 1).double() for values in torch.broadcast_tensors(normalizer.mean, normalizer.std))
-    weights = torch.arange(1.0, 128.0, dtype=torch.float64)
+    weights = torch.arange(1, 128, dtype=torch.float64, device="cpu")
     biases = (-mean * weights).round()
     scales = (1 / (std * weights)).float()
 
     x, weight, bias = _BYTES, weights.float().unsqueeze(1), biases.float().unsqueeze(2)
     factor, step = weight * scales.unsqueeze(2), scales.unsqueeze(2)
     fused = (x.double() * factor.double() + (bias * step).double()).float()
-    kernel = (x * weight + bias) * (step / scale) * scale
-    results = (x * factor + bias * step, fused, kernel)
+    in_steps = (x * weight + bias) * (step / scale)  # what the integer kernel rounds
+    results = ((x * factor + bias * step, scale), (fused, scale), (in_steps, torch.ones_like(scale)))
     limits = (scheme.quant_min, scheme.quant_max)
-    right = [(quantize(r, scale, zero_point, *limits) == expected).all(dim=2) for r in results]
+    right = [(quantize(value, one, zero_point, *limits) == expected).all(dim=2) for value, one in results]
     usable = torch.stack(right).all(dim=0) & (biases.abs() < _LARGEST_BIAS)
     if not usable.any(dim=1).all():
         return None
