@@ -21,6 +21,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.name_outputs import NameOutputs
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
@@ -55,7 +56,8 @@ class ExportReport:
         certificate: the comparison of file and model, None without verification.
         tensors: every quantized tensor of the file.
         warnings: what a user of the file must know: warnings of torch's exporter, hooks and buffers that are not in the
-            file, outputs that do not follow the batch size, an optimizer of ONNX Runtime that fails. All are logged.
+            file, outputs that do not follow the batch size, raw inputs that are normalized in float, an optimizer of
+            ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
     """
@@ -115,7 +117,8 @@ def convert_export(
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
             ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes x as uint8, in the layout of
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
-            channel (dimension 1).
+            channel (dimension 1). The file normalizes in integers where they are exact, see
+            :mod:`fxqat.quantization.raw_inputs`.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -144,7 +147,7 @@ def convert_export(
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
     captured = capture(gm, inputs, normalizers)
-    warnings = _told(captured)
+    warnings = lowered.warnings + _told(captured)
     second = None
     if dynamic_batch:
         second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
@@ -161,6 +164,8 @@ def convert_export(
         StoreNarrow(),
         WriteClamps(),
     ]
+    if weights == "integer" and gm.provenance.runtime == "onnxruntime":
+        passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     proto, named = ir.to_proto(finished), tensors_of(finished)
     tensors = tuple(named.values())

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxqat.config.calibration_only import check_calibration_only
-from fxqat.config.config import parse_config
+from fxqat.config.config import SIZE, parse_config
 from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order
 from fxqat.config.model_checks import check_model
@@ -109,12 +109,14 @@ def prepare_by_platform(
     gm = standardize(traced.gm, traced.fixed)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
-    report = build_report(gm, spec.name, **traced.remarks)
+    report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **traced.remarks)
     effective = describe_config(gm, applied)
     _check_decisions(gm, report, type(model).__name__, is_qat)
     gm = insert(gm, config.bn_mode)
     prepared = make_quant_graph_module(gm, gm.graph, type(gm).__name__)
-    prepared.provenance = make_provenance(prepared, report, effective, float_tensors, split, config.preserve_attr)
+    prepared.provenance = make_provenance(
+        prepared, report, effective, float_tensors, split, config.preserve_attr, spec.runtime
+    )
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only

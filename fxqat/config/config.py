@@ -26,6 +26,7 @@ TOP_KEYS = (
     "concrete_args",
     "leaf_module",
     "bn_mode",
+    "optimize_for",
     "first_last",
     "first",
     "last",
@@ -48,6 +49,8 @@ MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "function": ((Callable, str), "a function or its name"),
     "node": ((str,), "a node name or pattern"),
 }
+LATENCY, SIZE = "latency", "size"
+"""What ``optimize_for`` can be."""
 FIRST_LAST = ("first_last", "first", "last")
 """Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 
@@ -69,6 +72,8 @@ class PrepareConfig:
         concrete_args: arguments of forward fixed while tracing.
         leaf_module: module types or paths that are not traced into.
         bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
+        optimize_for: ``"size"``: layers that the backend computes in float store their weights as integers all the
+            same; ``"latency"``: they stay float.
     """
 
     weight: TensorChange = field(default_factory=TensorChange)
@@ -83,6 +88,7 @@ class PrepareConfig:
     concrete_args: Mapping[str, Any] | None = None
     leaf_module: tuple[Any, ...] = ()
     bn_mode: str | int = BN_TRAIN
+    optimize_for: str = LATENCY
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:
@@ -118,6 +124,7 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         concrete_args=mapping(config.get("concrete_args"), "concrete_args") or None,
         leaf_module=tuple(sequence(config.get("leaf_module"), "leaf_module")),
         bn_mode=_bn_mode(config.get("bn_mode", BN_TRAIN)),
+        optimize_for=_optimize_for(config.get("optimize_for")),
     )
 
 
@@ -219,3 +226,9 @@ def _bn_mode(value: Any) -> str | int:
     if value in (BN_TRAIN, BN_FREEZE) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value  # type: ignore[no-any-return]
     raise ConfigError(f"bn_mode must be {BN_TRAIN!r}, {BN_FREEZE!r} or a number of steps >= 0, got {value!r}")
+
+
+def _optimize_for(value: Any) -> str:
+    if value is None or value in (LATENCY, SIZE):
+        return value or LATENCY
+    raise ConfigError(f"optimize_for must be {LATENCY!r} or {SIZE!r}, got {value!r}")

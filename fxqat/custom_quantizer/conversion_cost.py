@@ -24,7 +24,7 @@ from fxqat.utils.node_meta import Kind
 
 
 def too_costly(
-    requests: Mapping[fx.Node, Request], kinds: Mapping[fx.Node, Kind], spec: BackendSpec
+    requests: Mapping[fx.Node, Request], kinds: Mapping[fx.Node, Kind], spec: BackendSpec, keeps_weights: bool = False
 ) -> dict[fx.Node, str]:
     """The nodes that stay float because of their conversions, and why.
 
@@ -33,14 +33,16 @@ def too_costly(
 
     Every node left float makes conversions necessary beside it, so this is repeated until nothing changes. A layer
     stays in integers if the user's overrides name it or one of its calls pays. The inputs and outputs of the model do
-    not count: they are float in any case.
+    not count: they are float in any case. If layers keep their weights as integers, an override of the weight alone
+    says nothing about the values that the layer reads and gives, and does not count.
 
     Args:
         requests: by node, in execution order.
         kinds: of all nodes.
         spec: the backend.
+        keeps_weights: whether a layer left float stores its weight as integers.
     """
-    neighbours = _Neighbours(requests, kinds, spec)
+    neighbours = _Neighbours(requests, kinds, spec, keeps_weights)
     calls: dict[object, list[fx.Node]] = {}
     for node, request in requests.items():
         if request.rule is not None:
@@ -64,16 +66,23 @@ def _leave_float(nodes: list[fx.Node], neighbours: _Neighbours) -> bool:
 class _Neighbours:
     """What each op reads and is read by, looking through ops that only move values."""
 
-    def __init__(self, requests: Mapping[fx.Node, Request], kinds: Mapping[fx.Node, Kind], spec: BackendSpec) -> None:
+    def __init__(
+        self,
+        requests: Mapping[fx.Node, Request],
+        kinds: Mapping[fx.Node, Kind],
+        spec: BackendSpec,
+        keeps_weights: bool,
+    ) -> None:
         self.requests = requests
         self.kinds = kinds
         self.spec = spec
+        self.keeps_weights = keeps_weights
         self.left_float: dict[fx.Node, str] = {}
 
     def why_too_costly(self, node: fx.Node) -> str:
         """Why an op should stay float, empty if it pays for its conversions."""
         request = self.requests[node]
-        overridden = request.weight_rank or request.activation_rank or request.output_rank
+        overridden = request.activation_rank or request.output_rank or (request.weight_rank and not self.keeps_weights)
         if overridden or self._moves(node) or request.op.family == MATMUL:
             return ""
         if request.op.family == WEIGHTED:

@@ -35,7 +35,8 @@ class Overrides:
     def apply(self, node: fx.Node, request: Request) -> Request:
         """Change the request of a node; ``"value"`` waits for :meth:`value_config`."""
         for rank, override in enumerate(self.overrides, start=1):
-            if not override.match(node) or (override.function is not None and request.rule is None):
+            idle = request.rule is None and request.weight is None
+            if not override.match(node) or (override.function is not None and idle):
                 continue
             weight, activation = self.spec.weight_of(request.op.name), self.spec.activation
             defaults = {"weight": weight, "activation": activation, "output": activation}

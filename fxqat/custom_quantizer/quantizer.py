@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.config.config import PrepareConfig
+from fxqat.config.config import SIZE, PrepareConfig
 from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
@@ -41,7 +41,7 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
-from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED
+from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.utils.fx_graph import node_inputs
@@ -112,7 +112,13 @@ class BackendQuantizer:
                 name = request.op.name if request.op.family != OPAQUE else node.op
                 changeable = tuple(t for t in ("activation", "output") if can_change(request, t, node))
                 annotation = Annotation(
-                    name, reasons.status(node), reasons.reason(node), values.get(node), request.weight, changeable
+                    name,
+                    reasons.status(node),
+                    reasons.reason(node),
+                    values.get(node),
+                    request.weight,
+                    changeable,
+                    weights_only=request.weight is not None and request.activation is None,
                 )
                 node.meta[ANNOTATION] = annotation
         overrides.check_fixed_ranges(values)
@@ -147,7 +153,11 @@ class BackendQuantizer:
             if op.family in FAMILY_REASONS:
                 return Request(op, None, FAMILY_REASONS[op.family])
             why = self.spec.why_float(op.name, op.family)
-            return Request(op, None, f"{self.spec.name} has no rule for {op.name}", why)
+            request = Request(op, None, f"{self.spec.name} has no rule for {op.name}", why)
+            if not self._stores_weight(node, op):
+                return request
+            request.weight = self.spec.weight_of(op.name)
+            return overrides.apply(node, request)
         exclusion = next((match for match in self.config.exclude if match(node)), None)
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
@@ -168,6 +178,12 @@ class BackendQuantizer:
             request.operands = self._operands(node, request, rule, kinds)
         return request
 
+    def _stores_weight(self, node: fx.Node, op: Op) -> bool:
+        """Whether the weight of a layer without a rule is stored as integers, because the file is to be small."""
+        if self.config.optimize_for != SIZE or op.family != WEIGHTED or why_weight_stays_float(node):
+            return False
+        return not any(match(node) for match in self.config.exclude)
+
     def _operands(self, node: fx.Node, request: Request, rule: Rule, kinds: dict[fx.Node, Kind]) -> list[fx.Node]:
         """The operands to quantize, in order and once each; keyword arguments count."""
         found: list[fx.Node] = []
@@ -185,13 +201,21 @@ class BackendQuantizer:
     def _withdraw_costly(self, requests: Requests, kinds: dict[fx.Node, Kind]) -> int | None:
         """Withdraw the requests whose conversions cost too much; if that leaves no layer in integers, withdraw none.
 
+        For a small file, layers keep the request of their weight.
+
         Returns:
             The ``least_work`` in force; None for the backend's.
         """
-        costly = too_costly(requests, kinds, self.spec) if self.spec.least_work else {}
-        if self.spec.least_work and not any(it.weight is not None for n, it in requests.items() if n not in costly):
+        keep = self.config.optimize_for == SIZE
+        costly = too_costly(requests, kinds, self.spec, keep) if self.spec.least_work else {}
+        stay = [request for node, request in requests.items() if node not in costly]
+        if self.spec.least_work and not any(it.rule is not None and it.weight is not None for it in stay):
             return 0
-        requests |= {node: Request(requests[node].op, None, TOO_COSTLY, why) for node, why in costly.items()}
+        for node, why in costly.items():
+            old, requests[node] = requests[node], Request(requests[node].op, None, TOO_COSTLY, why)
+            if keep:
+                weight, rank, by = old.weight, old.weight_rank, old.overridden_by
+                requests[node] = replace(requests[node], weight=weight, weight_rank=rank, overridden_by=by)
         return self.config.least_work
 
     def _pass_on_outputs(self, requests: Requests) -> None:

@@ -18,6 +18,7 @@ DECODES_POSITIONS = "post-processing: decodes positions after the last layer wit
 EXACT = "computed from constants, sizes or integers only: stays exact"
 OF_MODE = "number of eval mode or of training"
 TOO_COSTLY = "conversions would cost too much"
+WEIGHTS_ONLY = "weights only"
 ADDED = "asked for by extra_quantizer_dict"
 SOURCES = {"placeholder": "input of the model", "get_attr": "tensor of the model"}
 CREATED = "tensor that the model creates"
@@ -91,6 +92,8 @@ class Reasons:
             rule = self.requests[host].rule
             return f"runs inside {host.name}" + (f": {rule.reason}" if rule and rule.output and value else "")
         if request.rule is None:
+            if request.weight is not None:
+                return f"{WEIGHTS_ONLY}: {request.why_float}"
             if value is None or self._is_source(node) or request.excluded:
                 return request.why_float
             return f"computed in float: {request.reason}"

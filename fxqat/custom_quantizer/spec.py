@@ -47,6 +47,7 @@ class BackendSpec:
         left_float: why ops without a rule stay float, by op name or family; the name wins.
         least_work: a layer beside a float op stays float too, unless it has this many multiply-accumulates for each
             value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
+        runtime: the runtime for which files are written: ``"onnxruntime"``, or empty for any.
         source: the public documents that the table is taken from.
     """
 
@@ -60,6 +61,7 @@ class BackendSpec:
     weights: Mapping[str, TensorQConfig] = field(default_factory=lambda: MappingProxyType({}))
     left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     least_work: int = 0
+    runtime: str = ""
     source: str = ""
 
     def rule(self, name: str, family: str) -> Rule | None:

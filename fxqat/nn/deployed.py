@@ -29,13 +29,15 @@ class Normalize(nn.Module):
     Args:
         mean: mean of the raw values, ``()`` or ``(channels, 1, ...)``.
         std: their standard deviation, of the same shape.
+        shape: of an example input, ``(batch, channels, ...)``; empty if unknown.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Tensor, std: Tensor) -> None:
+    def __init__(self, mean: Tensor, std: Tensor, shape: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.shape = shape
         self.register_buffer("mean", mean)
         self.register_buffer("std", std)
 
@@ -106,6 +108,49 @@ class StoredTensor(nn.Module):
         """The real values."""
         values: Tensor = torch_ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
         return values
+
+
+class ReadBytes(nn.Module):
+    """An input whose bytes are the integers of the quantized value: it is only dequantized.
+
+    Args:
+        scale: ``()``, real units per step.
+        zero_point: ``()``, an integer as float32.
+    """
+
+    def __init__(self, scale: Tensor, zero_point: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale.clone())
+        self.register_buffer("zero_point", zero_point.to(torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The real values of ``x``, uint8 of any shape."""
+        values: Tensor = torch_ops.dequantize(x, self.scale, self.zero_point, 0)
+        return values
+
+
+class NormalizeIntegers(nn.Module):
+    """Normalizes raw inputs in integers: a depthwise convolution of size 1, ``(x * weight + bias) * scale``.
+
+    Args:
+        weight: ``(channels,)``, integers from 1 to 127 as float32.
+        bias: ``(channels,)``, integers as float32.
+        scale: ``(channels,)``, real units per step of the products.
+        dims: number of dimensions after the channels, 1 to 3.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, scale: Tensor, dims: int) -> None:
+        super().__init__()
+        self.function = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        self.bytes = ReadBytes(scale.new_ones(()), scale.new_zeros(()))
+        integers = weight.to(torch.int8).reshape(-1, *[1] * (dims + 1))
+        self.weight = StoredTensor(integers, scale, torch.zeros_like(scale, dtype=torch.int8), 0)
+        self.bias = stored_bias(bias, scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, uint8 ``(batch, channels, ...)``."""
+        weight = self.weight()
+        return self.function(self.bytes(x), weight, self.bias(), groups=len(weight))
 
 
 class RoundedTensor(nn.Module):

@@ -4,7 +4,8 @@ With NAME the tensor's name:
 
 1. a Q/DQ pair: the value that is quantized is NAME, its integers NAME_quantized, its rounded values NAME_dequantized,
    its parameters NAME_scale and NAME_zero_point;
-2. a stored tensor: its integers are NAME_quantized and its real values NAME;
+2. a stored tensor: its integers are NAME_quantized and its real values NAME; an input of integers keeps its own name,
+   and its real values are NAME;
 3. inputs and outputs of the model keep their names; a quantized input or output is known by that name;
 4. a value that is already named by another tensor, because what stood between them was simplified away, passes through
    an Identity, which gets the name;
@@ -96,7 +97,8 @@ def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dic
             _rename(node.outputs[0], f"{record.name}_quantized", fixed, taken)
             named[path] = replace(record, name=str(source.name))
             continue
-        is_stored = node.inputs[0] is not None and node.inputs[0].is_initializer()
+        source = node.inputs[0]
+        is_stored = source is not None and (source.is_initializer() or source.is_graph_input())
         if not is_stored:
             _rename(node.outputs[0], f"{record.name}_dequantized", fixed, taken)
         elif path not in named:  # case 2; a layer that is called twice reads its weight twice

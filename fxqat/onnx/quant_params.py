@@ -111,13 +111,21 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
     Raises:
         ParityError: a tensor of the document is missing in the file or has other parameters there.
     """
+    tensors = tuple(tensors)
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    zero_points: dict[str, np.ndarray] = {}
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
             key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
             of_value[key] = (scale, zero_point)
+        elif node.op_type == "Sub" and node.input[1] in constants:
+            zero_points[node.output[0]] = numpy_helper.to_array(constants[node.input[1]])
+        elif node.op_type == "Mul" and node.output[0] in weights:  # see fxqat.onnx.foldable_weights
+            scale = numpy_helper.to_array(constants[node.input[1]])
+            of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
     for tensor in tensors:
         if tensor.name not in of_value:
             raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")

@@ -44,6 +44,7 @@ class Annotation:
         value: how its value is quantized, None if it is not.
         weight: how its weight is quantized, None if it has none or it stays float.
         overridable: ``"activation"`` and ``"output"``, where an override can leave these float.
+        weights_only: a layer that computes in float, with a weight that is stored as integers; its bias stays float.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Annotation:
     value: ValueQuant | None = None
     weight: TensorQConfig | None = None
     overridable: tuple[str, ...] = ()
+    weights_only: bool = False
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:

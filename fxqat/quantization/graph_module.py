@@ -48,6 +48,7 @@ class Provenance:
         bias_corrected: whether the biases were changed to compensate quantization errors. Then the model without its
             fake-quants is no longer the float model.
         noise: the comparison of the calibrated model with the float model; None before it.
+        runtime: the runtime for which files of the model are written, see ``BackendSpec``.
     """
 
     backend: str
@@ -59,6 +60,7 @@ class Provenance:
     config: dict[str, Any] = field(default_factory=dict)
     bias_corrected: bool = False
     noise: QuantizationNoise | None = None
+    runtime: str = ""
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -75,6 +77,7 @@ def make_provenance(
     float_tensors: Sequence[tuple[str, Tensor]],
     split: Mapping[int, SplitParameter],
     preserved: tuple[str, ...],
+    runtime: str = "",
 ) -> Provenance:
     """Find the tensors of the float model in the prepared model, which shares them.
 
@@ -85,6 +88,7 @@ def make_provenance(
         float_tensors: of the float model, as :func:`named_tensors` gives them.
         split: the parameters that were split, by ``id``.
         preserved: names of the attributes that are copied from the float model.
+        runtime: the runtime for which files are written.
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(prepared))}
     tensor_names: dict[str, str] = {}
@@ -106,6 +110,7 @@ def make_provenance(
         unread=unread,
         preserved=preserved,
         config=config,
+        runtime=runtime,
     )
 
 

@@ -3,7 +3,7 @@
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
-   fake-quant of its input, from which the bias gets its scale.
+   fake-quant of its input, from which the bias gets its scale, unless it computes in float.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
                 converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target))
             set_module(gm, str(node.target), converted[id(module)])
         source = _fake_quant_of(node.args[0])
-        if source is not None:
+        if source is not None and not found.weights_only:
             with gm.graph.inserting_before(node):
                 fake_quant = gm.graph.get_attr(str(source.target))
             node.kwargs = {**node.kwargs, "input_fake_quant": fake_quant}

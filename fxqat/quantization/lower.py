@@ -2,7 +2,8 @@
 
 On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
-1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name;
+1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name; a raw input is
+   normalized in integers before it (``fxqat.quantization.raw_inputs``);
 2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of the products;
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
@@ -19,15 +20,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
-from fxqat.nn.deployed import Normalize, QuantizeDequantize, RoundedTensor, attention, stored_bias, stored_weight
+from fxqat.nn.deployed import (
+    Normalize,
+    QuantizeDequantize,
+    ReadBytes,
+    RoundedTensor,
+    attention,
+    stored_bias,
+    stored_weight,
+)
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.raw_inputs import normalize_integers, reads_bytes
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module
 from fxqat.utils.unused_names import unused_name
@@ -41,11 +52,15 @@ class Lowered:
         module: the graph module.
         tensors: the record of each Q/DQ pair and stored tensor, by its path in the module.
         output_names: default names of the outputs: the keys of a mapping, ``output``, or ``output_0`` and so on.
+        weights_only: the paths of the stored weights that only layers read which compute in float.
+        warnings: the raw inputs that are normalized in float, and why.
     """
 
     module: fx.GraphModule
     tensors: dict[str, QuantizedTensor]
     output_names: tuple[str, ...]
+    weights_only: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
 
 
 @torch.no_grad()
@@ -86,7 +101,22 @@ def lower(
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
-    return Lowered(module, tensors, tuple(_output_names(output.args[0], "")))
+    weights_only = frozenset(path for path, only in state.weights_only.items() if only)
+    names = tuple(_output_names(output.args[0], ""))
+    return Lowered(module, tensors, names, weights_only, tuple(_normalized_in_float(work)))
+
+
+def _normalized_in_float(gm: fx.GraphModule) -> Iterator[str]:
+    """What to tell of the raw inputs that are normalized in float."""
+    for node in gm.graph.nodes:
+        normalizer = called_module(node)
+        if isinstance(normalizer, Normalize):
+            why = "no weights and biases give the integers of the model for every byte"
+            if not all(isinstance(called_module(user), QuantizeDequantize) for user in node.users):
+                why = "it is read in float"
+            elif not 3 <= len(normalizer.shape) <= 5:
+                why = f"it has {len(normalizer.shape)} dimensions, and convolutions take 3 to 5"
+            yield f"input {node.args[0].target} is normalized in float (Cast, Sub, Div): {why}"
 
 
 def _read_new_values(graph: fx.Graph) -> None:
@@ -153,6 +183,7 @@ class _Lowering:
         self.opset_version = opset_version
         self.tensors: dict[str, QuantizedTensor] = {}
         self.replaced: set[str] = set()
+        self.weights_only: dict[str, bool] = {}
         self._count = 0
         self._weight_paths: dict[int, list[tuple[Tensor, str]]] = {}
 
@@ -160,11 +191,28 @@ class _Lowering:
         """Replace a fake-quant call by a Q/DQ pair."""
         name = str(node.kwargs["tensor_name"])
         scale, zero_point = quant.qparams()
-        path = self._add(QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version))
+        value = self._normalize_in_integers(node.args[0], quant.scheme, scale, zero_point)
+        bytes_in = value is not node.args[0]
+        pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version)
+        path = self._add(ReadBytes(scale, zero_point) if bytes_in else pair)
         dtype = quant.scheme.storage(self.opset_version)
         self.tensors[path] = _record(name, "activation", str(node.target), dtype, quant.scheme, None, scale, zero_point)
         with self.gm.graph.inserting_after(node):
-            self._replace(node, self.gm.graph.call_module(path, (node.args[0],)))
+            self._replace(node, self.gm.graph.call_module(path, (value,)))
+
+    def _normalize_in_integers(
+        self, value: Argument, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor
+    ) -> Argument:
+        """Normalize a raw input in integers, if it can be; the raw input itself if its bytes are the integers."""
+        normalizer = called_module(value) if isinstance(value, fx.Node) else None
+        if not isinstance(value, fx.Node) or not isinstance(normalizer, Normalize) or len(value.users) != 1:
+            return value
+        if reads_bytes(normalizer, scheme, scale, zero_point):
+            return value.args[0]
+        integers = normalize_integers(normalizer, scheme, scale, zero_point)
+        if integers is not None:
+            set_module(self.gm, str(value.target), integers)
+        return value
 
     def lower_layer(self, node: fx.Node, layer: QATLayer) -> None:
         """Replace a QAT layer by its function of stored tensors, followed by its activation."""
@@ -179,7 +227,9 @@ class _Lowering:
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            arguments.append(graph.call_module(self._weight(path, layer, weight, weight_scale)))
+            stored = self._weight(path, layer, weight, weight_scale)
+            self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
+            arguments.append(graph.call_module(stored))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
             result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
             if layer.activation is not None:

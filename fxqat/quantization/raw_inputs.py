@@ -1,4 +1,15 @@
-"""Raw inputs: the exported file takes images as they come from a camera, and normalizes them itself."""
+"""Raw inputs: the exported file takes images as they come from a camera, and normalizes them itself.
+
+A quantized input is normalized in integers. There are only 256 bytes, so each form is proven with all of them, in every
+channel:
+
+1. the byte is the integer of the quantized value: the file reads it through DequantizeLinear alone;
+2. an int8 convolution of size 1 for each channel with an int32 bias, ``(weight * x + bias) * scale`` with
+   ``weight * scale = 1 / std``, gives the integers that the model computes from ``(x - mean) / std``. Of the weights 1
+   to 127 the one is taken for which ``-weight * mean`` is nearest to an integer: 40 for ImageNet's mean of 123.675.
+   The result is quantized as in the model, so nothing else changes, and zero padding stays exact;
+3. otherwise, and for an input that something reads in float: ``(x - mean) / std`` in float.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +20,17 @@ import torch
 from torch import Tensor, fx
 
 from fxqat.errors import ExportError
-from fxqat.nn.deployed import Normalize
+from fxqat.nn.deployed import Normalize, NormalizeIntegers
+from fxqat.numerics import quantize
+from fxqat.scheme import QuantizeScheme
 from fxqat.utils.fx_graph import unique_name
 from fxqat.utils.tensors import flatten_tensors
 
 InputStats = Sequence[tuple[Any, Any] | None]
 Normalizers = tuple[Normalize | None, ...]
+_BYTES = torch.arange(256, dtype=torch.float32, device="cpu")
+_LARGEST_BIAS = 2**23
+"""Sums of a larger bias and a product would be rounded in float32."""
 
 
 def parse_input_stats(input_stats: InputStats | None, inputs: tuple[Any, ...]) -> Normalizers:
@@ -70,6 +86,61 @@ def normalize_inputs(gm: fx.GraphModule, normalizers: Sequence[Normalize | None]
         node.replace_all_uses_with(value, delete_user_cb=lambda user, value=value: user is not value)
 
 
+def reads_bytes(normalizer: Normalize, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor) -> bool:
+    """Whether each byte is the integer of its quantized value in every channel (form 1).
+
+    Args:
+        normalizer: of the input.
+        scheme: of the normalized input.
+        scale: ``()``.
+        zero_point: ``()``.
+    """
+    if scheme.signed or scheme.bit_width != 8:
+        return False
+    integers = _quantized_bytes(normalizer, scheme, scale, zero_point)
+    return torch.equal(integers, _BYTES.expand_as(integers))
+
+
+def normalize_integers(
+    normalizer: Normalize, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor
+) -> NormalizeIntegers | None:
+    """The normalization in integers (form 2), None if no integers give those of the model for every byte.
+
+    The products and their sum are rounded as ONNX Runtime rounds them: in float with and without fused addition, and
+    in its integer kernel. All three must give the integers of the model.
+
+    Args:
+        normalizer: of the input.
+        scheme: of the normalized input.
+        scale: ``()``.
+        zero_point: ``()``.
+    """
+    dims = len(normalizer.shape) - 2
+    if dims not in (1, 2, 3):
+        return None
+    expected = _quantized_bytes(normalizer, scheme, scale, zero_point).unsqueeze(1)
+    mean, std = (values.reshape(-1, 1).double() for values in torch.broadcast_tensors(normalizer.mean, normalizer.std))
+    weights = torch.arange(1, 128, dtype=torch.float64, device="cpu")
+    biases = (-mean * weights).round()
+    scales = (1 / (std * weights)).float()
+
+    x, weight, bias = _BYTES, weights.float().unsqueeze(1), biases.float().unsqueeze(2)
+    factor, step = weight * scales.unsqueeze(2), scales.unsqueeze(2)
+    fused = (x.double() * factor.double() + (bias * step).double()).float()
+    in_steps = (x * weight + bias) * (step / scale)  # what the integer kernel rounds
+    results = ((x * factor + bias * step, scale), (fused, scale), (in_steps, torch.ones_like(scale)))
+    limits = (scheme.quant_min, scheme.quant_max)
+    right = [(quantize(value, one, zero_point, *limits) == expected).all(dim=2) for value, one in results]
+    usable = torch.stack(right).all(dim=0) & (biases.abs() < _LARGEST_BIAS)
+    if not usable.any(dim=1).all():
+        return None
+    error = ((biases + mean * weights).abs() / weights).masked_fill(~usable, torch.inf)
+    best = error.argmin(dim=1, keepdim=True)
+    found = (values.expand_as(biases).gather(1, best) for values in (weights, biases, scales))
+    chosen, shift, steps = (values.float().flatten().expand(normalizer.shape[1]) for values in found)
+    return NormalizeIntegers(chosen, shift, steps, dims)
+
+
 def stats_by_name(
     names: Sequence[str], inputs: tuple[Any, ...], normalizers: Normalizers
 ) -> dict[str, tuple[list[float], list[float]]]:
@@ -85,6 +156,13 @@ def stats_by_name(
     return {name: (n.mean.reshape(-1).tolist(), n.std.reshape(-1).tolist()) for name, n in pairs if n is not None}
 
 
+def _quantized_bytes(normalizer: Normalize, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor) -> Tensor:
+    """The integers that the model computes from each byte: ``(channels, 256)``, or one row for all channels."""
+    mean, std = torch.broadcast_tensors(normalizer.mean, normalizer.std)
+    per_channel = Normalize(mean.reshape(-1, 1), std.reshape(-1, 1))
+    return quantize(per_channel(_BYTES), scale, zero_point, scheme.quant_min, scheme.quant_max)
+
+
 def _normalizer(place: int, stats: Any, x: Any) -> Normalize:
     where = f"input_stats[{place}]"
     if not isinstance(x, Tensor):
@@ -94,7 +172,7 @@ def _normalizer(place: int, stats: Any, x: Any) -> Normalize:
     mean, std = (_values(f"{name} of {where}", value, x) for name, value in zip(("mean", "std"), stats, strict=True))
     if not bool((std > 0).all()):
         raise ExportError(f"std of {where} must be positive, got {stats[1]!r}")
-    return Normalize(mean, std)
+    return Normalize(mean, std, tuple(x.shape))
 
 
 def _values(what: str, value: Any, x: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from fxqat.utils.source import line_of_node
 ANY_BATCH = "equal to the model on a larger batch"
 """The line of :attr:`QuantReport.sameness` by which the batch size may vary."""
 
+NOTHING_FOR_SIZE = "optimize_for='size' changes nothing: no convolution or linear layer is left float on"
+
 ADVICE = "To change a row, use 'overrides' or 'extra_quantizer_dict' in prepare_custom_config_dict."
 
 
@@ -64,6 +66,8 @@ class QuantReport:
         checkpointed: lines with activation checkpointing; the prepared model keeps these values in memory.
         state_changes: what forward changes outside of parameters and buffers, and the prepared model does not.
         sameness: on which inputs the prepared model was compared with the model, and what differed.
+        weights_only: the layers that compute in float, with weights that are stored as integers, by their nodes.
+        for_size: whether the configuration asks for a small file (``optimize_for``).
     """
 
     backend: str
@@ -75,6 +79,8 @@ class QuantReport:
     checkpointed: tuple[str, ...] = ()
     state_changes: tuple[str, ...] = ()
     sameness: tuple[str, ...] = ()
+    weights_only: tuple[str, ...] = ()
+    for_size: bool = False
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -89,13 +95,14 @@ class QuantReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What tracing could not keep as it is, a line each, with the line of the user's code."""
+        """What tracing could not keep as it is, with the line of the user's code, and options without effect."""
         return [
             *(f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves),
             *(f"fixed at {found.value}: {found.expression} ({found.source})" for found in self.forced),
             *(f"computes in training what it computes in eval mode: {path}" for path in self.eval_only),
             *(f"without activation checkpointing: {line}" for line in self.checkpointed),
             *self.state_changes,
+            *([f"{NOTHING_FOR_SIZE} {self.backend}"] if self.for_size and not self.weights_only else []),
         ]
 
     def row(self, node: str) -> ReportRow:
@@ -126,6 +133,8 @@ class QuantReport:
         for r in self.rows:
             table.add_row([r.node, r.op, r.status, r.output, r.weight, "" if r.group is None else r.group, r.reason])
         head = f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized"
+        if self.weights_only:
+            head += f", {len(self.weights_only)} of them weights only"
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
             head += f"; the graph does not read {len(self.unread)} tensors of the model: {names}"
@@ -139,9 +148,10 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
     Args:
         gm: an annotated graph module.
         backend: name of the backend.
-        remarks: what tracing found, by the names of :class:`QuantReport`.
+        remarks: what tracing found and the configuration asks for, by the names of :class:`QuantReport`.
     """
-    rows = []
+    rows: list[ReportRow] = []
+    weights_only: list[str] = []
     for node in gm.graph.nodes:
         found = annotation_of(node)
         if found is None:
@@ -164,7 +174,9 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
                 overridable=found.overridable,
             )
         )
-    report = QuantReport(backend, tuple(rows), **remarks)
+        if found.weights_only:
+            weights_only.append(node.name)
+    report = QuantReport(backend, tuple(rows), weights_only=tuple(weights_only), **remarks)
     if report.remarks:
         logging.getLogger("fxqat").warning("prepare_by_platform:\n  %s", "\n  ".join(report.remarks))
     return report

@@ -40,6 +40,7 @@ EVERYTHING = {
     "preserve_attr": ["note"],
     "leaf_module": ["layer1.1"],
     "bn_mode": 5,
+    "optimize_for": "size",
     "first_last": {"activation": {"bit": 8}},
     "first": {"weight": {"bit": 7}},
     "last": {"output": {"bit": 10}},
@@ -402,6 +403,8 @@ WRONG = {
     "bn_mode": ({"bn_mode": "frozen"}, "bn_mode must be 'train', 'freeze' or a number"),
     "bn_mode below 0": ({"bn_mode": -1}, "bn_mode"),
     "bn_mode as bool": ({"bn_mode": True}, "bn_mode"),
+    "optimize_for": ({"optimize_for": "small"}, "optimize_for must be 'latency' or 'size', got 'small'"),
+    "optimize_for as list": ({"optimize_for": ["size"]}, "optimize_for must be"),
     "fusion": ({"extra_fuse_dict": {"exclude_fusion_pattern": [["conv2d", "silu"]]}}, "no fusion.*silu"),
     "fusion as text": ({"extra_fuse_dict": {"exclude_fusion_pattern": ["conv2d"]}}, "expected a list of op names"),
 }

@@ -156,6 +156,98 @@ def test_the_effective_configuration_places_the_same(model, config):
     assert effective_config(again)["overrides"] == effective_config(gm)["overrides"]
 
 
+# optimize_for: size
+
+SIZE = {"optimize_for": "size"}
+
+
+class Light(nn.Module):
+    """Layers that do not pay for conversions, one of them beside integers, and two that pay."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = conv(8, 8)
+        self.large = conv(8, 8, 5)
+        self.after = conv(8, 8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.last = conv(8, 8, 5)
+
+    def forward(self, x):
+        x = self.small(nn.functional.silu(x))
+        x = nn.functional.silu(self.after(self.large(x)))
+        return self.last(nn.functional.silu(self.up(x)))
+
+
+def decided(gm):
+    return [(row.node, row.status, row.output, row.weight, row.group) for row in gm.quant_report]
+
+
+def test_for_size_float_layers_store_integers():
+    latency, size = statuses(Light(), 50), statuses(Light(), 50, SIZE)
+    assert [name for name, row in latency.items() if row.weight] == ["large", "last"]
+    assert [name for name, row in size.items() if row.weight] == ["small", "large", "after", "up", "last"]
+    assert {name: row.output for name, row in size.items()} == {name: row.output for name, row in latency.items()}
+    costly = "weights only: conversions would cost too much: 8 multiply-accumulates for each converted value"
+    assert size["small"].reason == f"{costly}, least_work is 50; read quantized by large"
+    assert size["after"].reason == f"{costly}, least_work is 50"
+    assert size["up"].reason.startswith("weights only: ONNXRuntime has no rule for conv_transpose2d: ")
+
+
+def test_for_size_the_bias_of_a_float_layer_stays_float():
+    gm = fxqat.prepare_by_platform(Light().eval(), replace(ONNXRUNTIME, least_work=50), SIZE)
+    with_input = [node.target for node in gm.graph.nodes if "input_fake_quant" in node.kwargs]
+    assert with_input == ["large", "last"]  # "after" reads integers, too
+    assert gm.quant_report.weights_only == ("small", "after", "up")
+    assert ", 3 of them weights only" in str(gm.quant_report)
+    x = torch.randn(2, 8, 8, 8)
+    fxqat.calibrate(gm, [x])
+    fxqat.enable_quantization(gm)
+    after = gm.after
+    rounded = after.weight_fake_quant.quantize(after.weight)
+    assert not torch.equal(rounded, after.weight)
+    assert torch.equal(after(x), nn.functional.conv2d(x, rounded, after.bias))
+
+
+def test_for_size_overrides_win():
+    rules = [
+        {"match": {"module": "small"}, "weight": {"bit": 4}},
+        {"match": {"module": "after"}, "activation": {"bit": 7}},
+        {"match": {"module": "up"}, "weight": None},
+    ]
+    rows = statuses(Light(), 50, SIZE | {"overrides": rules})
+    assert rows["small"].weight == "int4 sym per-channel narrow"
+    assert rows["small"].reason.startswith("weights only: ")
+    assert "changed by overrides[0]" in rows["small"].reason
+    assert rows["after"].reason.startswith("QLinearConv: integers in and out")
+    assert not rows["up"].weight
+    rows = statuses(Light(), 50, SIZE | {"extra_quantizer_dict": {"exclude_module_name": ["small", "up"]}})
+    assert [name for name, row in rows.items() if row.weight] == ["large", "after", "last"]
+    rows = statuses(Light(), 50, SIZE | {"overrides": [lambda path, now: {"weight": {"bit": 5}}]})
+    assert {row.weight for row in rows.values()} == {"", "int5 sym per-channel narrow"}
+
+
+@pytest.mark.parametrize("rules", [[], [{"match": {"module": "small"}, "weight": {"bit": 4}}]])
+def test_for_size_the_effective_configuration_places_the_same(rules, tmp_path):
+    spec = replace(ONNXRUNTIME, least_work=50)
+    gm = fxqat.prepare_by_platform(Light(), spec, SIZE | {"overrides": rules})
+    config = effective_config(gm, tmp_path / "effective.yaml")
+    assert config["optimize_for"] == "size"
+    again = fxqat.prepare_by_platform(Light(), spec, str(tmp_path / "effective.yaml"))
+    assert decided(again) == decided(gm)
+    assert again.quant_report.weights_only == gm.quant_report.weights_only
+    assert effective_config(again) == config
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+def test_for_size_without_effect_is_told(backend, caplog):
+    model = nn.Sequential(conv(8, 8), nn.ReLU(), conv(8, 8))
+    gm = fxqat.prepare_by_platform(model, backend, SIZE)
+    told = f"optimize_for='size' changes nothing: no convolution or linear layer is left float on {backend}"
+    assert told in gm.quant_report.remarks
+    assert told in caplog.text
+    assert decided(gm) == decided(fxqat.prepare_by_platform(model, backend, {"optimize_for": "latency"}))
+
+
 def test_other_backends_quantize_what_they_can():
     model = nn.Sequential(nn.SiLU(), conv(8, 8), nn.SiLU())
     gm = fxqat.prepare_by_platform(model, "QNN")

@@ -52,6 +52,7 @@ ONNXRUNTIME = BackendSpec(
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     least_work=LEAST_WORK,
+    runtime="onnxruntime",
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc",
 )
 
