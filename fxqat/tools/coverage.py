@@ -13,6 +13,7 @@ from prettytable import PrettyTable
 from torch import Tensor, fx
 
 from fxqat.nn.qat import QATLayer
+from fxqat.ops.families import MATMUL
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import FLOAT
 from fxqat.quantization.file_size import float_bytes, stored_tensors
@@ -21,7 +22,6 @@ from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of
 from fxqat.utils.batches import read_batch
 from fxqat.utils.contexts import buffers_kept, eval_mode
 from fxqat.utils.fx_graph import called_module
-
 
 NUMBER = re.compile(r"\b\d+\b")
 
@@ -58,7 +58,7 @@ class Coverage:
         weight_bytes: bytes of all parameters and buffers in the float model.
         stored_bytes: their bytes in the exported file; scales and names are not counted.
         float_groups: nodes that stay float, by reason, those with the most multiply-accumulates first.
-        remarks: what tracing could not keep as it is, with its line; see :class:`fxqat.quantization.report.QuantReport`.
+        remarks: what tracing could not keep as it is, with its line; see ``gm.quant_report``.
         unread: tensors that the graph does not read.
     """
 
@@ -86,7 +86,7 @@ class Coverage:
         lines = [
             f"{self.backend}: {self.quantized_nodes} of {self.nodes} nodes quantized",
             f"  integer multiply-accumulates  {self.integer_share:7.1%} of {_short(self.macs)}",
-            f"  parameters                    {_mib(self.weight_bytes)} as float, {_mib(self.stored_bytes)} in the file",
+            f"  parameters                    {_mib(self.weight_bytes)}, {_mib(self.stored_bytes)} in the file",
         ]
         if self.unread:
             lines.append(f"  not read by the graph         {len(self.unread)} tensors: {_some(self.unread)}")
@@ -189,6 +189,8 @@ def _is_integer(node: fx.Node) -> bool:
     values = [value for value in operands(node, identify(node)) if isinstance(value, fx.Node)]
     if isinstance(called_module(node), QATLayer):
         values = values[:1]
+    elif identify(node).family != MATMUL:
+        return False  # a layer whose weight is float
     return bool(values) and all(fake_quant_of(value) is not None for value in values)
 
 
