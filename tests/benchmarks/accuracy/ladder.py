@@ -1,7 +1,7 @@
 """The ladder: whether ``fxqat.quantize`` meets an accuracy budget, and what each of its steps gives and takes.
 
 DIR holds ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
-``mobilenet_v2_imagenet.py``). Each row adds a line to ``results/ladder.jsonl``; rows that have a line there are skipped.
+``mobilenet_v2_imagenet.py``). Each row adds a line to ``results/ladder.jsonl``; those that have one are skipped.
 
     python tests/benchmarks/accuracy/ladder.py run --data DIR
     python tests/benchmarks/accuracy/ladder.py report
@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
                 line = {
                     "model": name, "bits": bits, "drop": drop, "reached": result.reached, "recipe": str(result.recipe),
                     "float": result.float_metric, "top1": result.metric,
-                    "held_back_float": accuracy(task.model, *held_back), "held_back": accuracy(result.model, *held_back),
+                    "held_back_float": accuracy(task.model, *held_back),
+                    "held_back": accuracy(result.model, *held_back),
                     "trials": [[t.step, str(t.recipe), t.metric, t.seconds, t.note] for t in result.trials],
                     "worst": result.worst, "seconds": time.perf_counter() - began,
                 }  # fmt: skip
