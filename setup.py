@@ -66,9 +66,12 @@ setup(
             "hypothesis",
             "jsonschema",
             "transformers",
+            "onnx2torch",
+            "onnx2torch",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],
         "docs": ["sphinx>=8"],
+        "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
     },
 )

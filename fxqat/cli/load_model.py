@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.cli.preprocessing import Preprocessing
+from fxqat.cli.read_onnx import read_onnx
 from fxqat.errors import ConfigError
 
 FORMS = (
@@ -196,17 +197,7 @@ def _exported_program(path: Path) -> nn.Module:
 
 
 def _onnx_file(path: Path) -> Source:
-    try:
-        from onnx2torch import convert
-    except ImportError as error:
-        raise ConfigError(f"MODEL {path}: reading an ONNX file needs onnx2torch: pip install onnx2torch") from error
-    import onnx
-
-    try:
-        proto = onnx.load(str(path))
-        model = convert(proto)
-    except Exception as error:
-        raise ConfigError(f"MODEL {path}: onnx2torch cannot convert it: {type(error).__name__}: {error}") from error
+    model, proto = read_onnx(path)
     constants = {tensor.name for tensor in proto.graph.initializer}
     inputs = [value for value in proto.graph.input if value.name not in constants]
     sizes = [tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in inputs]
