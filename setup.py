@@ -67,7 +67,6 @@ setup(
             "jsonschema",
             "transformers",
             "onnx2torch",
-            "onnx2torch",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],
