@@ -36,7 +36,7 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["fxqat", "fxqat.*"]),
-    package_data={"fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja"]},
+    package_data={"fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja", "cli/*.jinja"]},
     zip_safe=False,
     install_requires=[
         "torch>=2.9",
@@ -53,7 +53,9 @@ setup(
         "PyYAML",
         "tqdm",
         "Jinja2",
+        "click",
     ],
+    entry_points={"console_scripts": ["fxqat = fxqat.cli.main:run"]},
     extras_require={
         "example": EXAMPLE,
         # The tests run the examples; ruff and mypy are bounded because their verdicts change between versions.
@@ -64,9 +66,11 @@ setup(
             "hypothesis",
             "jsonschema",
             "transformers",
+            "onnx2torch",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],
         "docs": ["sphinx>=8"],
+        "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
     },
 )

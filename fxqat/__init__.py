@@ -13,6 +13,7 @@ from fxqat.fake_quantize.state import (
 )
 from fxqat.prepare_by_platform import BackendType, prepare_by_platform
 from fxqat.quantization.compare_with_float import compare_with_float
+from fxqat.tools.ladder import quantize
 from fxqat.version import __version__
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "load_checkpoint",
     "load_quant_params",
     "prepare_by_platform",
+    "quantize",
     "save_checkpoint",
 ]

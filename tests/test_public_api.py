@@ -27,7 +27,7 @@ PATHS = {
 }
 NAMES = [(path, name) for path, names in PATHS.items() for name in names]
 PUBLIC = sorted(
-    {name for _, name in NAMES} | {"load_quant_params", "compare_with_float", "ExportReport", "__version__"}
+    {name for _, name in NAMES} | {"load_quant_params", "compare_with_float", "quantize", "ExportReport", "__version__"}
 )
 
 

@@ -172,12 +172,23 @@ class ParityCertificate:
         """
         return {"format": "fxqat.parity", "version": 2, "passed": self.passed} | asdict(self)
 
+    def summary(self) -> str:
+        """The verdict and the outputs, without the table of tensors."""
+        return "\n".join([self._head(), *self._ends()])
+
+    def _head(self) -> str:
+        verdict = "passed" if self.passed else "FAILED"
+        return f"parity {verdict}: {self.off_share:.4%} of the quantized values off, first: {self.first_diverging}"
+
     def __str__(self) -> str:
         header = ["tensor", "step: off by 1", "step: 2+", "free: off by 1", "free: 2+", "verdict"]
         table = PrettyTable(header, align="l")
         for t in self.tensors:
             shares = [f"{value:.4%}" for s in (t.step, t.free) for value in (s.off_by_1, s.off_by_2_plus)]
             table.add_row([t.name, *shares, "" if t.passed else "FAILED"])
+        return "\n".join([self._head(), str(table), *self._ends()])
+
+    def _ends(self) -> list[str]:
         lines = [
             f"indices {s.name}: {s.ties} of {s.size} select an equal value instead, {s.wrong} another one"
             for s in self.selections
@@ -186,10 +197,8 @@ class ParityCertificate:
         lines += _end_to_end_lines(self.end_to_end)
         if self.optimized_error is not None:
             lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
-        verdict = "passed" if self.passed else "FAILED"
-        head = f"parity {verdict}: {self.off_share:.4%} of the quantized values off, first: {self.first_diverging}"
         second = [] if self.second_batch is None else [f"at another batch size: {self.second_batch}"]
-        return "\n".join([head, str(table), *lines, *second])
+        return [*lines, *second]
 
 
 def verify(

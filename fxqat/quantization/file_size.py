@@ -6,7 +6,7 @@ else has the size that it has in the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -31,26 +31,48 @@ def check_size(gm: QuantGraphModule, weights: str = "integer") -> None:
     Raises:
         ExportError: they do not.
     """
-    floats: dict[int, int] = {}
-    integers: dict[int, int] = {}
-    for node in graph_of_mode(gm.graph, training=False).nodes:
-        if node.op == "get_attr":
-            _add(floats, [attribute_of(gm, node)])
-        for module in _without_fake_quants(called_module(node)):
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if isinstance(module, QATLayer) and weights == "integer":
-                bytes_each = 1 if module.weight_fake_quant.scheme.bit_width <= 8 else 2
-                integers[id(module)] = bytes_each * module.weight.numel()
-                tensors = [tensor for tensor in tensors if tensor is not module.weight]
-            _add(floats, tensors)
-    size = sum(floats.values()) + sum(integers.values())
+    tensors = list(stored_tensors(gm))
+    is_float = [bits is None or weights == "float" for _, bits in tensors]
+    floats = float_bytes(tensor for (tensor, _), left in zip(tensors, is_float, strict=True) if left)
+    integers = sum(
+        tensor.numel() * (1 if bits and bits <= 8 else 2)
+        for (tensor, bits), left in zip(tensors, is_float, strict=True)
+        if not left
+    )
+    size = floats + integers
     if size > MAX_BYTES:
         raise ExportError(
-            f"the file would hold {_gib(size)}, {_gib(sum(floats.values()))} of it in float tensors and "
-            f"{_gib(sum(integers.values()))} in integers; one ONNX file holds at most {_gib(MAX_BYTES)}. Quantize more "
+            f"the file would hold {_gib(size)}, {_gib(floats)} of it in float tensors and "
+            f"{_gib(integers)} in integers; one ONNX file holds at most {_gib(MAX_BYTES)}. Quantize more "
             "of the model (gm.quant_report tells what stays float, and why), use weights='integer', or prepare and "
             "export it in parts."
         )
+
+
+def float_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of tensors as they are, each counted once."""
+    return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
+    """The parameters and buffers that a file holds, with their bit width; None for those that stay float.
+
+    A tensor that is read both as a float and as integers comes twice.
+    """
+    seen: set[tuple[int, int | None]] = set()
+    for node in graph_of_mode(gm.graph, training=False).nodes:
+        found: list[tuple[object, int | None]] = []
+        if node.op == "get_attr":
+            found.append((attribute_of(gm, node), None))
+        for module in _without_fake_quants(called_module(node)):
+            bits = module.weight_fake_quant.scheme.bit_width if isinstance(module, QATLayer) else None
+            weight = module.weight if isinstance(module, QATLayer) else None
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            found += [(tensor, bits if tensor is weight else None) for tensor in tensors]
+        for tensor, bits in found:
+            if isinstance(tensor, Tensor) and (id(tensor), bits) not in seen:
+                seen.add((id(tensor), bits))
+                yield tensor, bits
 
 
 def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:
@@ -59,10 +81,6 @@ def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _without_fake_quants(child)
-
-
-def _add(sizes: dict[int, int], tensors: Sequence[object]) -> None:
-    sizes.update({id(t): t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)})
 
 
 def _gib(size: int) -> str:

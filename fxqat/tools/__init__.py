@@ -1,5 +1,6 @@
 """Recipes and analysis on prepared models."""
 
+from fxqat.tools.coverage import Coverage, coverage
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.choose import Choice, solve
 from fxqat.tools.mixed_precision.costs import average_weight_bits, file_bytes, weight_bytes
@@ -20,6 +21,7 @@ from fxqat.tools.training.nan_guard import NaNGuard, first_not_finite
 
 __all__ = [
     "Choice",
+    "Coverage",
     "NaNGuard",
     "Pareto",
     "Profile",
@@ -31,6 +33,7 @@ __all__ = [
     "average_weight_bits",
     "bit_operations",
     "correct_bias",
+    "coverage",
     "dampening_loss",
     "equalize",
     "file_bytes",

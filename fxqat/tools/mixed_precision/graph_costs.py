@@ -11,11 +11,11 @@ from torch import Tensor, fx
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
-from fxqat.ops.families import ACTIVATION, IDENTITY, MATMUL, PASS_THROUGH
+from fxqat.ops.families import ACTIVATION, MATMUL
 from fxqat.ops.identify import identify, operands
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
-from fxqat.tools.mixed_precision.units import eval_graph
+from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of, moves
 from fxqat.utils.batches import read_batch
 from fxqat.utils.fx_graph import called_module
 
@@ -69,14 +69,9 @@ def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
 
 
 def _unit_of(bank: WidthBank, value: object) -> str | None:
-    """The unit that rounds a value, also before operations that only move values; None if the value is float."""
-    while isinstance(value, fx.Node):
-        if isinstance(called_module(value), FakeQuantizeBase):
-            return next(unit.name for unit in bank.units.values() if unit.path == value.target)
-        if not _moves(value):
-            return None
-        value = next(iter(operands(value, identify(value))), None)
-    return None
+    """The unit that rounds a value; None if the value is float."""
+    call = fake_quant_of(value)
+    return None if call is None else next(unit.name for unit in bank.units.values() if unit.path == call.target)
 
 
 class _Run(fx.Interpreter):
@@ -144,7 +139,7 @@ class _Sizes(_Run):
         last: dict[fx.Node, int] = {}
         rounded: dict[fx.Node, str] = {}
         for i, node in enumerate(nodes):
-            source = node.args[0] if (_moves(node) or _is_computed_with_source(node)) and node.args else None
+            source = node.args[0] if (moves(node) or _is_computed_with_source(node)) and node.args else None
             owner[node] = owner.get(source, node) if isinstance(source, fx.Node) else node
             last[owner[node]] = i
             for read in node.all_input_nodes:
@@ -163,11 +158,6 @@ class _Sizes(_Run):
                 fixed = sum(self.sizes[other] for other in there if other not in rounded) * FLOAT_BITS / 8
                 rows.append(per_bit(self.bank, linear, fixed))
         return rows
-
-
-def _moves(node: fx.Node) -> bool:
-    """Whether a node only rounds, moves or reshapes its first argument."""
-    return isinstance(called_module(node), FakeQuantizeBase) or identify(node).family in (IDENTITY, PASS_THROUGH)
 
 
 def _is_computed_with_source(node: fx.Node) -> bool:

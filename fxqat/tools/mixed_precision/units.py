@@ -9,6 +9,8 @@ from torch import fx
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.ops.families import IDENTITY, PASS_THROUGH
+from fxqat.ops.identify import identify, operands
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -71,6 +73,22 @@ def find_units(gm: QuantGraphModule) -> dict[str, Unit]:
                 first = found[names[target]]
                 found[first.name] = Unit(first.name, target, (*first.tensors, tensor), node=first.node)
     return found
+
+
+def fake_quant_of(value: object) -> fx.Node | None:
+    """The call of the fake-quant that rounds a value, also before operations that only move it; None if it is float."""
+    while isinstance(value, fx.Node):
+        if isinstance(called_module(value), FakeQuantizeBase):
+            return value
+        if not moves(value):
+            return None
+        value = next(iter(operands(value, identify(value))), None)
+    return None
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether a node only rounds, moves or reshapes its first argument."""
+    return isinstance(called_module(node), FakeQuantizeBase) or identify(node).family in (IDENTITY, PASS_THROUGH)
 
 
 def quant_at(gm: QuantGraphModule, path: str) -> FakeQuantizeBase:

@@ -33,6 +33,7 @@ def ptq(
     replace_relu6: bool = False,
     reconstruct: str | Reconstruction | None = None,
     correct_bias: bool = False,
+    compare: bool = True,
     progress: bool = False,
 ) -> QuantGraphModule:
     """Quantize a trained model without labels.
@@ -53,6 +54,7 @@ def ptq(
         replace_relu6: when equalizing, replace each ReLU6 between two layers by ReLU.
         reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a :class:`Reconstruction`.
         correct_bias: correct the bias of every layer.
+        compare: compare the calibrated model with the float model, see :func:`fxqat.calibrate`.
         progress: show progress bars if the output is a terminal.
 
     Returns:
@@ -73,7 +75,7 @@ def ptq(
     gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
     if equalize:
         equalize_layers(gm, batches, replace_relu6=replace_relu6)
-    calibrate(gm, batches, progress=progress)
+    calibrate(gm, batches, progress=progress, compare=compare)
     enable_quantization(gm)
     if reconstruct is not None:
         reconstruct_segments(gm, batches, reconstruct, correct_bias=correct_bias, progress=progress)

@@ -1,0 +1,1 @@
+"""The ``fxqat`` command."""

@@ -1,0 +1,33 @@
+"""``fxqat bundle``: everything that somebody else needs to see a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fxqat.cli.load_model import example_inputs, load_model
+from fxqat.cli.options import backend_option, model_options
+from fxqat.cli.write_bundle import write_bundle
+
+
+@click.command()
+@model_options
+@backend_option
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Zip file to write."
+)
+@click.option("--with-weights", is_flag=True, help="Put the weights in as well; else they are random.")
+def bundle(
+    model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None, backend: str, output: Path,
+    with_weights: bool,
+) -> None:  # fmt: skip
+    """Write a zip file that reproduces what happens when MODEL is prepared and exported.
+
+    It holds the model's structure and source files, shapes of inputs, configuration, report, versions, traceback, and a
+    script that runs it. It holds no data, and no weights unless --with-weights is given.
+    """
+    source = load_model(model, weights)
+    example = example_inputs(inputs, source)
+    outcome = write_bundle(output, source.model, example, backend, config, model, with_weights)
+    click.echo(f"wrote {output}: {outcome}")

@@ -1,0 +1,144 @@
+"""``fxqat quantize``: from the float model to the files, within an accuracy budget."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+import jinja2
+import torch
+
+from fxqat.checkpoint import save_checkpoint
+from fxqat.cli.load_data import load_batches, load_evaluation
+from fxqat.cli.load_model import Source, load_model
+from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
+from fxqat.config.effective import effective_config
+from fxqat.convert_export import ExportReport, convert_export
+from fxqat.errors import ConfigError
+from fxqat.tools.coverage import coverage
+from fxqat.tools.ladder import Result
+from fxqat.tools.ladder import quantize as climb
+from fxqat.utils.batches import read_batch
+from fxqat.utils.tensors import map_tensors
+
+CONTINUE = '''"""Continue by training: this model has the quantization of {config}. Give it your data and your loss."""
+
+import torch
+
+import fxqat
+from fxqat.cli.load_model import load_model
+
+model = load_model({model!r}, {weights!r}).model
+gm = fxqat.prepare_by_platform(model, {backend!r}, {config!r})
+fxqat.load_checkpoint(gm, {checkpoint!r})
+fxqat.enable_quantization(gm.train())
+optimizer = torch.optim.SGD(gm.parameters(), lr=1e-3, momentum=0.9)  # about 1/100 of the float training's rate
+for inputs, labels in ...:  # your training data; a few epochs
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(gm(inputs), labels).backward()
+    optimizer.step()
+fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
+'''
+
+
+@click.command()
+@model_options
+@backend_option
+@calib_option
+@data_options
+@click.option(
+    "-o", "--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write."
+)
+@click.option(
+    "--eval", "evaluation", metavar="DATA",
+    help="Data with labels (top-1 in percent), or FILE.py:FUNCTION of a model that returns a number, larger is better.",
+)  # fmt: skip
+@click.option("--eval-samples", type=click.IntRange(1), help="Samples to evaluate on; all by default.")
+@click.option("--max-drop", type=click.FloatRange(0), help="The largest acceptable loss of --eval, in its unit.")
+@click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
+@click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
+def quantize(
+    model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None, backend: str, calib: str,
+    samples: int, batch_size: int, resize: int | None, crop: int | None, mean: str | None, std: str | None,
+    output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None, dynamic_batch: bool,
+    opset: int | None,
+) -> None:  # fmt: skip
+    """Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
+
+    Writes model.onnx, model.json (scales), model.parity.json (the proof), model.pth (checkpoint), config.yaml,
+    index.html, and continue_training.py. Exit code 1 if --max-drop is not met; the files are written nevertheless.
+    """
+    if max_drop is not None and evaluation is None:
+        raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"-o {output} is a file; give a folder")
+    source = load_model(model, weights)
+    prepare = preprocessing_of(source.preprocessing, resize, crop, mean, std)
+    evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, batch_size, eval_samples)
+    batches = load_batches(calib, prepare, batch_size, samples)
+    logging.getLogger("fxqat").setLevel(min(logging.INFO, logging.getLogger("fxqat").level or logging.INFO))
+    result = climb(source.model, batches, backend, evaluate, max_drop, prepare_custom_config_dict=config)
+    example = _one_sample(read_batch(result.model, batches[0], "quantize"))
+    named = {"model": model, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
+    _write(output, result, source, example, named, {"dynamic_batch": dynamic_batch, "opset_version": opset})
+    if not result.reached:
+        sys.exit(1)
+
+
+def _one_sample(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    cut: tuple[Any, ...] = map_tensors(inputs, lambda tensor: tensor[:1] if tensor.dim() else tensor)
+    return cut
+
+
+def _write(
+    output: Path,
+    result: Result,
+    source: Source,
+    example: tuple[Any, ...],
+    named: dict[str, Any],
+    export: dict[str, Any],
+) -> None:
+    """Write all files into a folder beside, and move them when they are complete."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+        work = Path(folder)
+        report = convert_export(
+            result.model, example, work / "model.onnx", work / "model.json",
+            input_names=source.input_names, output_names=source.output_names, **export,
+        )  # fmt: skip
+        save_checkpoint(result.model, work / "model.pth")
+        effective_config(result.model, work / "config.yaml")
+        (work / "index.html").write_text(_page(result, report, example, named), encoding="utf-8")
+        script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth")
+        (work / "continue_training.py").write_text(script, encoding="utf-8")
+        output.mkdir(exist_ok=True)
+        names = sorted(path.name for path in work.iterdir())
+        for name in names:
+            shutil.move(work / name, output / name)
+    click.echo(str(result))
+    if report.certificate is not None:
+        click.echo(report.certificate.summary())
+    click.echo(f"wrote {output}: {', '.join(names)}")
+    if not result.reached:
+        click.echo(f"The budget is not met. Train on: {output / 'continue_training.py'} begins where this ended.")
+
+
+def _page(result: Result, report: ExportReport, example: tuple[Any, ...], named: dict[str, Any]) -> str:
+    sections = {
+        "Result": str(result),
+        "What computes in integers": str(coverage(result.model, example)),
+        "Proof: the file against the model": "\n".join([str(report.certificate), *report.warnings]),
+        "Quantized against float, on calibration data": str(result.model.quantization_noise),
+        "Every node": str(result.model.quant_report),
+        "Versions": f"torch {torch.__version__}",
+    }
+    template = resources.files("fxqat.cli").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    title = f"{named['model']} on {named['backend']}"
+    environment = jinja2.Environment(autoescape=True)
+    return environment.from_string(template).render(title=title, sections=sections)

@@ -1,0 +1,347 @@
+"""Quantize a trained model within an accuracy budget: cheap steps first, each measured, until the budget is met."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from prettytable import PrettyTable
+from torch import nn
+
+from fxqat.config.yaml_file import read_yaml
+from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.errors import ConfigError
+from fxqat.quantization.compare_with_float import compare_if_possible
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.tools.post_training.ptq import ptq
+from fxqat.tools.profile import profile
+from fxqat.utils.batches import check_batches, read_batch
+from fxqat.utils.contexts import eval_mode
+
+WIDE = 8
+"""Bits of a tensor with fewer bits that is widened; one that has as many is left float."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is quantized: the arguments of :func:`fxqat.tools.ptq` that the ladder chooses.
+
+    Args:
+        w_observer: observer of weights; empty for that of the backend or the configuration.
+        a_observer: observer of activations; the same.
+        equalize: equalize consecutive layers.
+        correct_bias: correct the bias of every layer.
+        reconstruct: ``"GPTQ"``, ``"QDrop"``, or empty.
+        overrides: rules for single tensors, after those of the configuration.
+    """
+
+    w_observer: str = ""
+    a_observer: str = ""
+    equalize: bool = False
+    correct_bias: bool = False
+    reconstruct: str = ""
+    overrides: tuple[Mapping[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
+        words += [name for name in ("equalize", "correct_bias") if getattr(self, name)]
+        words += [self.reconstruct] if self.reconstruct else []
+        words += [f"{len(self.overrides)} tensors wider or float"] if self.overrides else []
+        return ", ".join(words) or "calibration"
+
+
+STEPS: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = (
+    ("calibration", ({},)),
+    ("observers", ({"w_observer": "MSE"}, {"a_observer": "MSE"}, {"a_observer": "Percentile"})),
+    ("biases and ranges", ({"correct_bias": True}, {"equalize": True}, {"equalize": True, "correct_bias": True})),
+    ("rounding", ({"reconstruct": "GPTQ", "correct_bias": True}, {"reconstruct": "QDrop", "correct_bias": False})),
+)
+"""The steps in order of their cost, with the changes of the best recipe so far that each of them tries."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured recipe.
+
+    Args:
+        step: the step of the ladder.
+        recipe: the recipe.
+        metric: what ``evaluate`` gave; NaN if the recipe is not possible.
+        seconds: time to quantize and to evaluate.
+        note: why it is not possible; empty if it is.
+    """
+
+    step: str
+    recipe: Recipe
+    metric: float
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What :func:`quantize` found; prints as a table.
+
+    Args:
+        model: the quantized model with the best metric, calibrated, in eval mode: evaluate, finetune or export it.
+        recipe: how it was made.
+        float_metric: metric of the float model; None without ``evaluate``.
+        metric: metric of the quantized model; None without ``evaluate``.
+        max_drop: the budget; None for none.
+        trials: what was tried, in order.
+        worst: if tensors were widened, or should be: the tensors whose rounding changes the outputs most.
+        config: the configuration, without the recipe's.
+    """
+
+    model: QuantGraphModule
+    recipe: Recipe
+    float_metric: float | None
+    metric: float | None
+    max_drop: float | None
+    trials: tuple[Trial, ...]
+    worst: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the budget is met; True without one."""
+        if self.max_drop is None or self.metric is None or self.float_metric is None:
+            return True
+        return self.float_metric - self.metric <= self.max_drop
+
+    def __str__(self) -> str:
+        if self.metric is None or self.float_metric is None:
+            return f"{self.recipe}; not evaluated\n{self.model.quantization_noise}"
+        table = PrettyTable(["step", "recipe", "metric", "to float", "seconds", ""], align="l")
+        for trial in self.trials:
+            failed = math.isnan(trial.metric)
+            metric, drop = ("", "") if failed else (f"{trial.metric:.6g}", f"{trial.metric - self.float_metric:+.4g}")
+            mark = trial.note or ("taken" if trial.recipe == self.recipe else "")
+            table.add_row([trial.step, trial.recipe, metric, drop, f"{trial.seconds:.1f}", mark])
+        table.max_width = 60
+        head = f"float {self.float_metric:.6g}, quantized {self.metric:.6g} by {self.recipe}"
+        if self.max_drop is not None:
+            head += f": {'within' if self.reached else 'NOT within'} the budget of {self.max_drop:g}"
+        lines = [head, str(table)]
+        if not self.reached:
+            lines.append(f"The rounding of these tensors changes the outputs most: {', '.join(self.worst)}.")
+            lines.append("Training with fake-quant recovers more than any step above: finetune result.model.")
+        return "\n".join(lines)
+
+
+def quantize(
+    model: nn.Module,
+    calib: Iterable[Any],
+    backend: BackendType | BackendSpec | str = BackendType.TSQAT,
+    evaluate: Callable[[nn.Module], float] | None = None,
+    max_drop: float | None = None,
+    *,
+    prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> Result:
+    """Quantize a trained model, and try better and better recipes until its metric is close enough to the float one.
+
+    The steps, the cheapest first: calibration; other observers; bias correction and equalization; GPTQ and QDrop; at
+    last, a few tensors with more bits or left float, those whose rounding changes the outputs most. Each step starts
+    from the best recipe so far and keeps a change only if the metric is better. The ladder ends at the first recipe
+    within the budget.
+
+    Args:
+        model: a float model; not changed.
+        calib: batches of inputs, see :func:`fxqat.calibrate`; all are kept in memory.
+        backend: as for :func:`fxqat.prepare_by_platform`.
+        evaluate: a function of a model, float or quantized, in eval mode; its result is a number, larger is better.
+        max_drop: the largest acceptable ``evaluate(model) - evaluate(quantized)``. None: only calibration.
+        prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
+        progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
+
+    Returns:
+        The quantized model, how it was made, and what each step gave and took.
+
+    Raises:
+        ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, a metric that is not a finite
+            number, or as ``prepare_by_platform``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 2))
+        >>> x = torch.arange(12.0).reshape(3, 4)
+        >>> result = quantize(net, [x], evaluate=lambda m: -float((m(x) - net(x)).abs().max()), max_drop=0.1)
+        >>> result.reached
+        True
+    """
+    if max_drop is not None and (evaluate is None or not max_drop >= 0):
+        what = (
+            "needs evaluate, the function that measures it"
+            if evaluate is None
+            else f"must be at least 0, got {max_drop}"
+        )
+        raise ConfigError(f"quantize: max_drop {what}")
+    check_batches(calib, "quantize")
+    ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, prepare_custom_config_dict, progress)
+    return ladder.climb()
+
+
+class _Ladder:
+    """The trials so far, and the best of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calib: list[Any],
+        backend: BackendType | BackendSpec | str,
+        evaluate: Callable[[nn.Module], float] | None,
+        max_drop: float | None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None,
+        progress: bool,
+    ) -> None:
+        self.model, self.calib, self.backend, self.evaluate = model, calib, backend, evaluate
+        self.spec = backend_spec(backend)
+        self.max_drop, self.progress = max_drop, progress
+        self.config: dict[str, Any] = dict(
+            (config if isinstance(config, Mapping) else config and read_yaml(Path(config))) or {}
+        )
+        self.trials: list[Trial] = []
+        self.best: tuple[Recipe, QuantGraphModule, float] | None = None
+        self.float_metric = math.nan
+
+    def climb(self) -> Result:
+        """Try step after step until the budget is met."""
+        if self.evaluate is not None:
+            self.float_metric = self.measured(self.model)
+            self.log(f"float: {self.float_metric:.6g}")
+        for step, changes in STEPS:
+            for change in changes:
+                if self.is_new(change) and self.try_recipe(step, replace(self.recipe(), **change)):
+                    return self.result()
+        return self.result(self.widen()[:WORST])
+
+    def given(self) -> set[str]:
+        """The parts of a recipe that the configuration has set."""
+        return set(self.config.get("extra_qconfig_dict") or {})
+
+    def is_new(self, change: Mapping[str, Any]) -> bool:
+        """Whether a change is one: the configuration does not set it, and the backend does not have it."""
+        own = {"w_observer": self.spec.weight.observer, "a_observer": self.spec.activation.observer}
+        return not set(change) & self.given() and all(own.get(name) != value for name, value in change.items())
+
+    def recipe(self) -> Recipe:
+        """The best recipe so far."""
+        return Recipe() if self.best is None else self.best[0]
+
+    def is_enough(self, metric: float) -> bool:
+        """Whether a metric is within the budget."""
+        return self.max_drop is None or self.float_metric - metric <= self.max_drop
+
+    def try_recipe(self, step: str, recipe: Recipe) -> bool:
+        """Quantize by a recipe and measure it; it is the best if it is within the budget, or has a better metric.
+
+        Returns:
+            Whether it is within the budget.
+        """
+        if any(trial.recipe == recipe for trial in self.trials):
+            return False
+        began = time.perf_counter()
+        metric, note, gm = math.nan, "", None
+        try:
+            gm = self.quantized(recipe)
+            metric = self.measured(gm)
+        except ConfigError as error:
+            if self.best is None:
+                raise
+            note = f"not possible: {error}"
+        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, note))
+        self.log(f"{step}: {recipe}: {note or f'{metric:.6g}'}, {self.trials[-1].seconds:.1f} s")
+        enough = gm is not None and self.is_enough(metric)
+        if gm is not None and (enough or self.best is None or metric > self.best[2]):
+            self.best = recipe, gm, metric
+        return enough
+
+    def quantized(self, recipe: Recipe) -> QuantGraphModule:
+        """The model, quantized by a recipe."""
+        observers = {name: value for name in ("w_observer", "a_observer") if (value := getattr(recipe, name))}
+        config = dict(self.config)
+        if observers:
+            config["extra_qconfig_dict"] = {**(config.get("extra_qconfig_dict") or {}), **observers}
+        if recipe.overrides:
+            config["overrides"] = [*(config.get("overrides") or []), *recipe.overrides]
+        return ptq(
+            self.model, self.calib, self.backend, config,
+            equalize=recipe.equalize, correct_bias=recipe.correct_bias,
+            reconstruct=recipe.reconstruct or None, compare=False, progress=self.progress,
+        )  # fmt: skip
+
+    def measured(self, model: nn.Module) -> float:
+        """What ``evaluate`` says of a model in eval mode; NaN without it."""
+        if self.evaluate is None:
+            return math.nan
+        with eval_mode(model), torch.no_grad():
+            metric = float(self.evaluate(model))
+        if not math.isfinite(metric):
+            raise ConfigError(f"quantize: evaluate returned {metric}; expected a finite number, larger is better")
+        return metric
+
+    def widen(self) -> list[str]:
+        """Give more bits to the tensors whose rounding changes the outputs most; their names, the worst first.
+
+        Those with few bits get 8, and if that is not enough, tensors are left float. The number of rules is doubled
+        until the budget is met, and then reduced again by halving.
+        """
+        recipe = self.recipe()
+        plain = self.quantized(replace(recipe, correct_bias=False, reconstruct=""))
+        units = find_units(plain)
+        unit_of = {name: unit for unit in units.values() for name in unit.tensors}
+        order = [tensor.name for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress)]
+        worst = list({unit_of[name].name: unit_of[name] for name in order if name in unit_of}.values())
+        rules = [self.wide(unit) for unit in worst if quant_at(plain, unit.path).scheme.bit_width < WIDE]
+        rules += [unit.rule(WIDE) | {"weight" if unit.is_weight else "value": None} for unit in worst]
+
+        def is_enough(count: int) -> bool:
+            return self.try_recipe("wider tensors", replace(recipe, overrides=tuple(rules[:count])))
+
+        low, high = 0, 1
+        while not is_enough(high):
+            if high == len(rules):
+                return [unit.name for unit in worst]
+            low, high = high, min(2 * high, len(rules))
+        while high - low > max(1, high // 8):
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return [unit.name for unit in worst]
+
+    def wide(self, unit: Unit) -> dict[str, Any]:
+        """The rule that gives a tensor more bits, with the backend's observer: that of the recipe is for few bits."""
+        config = self.spec.weight if unit.is_weight else self.spec.activation
+        part = "weight" if unit.is_weight else "value"
+        rule = unit.rule(WIDE)
+        if not {"w_observer", "a_observer"} & self.given():
+            rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
+        return rule
+
+    def log(self, text: str) -> None:
+        """Tell what was found."""
+        if self.progress:
+            logging.getLogger("fxqat").info("quantize: %s", text)
+
+    def result(self, worst: Iterable[str] = ()) -> Result:
+        """What was found."""
+        assert self.best is not None
+        recipe, gm, metric = self.best
+        compare_if_possible(gm, read_batch(gm, self.calib[0], "quantize"), "quantize")
+        known = self.evaluate is not None
+        return Result(
+            gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop,
+            tuple(self.trials), tuple(worst), self.config,
+        )  # fmt: skip
+
+
+WORST = 8
+"""Tensors that are named when the budget is not met."""

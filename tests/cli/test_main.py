@@ -1,0 +1,82 @@
+"""The command as a whole: help, wrong calls, and interrupts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxqat.cli.main import run
+
+PROGRAMS = Path(__file__).parent / "programs.py"
+
+
+def call(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Exit code of a call; ``@`` is the path of the user's file."""
+    words = [word.replace("@", str(PROGRAMS)) for word in arguments.split()]
+    monkeypatch.setattr(sys, "argv", ["fxqat", *words])
+    try:
+        run()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("command", ["", "check", "quantize", "profile", "bundle"])
+def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(f"{command} -h", monkeypatch) == 0
+    assert "Usage: fxqat" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("check resnet", "expected torchvision:NAME"),
+        ("check torchvision:resnet_18000", "resnet_18000"),
+        ("check @:missing", "has no 'missing'; it has"),
+        ("check @:broken --input 1x3x8x8", "no memory for it"),
+        ("check @:number --input 1x3x8x8", "returned int; expected a torch.nn.Module"),
+        ("check @:net", "give the shape of the model's input"),
+        ("check @:net --input 1x3xbig", "expected [NAME=]SHAPE[:DTYPE]"),
+        ("check @:net --input 1x3x8x8 -b TensorCT", "'TensorCT' is not one of"),
+        ("check @:net --input 1x3x8x8 --weights @", "no state dict"),
+        ("check nowhere.py:net --input 1x3x8x8", "no file nowhere.py"),
+        ("check nowhere.net:net --input 1x3x8x8", "cannot be imported"),
+        ("check nothing.pt2 --input 1x3x8x8", "no file nothing.pt2"),
+        ("quantize @:net --calib @:nothing -o OUT", "gives no batch"),
+        ("quantize @:net --calib nowhere -o OUT", "expected a folder of images"),
+        ("quantize @:net --calib @:batches --max-drop 1 -o OUT", "--max-drop needs --eval"),
+        ("quantize @:net --calib @:batches", "Missing option '-o'"),
+        ("quantize @:net --calib @:batches -o @", "is a file"),
+        ("quantize @:net --calib @:batches --mean red --std 1 -o OUT", "expected numbers with commas"),
+        ("profile @:net --calib @:batches -o missing/page.html", "cannot write"),
+    ],
+)
+def test_a_wrong_call_is_one_line_and_writes_nothing(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(arguments.replace("OUT", str(tmp_path / "out")), monkeypatch) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["climb", "convert_export", "save_checkpoint", "effective_config", "_page"])
+def test_an_interrupt_leaves_nothing_half_written(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"fxqat.cli.quantize_command.{step}", stop)
+    monkeypatch.chdir(tmp_path)
+    assert call("quantize @:net --calib @:batches -o out", monkeypatch) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "fxqat", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("fxqat, version ")

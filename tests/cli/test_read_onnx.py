@@ -1,0 +1,82 @@
+"""ONNX files as models: the same function, and the names of the file."""
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, save
+from torch import nn
+
+from fxqat.cli.load_model import load_model
+from fxqat.errors import ConfigError
+from tests.cli.test_main import call
+
+pytest.importorskip("onnx2torch")
+
+
+class Mixed(nn.Module):
+    """Operators that ONNX changed after opset 17: ReduceMean, Split, Reshape, Gelu."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.norm(self.conv(x)).mean((2, 3)))
+        a, b = y.split(4, 1)
+        return self.head((a + b).reshape(-1, 4))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("onnx") / "mixed.onnx"
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    torch.onnx.export(
+        Mixed().eval(), (x,), path, input_names=["image"], output_names=["scores"], dynamo=True, verbose=False
+    )
+    return path
+
+
+def test_the_module_computes_what_the_file_does(path: Path) -> None:
+    source = load_model(str(path))
+    assert (source.input_shape, source.input_names, source.output_names) == ((3, 8, 8), ("image",), ("scores",))
+    x = torch.randn(2, 3, 8, 8)
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(source.model(x).detach(), session.run(None, {"image": x.numpy()})[0], atol=1e-5)
+
+
+def test_the_quantized_file_has_the_same_names(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
+    words = f"quantize {path} --calib {tmp_path / 'x.npy'} --batch-size 2 -o {tmp_path / 'out'}"
+    assert call(words, monkeypatch) == 0
+    session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_inputs()] == ["image"]
+    assert [value.name for value in session.get_outputs()] == ["scores"]
+
+
+@pytest.mark.parametrize(
+    ("node", "opset", "message"),
+    [
+        (helper.make_node("Det", ["x"], ["y"]), 17, "Det"),
+        (helper.make_node("Gelu", ["x"], ["y"], approximate="tanh"), 20, "Gelu with approximate='tanh'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(node: object, opset: int, message: str, tmp_path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 4])
+    weight = helper.make_tensor_value_info("w", TensorProto.FLOAT, [4, 4])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph([node], "g", [value, weight], [result])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)]), tmp_path / "m.onnx")
+    with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path / "m.onnx"))
+
+
+def test_what_is_no_onnx_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_text("nothing")
+    with pytest.raises(ConfigError, match="is not an ONNX file"):
+        load_model(str(tmp_path / "m.onnx"))

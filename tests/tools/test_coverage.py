@@ -1,0 +1,48 @@
+"""What of a model computes in integers."""
+
+import re
+
+import torch
+from torch import nn
+
+from fxqat import prepare_by_platform
+from fxqat.tools.coverage import coverage
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(self.q(x) @ self.k(x).transpose(1, 2), 1)
+
+
+def test_products_of_two_values_count() -> None:
+    x = torch.randn(2, 5, 8)
+    found = coverage(prepare_by_platform(Attention(), "TSQAT", example_inputs=(x,)), x)
+    assert found.macs == found.integer_macs == 2 * 5 * 8 * 8 + 5 * 5 * 8
+    config = {"overrides": [{"match": {"function": "matmul"}, "activation": None}]}
+    found = coverage(prepare_by_platform(Attention(), "TSQAT", config, example_inputs=(x,)), x)
+    assert found.macs == 2 * 5 * 8 * 8 + 5 * 5 * 8
+    assert found.integer_macs == 2 * 5 * 8 * 8
+
+
+def test_a_weight_whose_layer_is_float_counts_as_float() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    config = {"overrides": [{"match": {"module": "1"}, "weight": None}]}
+    found = coverage(prepare_by_platform(model, "TSQAT", config), torch.zeros(3, 4))
+    assert (found.macs, found.integer_macs) == (36, 24)
+    assert found.stored_bytes == 24 + 4 * 6 + 4 * (12 + 2)
+
+
+def test_reasons_that_differ_in_numbers_are_one_row() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 40, 1), nn.Sigmoid(), nn.Conv2d(40, 64, 3))
+    x = torch.zeros(1, 1, 6, 6)
+    found = coverage(prepare_by_platform(model, "ONNXRuntime", example_inputs=(x,)), x)
+    (group,) = [group for group in found.float_groups if "conv2d" in group.ops]
+    assert group.nodes == ("0", "2")
+    assert re.search(r"cost too much: \d+ to \d+ multiply-accumulates", group.reason)
+    assert group.macs == 36 * (2 + 80)
+    assert found.macs - found.integer_macs == group.macs
+    assert "cost too much" in str(found)

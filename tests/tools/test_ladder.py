@@ -1,0 +1,73 @@
+"""The ladder: which recipe is taken, and when it ends."""
+
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.errors import ConfigError
+from fxqat.tools.ladder import STEPS, quantize
+from tests.cli.programs import Net, batches, closeness
+
+LOW = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "a_qscheme": {"bit": 4}}}
+
+
+def test_it_ends_at_the_first_recipe_within_the_budget() -> None:
+    result = quantize(Net().eval(), batches(), "Experimental", closeness, 5.0, progress=False)
+    assert result.reached
+    assert [trial.step for trial in result.trials] == ["calibration"]
+    assert result.float_metric == 0
+    assert result.metric == pytest.approx(closeness(result.model))
+
+
+def test_each_step_is_better_or_not_taken() -> None:
+    config = LOW
+    result = quantize(
+        Net().eval(), batches(), "Experimental", closeness, 2.5, prepare_custom_config_dict=config, progress=False
+    )
+    metrics = [trial.metric for trial in result.trials]
+    assert result.reached
+    assert result.metric == pytest.approx(closeness(result.model))
+    assert result.metric > metrics[0]
+    assert {trial.step for trial in result.trials} == {"wider tensors", *(step for step, _ in STEPS)}
+    taken = [trial for trial in result.trials if trial.recipe == result.recipe]
+    assert [trial.metric for trial in taken] == [result.metric]
+    assert result.recipe.overrides
+    assert any("8" in row.weight + row.output for row in result.model.quant_report)
+    assert "| taken" in str(result)
+
+
+def test_what_the_configuration_sets_stays() -> None:
+    config = {"extra_qconfig_dict": {"w_observer": "MinMax", "a_observer": "MinMax"}}
+    result = quantize(Net().eval(), batches(), evaluate=closeness, max_drop=0.0, prepare_custom_config_dict=config)
+    assert not [trial for trial in result.trials if trial.recipe.w_observer or trial.recipe.a_observer]
+
+
+def test_the_model_is_not_changed_and_needs_no_metric() -> None:
+    model = Net().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = fxqat.quantize(model, batches(), "ONNXRuntime")
+    assert result.reached
+    assert result.metric is None
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "cosine" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_drop": 1.0}, "needs evaluate"),
+        ({"max_drop": -1.0, "evaluate": closeness}, "at least 0, got -1"),
+        ({"max_drop": float("nan"), "evaluate": closeness}, "at least 0, got nan"),
+        ({"evaluate": lambda model: float("nan")}, "returned nan; expected a finite number"),
+    ],
+)
+def test_wrong_budgets_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantize(Net().eval(), batches(), **arguments)
+
+
+def test_a_single_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Put a single batch into a list"):
+        quantize(nn.Linear(2, 2), torch.zeros(1, 2))
