@@ -40,7 +40,7 @@ def _composite_operators_once() -> None:
 
     def decompose_with_registry(program, registry):
         look()
-        with mock.patch.object(export_utils, "_materialize_cpp_cia_ops", lambda: None):
+        with mock.patch.object(export_utils, "_materialize_cpp_cia_ops", return_value=None):
             return decompose(program, registry)
 
     _fx_passes.decompose_with_registry = decompose_with_registry
