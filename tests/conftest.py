@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     """The garbage collector leaves out what exists now: scanning torch again and again takes a quarter of the time."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # an export makes hundreds of thousands of objects, and keeps most until its end
     gc.enable()
 
 
