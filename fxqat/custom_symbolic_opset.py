@@ -21,6 +21,7 @@ from torch import nn
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
+from fxqat.utils.contexts import collector_paused
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
@@ -31,6 +32,7 @@ NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
 
+@collector_paused()
 def run_exporter(
     module: nn.Module,
     inputs: tuple[Any, ...],

@@ -1,12 +1,24 @@
-"""Torch's exporter parses its hundreds of operator translations anew for each export, which is half of the time that a
-small model takes. In the tests it does so once in each process.
+"""What torch's exporter does anew for each export, and which is most of the time that a small model takes: in the tests
+it does so once, in each process or at least in each export.
 """
 
-from torch.onnx._internal.exporter import _registration
+import typing
+from unittest import mock
+
+import torch
+from torch._export import utils as export_utils
+from torch.onnx._internal.exporter import _fx_passes, _registration
 
 
 def build_once() -> None:
-    """Make torch's exporter copy a table that was built before; custom translations are added to the copy."""
+    """Make torch's exporter build its tables once."""
+    _translations_once()
+    _composite_operators_once()
+    torch._ops.Callable = typing.Callable  # torch evaluates an annotation thousands of times: this one is cached
+
+
+def _translations_once() -> None:
+    """The exporter copies a table of translations that was built before; custom ones are added to the copy."""
     registry_type = _registration.ONNXRegistry
     build, built = registry_type.from_torchlib, {}
 
@@ -20,3 +32,15 @@ def build_once() -> None:
         return copied
 
     registry_type.from_torchlib = staticmethod(from_torchlib)
+
+
+def _composite_operators_once() -> None:
+    """torch.export looks for new composite operators once per export, not twice for each namespace of operators."""
+    decompose, look = _fx_passes.decompose_with_registry, export_utils._materialize_cpp_cia_ops
+
+    def decompose_with_registry(program, registry):
+        look()
+        with mock.patch.object(export_utils, "_materialize_cpp_cia_ops", return_value=None):
+            return decompose(program, registry)
+
+    _fx_passes.decompose_with_registry = decompose_with_registry

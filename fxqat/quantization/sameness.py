@@ -295,43 +295,42 @@ class _Runs:
         with buffers_kept(model), in_mode(model, training), _comparable(training):
             after = dict(state)  # in which torch writes buffers that forward assigned
             outputs = functional_call(model, after, args, kwargs)
-            gradients = _gradients(outputs, state.values(), training)
+            if not training:
+                return Values(_outputs(outputs), {}, {})
+            gradients = _gradients(outputs, state.values())
         by_name = {name: gradients.get(id(leaf), torch.zeros_like(leaf)) for name, leaf in state.items()}
-        return self._values(outputs, after, training, by_name)
+        return self._after_training(outputs, after, by_name)
 
     def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
         args, kwargs = copy.deepcopy(inputs)
         with all_off(prepared), buffers_kept(prepared), in_mode(prepared, training), _comparable(training):
             outputs = prepared(*args, **kwargs)
-            gradients = _gradients(outputs, prepared.parameters(), training)
+            if not training:
+                return Values(_outputs(outputs), {}, {})
+            gradients = _gradients(outputs, prepared.parameters())
             by_name = float_tensors(prepared, lambda t: gradients.get(id(t), torch.zeros_like(t)))
-            state = float_tensors(prepared)
-            return self._values(outputs, state, training, by_name)
+            return self._after_training(outputs, float_tensors(prepared), by_name)
 
-    def _values(
-        self,
-        outputs: Any,
-        state: Mapping[str, Tensor],
-        training: bool,
-        gradients: Mapping[str, Tensor],
-    ) -> Values:
-        """The values of a run, detached; after training with gradients and buffers."""
-        tensors = {f"output {number}": tensor.detach() for number, tensor in enumerate(flatten_tensors(outputs))}
-        if not training:
-            return Values(tensors, {}, {})
+    def _after_training(self, outputs: Any, state: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Values:
+        """The values of a run in training, detached: outputs, gradients and buffers."""
         trained = [name for name in sorted(self.parameters & state.keys()) if state[name].requires_grad]
         buffers = {name: tensor for name, tensor in state.items() if name not in self.parameters}
         buffers = {name: tensor for name, tensor in buffers.items() if not name.endswith(COUNTER)}
         return Values(
-            tensors,
+            _outputs(outputs),
             {f"the gradient of {name}": gradients[name].detach() for name in trained},
             {f"buffer {name}": tensor.detach().clone() for name, tensor in buffers.items()},
         )
 
 
-def _gradients(outputs: Any, leaves: Iterable[Tensor], training: bool) -> dict[int, Tensor]:
+def _outputs(outputs: Any) -> dict[str, Tensor]:
+    """The tensors that a model returned, detached."""
+    return {f"output {number}": tensor.detach() for number, tensor in enumerate(flatten_tensors(outputs))}
+
+
+def _gradients(outputs: Any, leaves: Iterable[Tensor]) -> dict[int, Tensor]:
     """The gradient of each leaf that has one, by its ``id``; in the loss each output value has its own weight."""
-    losses = [_weighted_sum(tensor) for tensor in flatten_tensors(outputs) if training and tensor.requires_grad]
+    losses = [_weighted_sum(tensor) for tensor in flatten_tensors(outputs) if tensor.requires_grad]
     trained = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
     if not losses or not trained:
         return {}

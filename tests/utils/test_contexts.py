@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxqat
+from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode, hooked
 from tests.models import Counting
 
@@ -79,21 +80,24 @@ def test_an_error_does_not_leave_the_collector_off(collector_as_before):
     assert gc.isenabled()
 
 
-def test_the_collector_is_paused_while_a_model_is_prepared(collector_as_before):
+class Looks(nn.Module):
+    """Looks whether the collector is on when it is called."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.fc, self.look = nn.Linear(4, 4), lambda: seen.append(gc.isenabled())
+
+    def forward(self, x):
+        self.look()
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("work", [fxqat.prepare_by_platform, lambda model: run_exporter(model, (torch.randn(2, 4),))])
+def test_the_collector_is_paused_while_a_model_is_prepared_and_while_torch_exports(collector_as_before, work):
     seen = []
-
-    class Looks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x):
-            seen.append(gc.isenabled())
-            return self.fc(x)
-
     gc.enable()
-    fxqat.prepare_by_platform(Looks())
-    assert seen == [False]
+    work(Looks(seen).eval())
+    assert set(seen) == {False}
     assert gc.isenabled()
 
 
