@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from fxqat.config.calibration_only import check_calibration_only
-from fxqat.config.config import SIZE, parse_config
+from fxqat.config.config import SIZE, PrepareConfig, parse_config
 from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
-from fxqat.errors import ConfigError
+from fxqat.errors import ConfigError, FxqatError
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.nn.qat import BN_FREEZE
@@ -32,11 +32,14 @@ from fxqat.quantization.graph_module import (
 )
 from fxqat.quantization.insert import insert
 from fxqat.quantization.report import QuantReport, build_report
-from fxqat.quantization.sameness import check_now_or_at_first_call
+from fxqat.quantization.sameness import SamenessError, check_now_or_at_first_call
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
-from fxqat.tracing.trace import share_tensors, trace
+from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
+from fxqat.tracing.trace import Traced, share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
+from fxqat.utils.node_meta import FloatLeaf
+from fxqat.utils.source import line_of_forward
 
 __all__ = ["BackendType", "prepare_by_platform"]
 
@@ -94,14 +97,41 @@ def prepare_by_platform(
     config = parse_config(prepare_custom_config_dict)
     inputs = inputs_in_order(model, example_inputs, config.concrete_args)
 
-    traced = trace(
-        model,
-        custom_tracer,
-        leaf_modules=config.leaf_module,
-        concrete_args=config.concrete_args,
-        example_inputs=inputs,
-        untraceable=untraceable,
-    )
+    def prepare(leaves: Mapping[str, FloatLeaf]) -> QuantGraphModule:
+        traced = trace(
+            model,
+            custom_tracer,
+            leaf_modules=(*config.leaf_module, *leaves),
+            concrete_args=config.concrete_args,
+            example_inputs=inputs,
+            untraceable=untraceable,
+        )
+        return _prepare(model, traced, tuple(leaves.values()), spec, config, inputs, is_qat, check)
+
+    try:
+        return prepare({})
+    except SamenessError as failure:
+        if untraceable == "error" or custom_tracer is not None:
+            raise
+        return _prepare_with_leaves(model, prepare, failure)
+
+
+def _prepare(
+    model: nn.Module,
+    traced: Traced,
+    leaves: tuple[FloatLeaf, ...],
+    spec: BackendSpec,
+    config: PrepareConfig,
+    inputs: tuple[Any, ...] | None,
+    is_qat: bool,
+    check: str,
+) -> QuantGraphModule:
+    """Insert fake-quant into a traced model, and compare the result with the model."""
+    modes = modes_by_train(traced.root)
+    remarks = traced.remarks | {
+        "leaves": (*traced.leaves, *leaves),
+        "state_changes": (*traced.state_changes, *modes_lost(traced.gm, traced.root, modes)),
+    }
     float_model = None if check == "off" else share_tensors(traced.root)
     float_tensors = named_tensors(traced.root)
     drop_unread(traced.gm.graph)
@@ -109,7 +139,7 @@ def prepare_by_platform(
     gm = standardize(traced.gm, traced.fixed)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
-    report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **traced.remarks)
+    report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)
     effective = describe_config(gm, applied)
     _check_decisions(gm, report, type(model).__name__, is_qat)
     gm = insert(gm, config.bn_mode)
@@ -117,11 +147,46 @@ def prepare_by_platform(
     prepared.provenance = make_provenance(
         prepared, report, effective, float_tensors, split, config.preserve_attr, spec.runtime
     )
+    prepared.provenance.modes = modes_in(prepared, traced.root, modes)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
         check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
+
+
+def _prepare_with_leaves(
+    model: nn.Module, prepare: Callable[[Mapping[str, FloatLeaf]], QuantGraphModule], failure: SamenessError
+) -> QuantGraphModule:
+    """Prepare again, with the module kept whole in which the prepared model differs, or else the one around it.
+
+    Args:
+        model: the user's model.
+        prepare: prepares it with given leaves.
+        failure: how the prepared model without them differs; raised if no leaf helps.
+    """
+    leaves: dict[str, FloatLeaf] = {}
+    error = failure
+    while True:
+        path = error.path or ""
+        while path and (path in leaves or _is_of_torch(model.get_submodule(path))):
+            path = path.rpartition(".")[0]
+        if not path:
+            raise failure
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith(f"{path}.")}
+        reason = f"in the graph it computes something else than the model {error.where}"
+        leaves[path] = FloatLeaf(path, reason, line_of_forward(model.get_submodule(path)))
+        try:
+            return prepare(leaves)
+        except SamenessError as another:
+            error = another
+        except FxqatError:
+            raise failure from None
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether a module and all in it are torch's."""
+    return all(type(part).__module__.partition(".")[0] == "torch" for part in module.modules())
 
 
 def _check_choices(untraceable: str, check: str) -> None:

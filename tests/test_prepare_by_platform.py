@@ -543,3 +543,45 @@ def test_a_model_that_differs_from_itself_is_prepared_with_a_warning(factor, com
     gm = fxqat.prepare_by_platform(model, example_inputs=(torch.randn(2, 3, 8, 8),))
     assert gm.quant_report.num_quantized
     assert ["could not be compared" in record.message for record in caplog.records] == [True] * (not compared)
+
+
+class FromWeight(nn.Module):
+    """Computes with weights that the graph would hold as constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.lin = nn.Identity(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x * self.lin.state_dict()["bias"].exp()
+
+
+def test_a_module_that_the_graph_does_not_compute_becomes_a_leaf(caplog):
+    x, config = torch.randn(2, 4), {"extra_quantizer_dict": {}}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(FromWeight(), nn.Tanh()), nn.Linear(4, 4))
+    gm = prepare_by_platform(model, "TSQAT", config, example_inputs=(x,))
+    leaf = gm.quant_report.leaves[0]
+    assert [found.path for found in gm.quant_report.leaves] == ["1.0"]
+    assert leaf.reason == "in the graph it computes something else than the model on inputs with other values"
+    assert leaf.source.startswith(__file__)
+    assert "left float, not traced: 1.0" in caplog.text
+    assert gm.quant_report.row("0").status == "quantized"
+    torch.testing.assert_close(gm(x), model(x))
+    with pytest.raises(TraceError, match="they begin to differ in '1.0'"):
+        prepare_by_platform(model, "TSQAT", example_inputs=(x,), untraceable="error")
+
+
+def test_the_module_around_a_difference_becomes_a_leaf():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.tail = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.tail(x * self.lin.state_dict()["bias"].exp())
+
+    x = torch.randn(2, 4)
+    gm = prepare_by_platform(nn.Sequential(nn.Linear(4, 4), Weighted()), "TSQAT", example_inputs=(x,))
+    assert [leaf.path for leaf in gm.quant_report.leaves] == ["1"]
+    with pytest.raises(TraceError, match="they begin to differ in 'tail'"):
+        prepare_by_platform(Weighted(), "TSQAT", example_inputs=(x,))

@@ -16,6 +16,7 @@ from tests.random_programs import (
     STEPS,
     Program,
     Step,
+    copy_state,
     float_failure,
     judge,
     observe,
@@ -90,3 +91,19 @@ def test_a_program_that_fails_as_a_float_model_is_not_used():
     assert "not finite" in float_failure(program_of("y = y / 0.0"))
     assert "not deterministic" in float_failure(program_of("y = y + np.random.default_rng().random()"))
     assert float_failure(program_of("y = y * 0.5")) == ""
+
+
+def test_the_judge_counts_what_the_comparison_reports():
+    found = judge(program_of("y = torch.cat([v * 0.5 for v in y.chunk(y.shape[0])])"), with_inputs=True)
+    assert (found.verdict, found.reason[:18]) == (REPORTED, "eval, batch of 3: ")
+    assert any(line.startswith("computes something else than the model on a larger batch") for line in found.reported)
+    step = STEPS["inputs"][[step.name for step in STEPS["inputs"]].index("written in place")]
+    found = judge(program_of_step(step, 1, 0), with_inputs=False)
+    assert (found.verdict, found.reason[:27]) == (REPORTED, "eval, other values: inputs[")
+
+
+def test_numbers_that_a_leaf_keeps_do_not_differ_after_a_call_that_was_reported():
+    reference, gm = (torch.nn.Sequential(torch.nn.Dropout()) for _ in range(2))
+    reference[0].calls, gm[0].calls, gm.provenance = 3, 1, type("Provenance", (), {"tensor_names": {}})
+    copy_state(reference, gm)
+    assert gm[0].calls == 3

@@ -23,16 +23,20 @@ TOLERANCE = 1e-3
 
 
 @torch.no_grad()
-def first_difference(prepared: QuantGraphModule, model: nn.Module, inputs: Arguments, float_inputs: Arguments) -> str:
-    """Where the models begin to differ in eval mode, in words; empty if that is not found.
+def first_difference(
+    prepared: QuantGraphModule, model: nn.Module, inputs: Arguments, float_inputs: Arguments, training: bool
+) -> str | None:
+    """The path of the module in which the models begin to differ; None if that is not found.
 
     Args:
         prepared: the prepared model.
         model: the float model, with the same weights.
         inputs: positional and keyword arguments of the prepared model.
         float_inputs: those of the float model.
+        training: the mode.
     """
     expected: list[tuple[str, list[Tensor]]] = []
+    model, prepared = copy.deepcopy(model), copy.deepcopy(prepared)  # forward may overwrite parameters
     paths = {module: path for path, module in model.named_modules()}
 
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -41,22 +45,22 @@ def first_difference(prepared: QuantGraphModule, model: nn.Module, inputs: Argum
     try:
         with (
             buffers_kept(model),
-            in_mode(model, False),
+            in_mode(model, training),
             hooked(paths, keep),
-            equal_random_numbers(),
+            equal_random_numbers(model),
         ):
             model(*copy.deepcopy(float_inputs[0]), **copy.deepcopy(float_inputs[1]))
-        computed = _computed(prepared, inputs)
+        computed = _computed(prepared, inputs, training)
     except Exception:  # noqa: BLE001  the difference may be an error
-        return ""
+        return None
     for path, tensors in expected:
         values = computed.get(path)
         if path and values is not None and tensors and not any(_are_close(tensors, value) for value in values):
-            return f"; they begin to differ in {path!r} ({type(model.get_submodule(path)).__name__})"
-    return "; they begin to differ in the forward of the model itself"
+            return path
+    return ""
 
 
-def _computed(prepared: QuantGraphModule, inputs: Arguments) -> dict[str, list[list[Tensor]]]:
+def _computed(prepared: QuantGraphModule, inputs: Arguments, training: bool) -> dict[str, list[list[Tensor]]]:
     """The values that the prepared model computes inside each module, by the path of the module.
 
     A layer that was fused with the modules after it does not compute the value of its own module: it is left out.
@@ -74,12 +78,12 @@ def _computed(prepared: QuantGraphModule, inputs: Arguments) -> dict[str, list[l
                 result.setdefault(".".join(owners[:length]), []).append(tensors)
             return value
 
-    graph = fx.GraphModule(prepared, graph_of_mode(prepared.graph, training=False))
+    graph = fx.GraphModule(prepared, graph_of_mode(prepared.graph, training))
     with (
         all_off(prepared),
         buffers_kept(prepared),
-        in_mode(prepared, False),
-        equal_random_numbers(),
+        in_mode(prepared, training),
+        equal_random_numbers(prepared),
     ):
         args, kwargs = copy.deepcopy(inputs)
         names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]

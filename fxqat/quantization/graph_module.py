@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import FxqatError
+from fxqat.quantization.dtype_casts import follow_dtype
 from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.living_copies import LivingCopies
-from fxqat.utils.torch_compat import HOOKS, keep_local_under_ddp, unwrap
+from fxqat.utils.torch_compat import HOOKS, SeesConversion, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
@@ -49,6 +51,8 @@ class Provenance:
             fake-quants is no longer the float model.
         noise: the comparison of the calibrated model with the float model; None before it.
         runtime: the runtime for which files of the model are written, see ``BackendSpec``.
+        modes: paths of the modules that ``train(mode)`` leaves in the other mode, by the mode
+            (``fxqat.quantization.train_method``).
     """
 
     backend: str
@@ -61,6 +65,7 @@ class Provenance:
     bias_corrected: bool = False
     noise: QuantizationNoise | None = None
     runtime: str = ""
+    modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -128,7 +133,7 @@ def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda 
     return tensors | {name: of(tensor) for name, tensor in gm.provenance.unread.items()}
 
 
-class QuantGraphModule(TrainEvalGraphModule):
+class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it.
 
     The state functions warn about living copies (averaged models) that they leave behind.
@@ -149,6 +154,38 @@ class QuantGraphModule(TrainEvalGraphModule):
         It is kept until the model is calibrated again or other scales are loaded; None if it was not compared since.
         """
         return self.provenance.noise
+
+    def train(self, mode: bool = True) -> QuantGraphModule:
+        """Set the mode of all modules as the model's own ``train()`` does."""
+        super().train(mode)
+        others = self.provenance.modes.get(mode, ()) if "provenance" in vars(self) else ()
+        for path, module in self.named_modules() if others else ():
+            if path in others:
+                module.training = not mode
+        return self
+
+    def convert(self, move: Callable[[], None]) -> None:
+        """Convert the tensors to another device or type, and the graph's casts to their type (``dtype_casts``)."""
+        before = self._dtype()
+        move()
+        after = self._dtype()
+        if before is None or after is None or before is after:
+            return
+        left = list(dict.fromkeys(follow_dtype(self.graph, before, after)))
+        self.recompile()
+        if left:
+            logging.getLogger("fxqat").warning(
+                "the prepared model was converted to %s, but its graph casts to %s as before: %s. If the model casts "
+                "to another type there, convert the float model instead, before prepare_by_platform",
+                *(after, before, "; ".join(left)),
+            )
+
+    def _dtype(self) -> torch.dtype | None:
+        """The type of the float model's parameters."""
+        held = dict(self.named_parameters(remove_duplicate=False)) if "provenance" in vars(self) else {}
+        names = self.provenance.tensor_names.values() if held else ()
+        dtypes = (held[name].dtype for name in names if name in held)
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
         result: Any = super().__deepcopy__(memo)

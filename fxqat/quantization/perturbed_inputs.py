@@ -1,15 +1,19 @@
-"""Further inputs for a model, made of given ones: of other values, and of other sizes."""
+"""Further inputs for a model, made of given ones: of other values, and of other sizes. And other weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.contexts import parameters_kept
 from fxqat.utils.node_meta import INFINITE_INPUT
 from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.torch_compat import is_sharded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -64,6 +68,25 @@ def larger(inputs: Arguments) -> Arguments:
 def holds_lists(inputs: Arguments) -> bool:
     """Whether there is a list among the inputs."""
     return any(isinstance(value, list) for value in _nested(inputs))
+
+
+@contextmanager
+def other_weights(prepared: QuantGraphModule) -> Iterator[None]:
+    """Change the trained weights of the float model by up to 10 % in the block; zeros become small numbers."""
+    names = {*prepared.provenance.tensor_names.values()}
+    names.update(part for split in prepared.provenance.split_tensors.values() for part in split.names)
+    held = dict(prepared.named_parameters(remove_duplicate=False))
+    tensors = [*(held[name] for name in names & held.keys()), *prepared.provenance.unread.values()]
+    trained = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf}
+    if any(is_sharded(tensor) for tensor in trained.values()):
+        trained = {}
+    with parameters_kept(trained.values()):
+        with torch.no_grad():
+            for tensor in trained.values():
+                last = torch.arange(tensor.shape[-1] if tensor.dim() else 1, device=tensor.device)
+                wave = (0.1 * (last + 1).cos()).to(tensor.dtype).reshape(tensor.shape[-1:])
+                tensor.copy_(torch.where(tensor == 0, wave / 10, tensor * (1 + wave)))
+        yield
 
 
 def _longer(value: Any) -> Any:

@@ -3,7 +3,7 @@
 Both run on the same inputs, with the same random numbers, four times at most:
 
 1. in eval mode, on the given inputs;
-2. in eval mode, on inputs with other values;
+2. in eval mode, on inputs with other values and with other weights;
 3. in eval mode, on a larger batch, or with one more item in the lists among the inputs;
 4. in training, with one backward pass: outputs, the gradients of all parameters, and the buffers afterwards.
 
@@ -33,9 +33,19 @@ from fxqat.errors import ConfigError, TraceError
 from fxqat.fake_quantize.state import all_off
 from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
-from fxqat.quantization.perturbed_inputs import Arguments, holds_lists, larger, of_other_values
-from fxqat.utils.contexts import buffers_kept, equal_random_numbers, in_mode, without_fast_path
+from fxqat.quantization.perturbed_inputs import Arguments, holds_lists, larger, of_other_values, other_weights
+from fxqat.tracing.trace import OVERWRITTEN
+from fxqat.utils.contexts import (
+    attributes_kept,
+    buffers_kept,
+    equal_random_numbers,
+    in_mode,
+    parameters_kept,
+    users_modules,
+    without_fast_path,
+)
 from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors
+from fxqat.utils.torch_compat import copy_tensor_hooks, tensor_version
 
 TOLERANCE = 1e-3
 """Of outputs and buffers, relative to each value and to the largest value of its tensor."""
@@ -53,11 +63,24 @@ COUNTER = "num_batches_tracked"
 """A buffer that does not count where a BatchNorm with its own forward became a plain one."""
 
 REMEDY = (
-    "Its forward may take another branch than while tracing, keep state outside of buffers, or overwrite part of a "
-    "tensor through a view. Keep the module that does it whole with prepare_custom_config_dict={'leaf_module': "
-    "[its path]}, or fix the argument that decides with 'concrete_args'. check='quick' compares in eval mode on the "
-    "given inputs only."
+    "Its forward may take another branch than while tracing, keep state outside of buffers, read weights outside of "
+    "the graph, or overwrite part of a tensor through a view. Keep the module that does it whole with "
+    "prepare_custom_config_dict={'leaf_module': [its path]}, or fix the argument that decides with 'concrete_args'. "
+    "check='quick' compares in eval mode on the given inputs only."
 )
+
+
+class SamenessError(TraceError):
+    """The prepared model computes something else than the model.
+
+    Attributes:
+        where: in which run: ``"in training"``.
+        path: of the module in which they begin to differ, empty for the model itself; None if that is not known.
+    """
+
+    def __init__(self, message: str, where: str, path: str | None) -> None:
+        super().__init__(message)
+        self.where, self.path = where, path
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,7 @@ def check_now_or_at_first_call(
         trains: see :class:`Reference`.
 
     Raises:
-        TraceError: the models differ.
+        SamenessError: the models differ.
     """
     names = [str(node.target) for node in prepared.graph.nodes if node.op == "placeholder"]
     by_name = inputs is None and not any(name.startswith("*") for name in names)
@@ -143,9 +166,15 @@ def check_sameness(
 
     Raises:
         ConfigError: the float model itself does not run on the inputs (only if ``strict``).
-        TraceError: the models compute something else in run 1 or 2, or in 4.
+        SamenessError: the models compute something else in run 1 or 2, or in 4.
     """
-    runs = _Runs(prepared, reference)
+    leaves = [parameter for module in users_modules(prepared) for parameter in module.parameters()]
+    with attributes_kept(prepared), attributes_kept(reference.model), parameters_kept(leaves):
+        return _check_all(_Runs(prepared, reference), inputs, check, strict)
+
+
+def _check_all(runs: _Runs, inputs: Arguments, check: str, strict: bool) -> list[str]:
+    """Make the runs of :func:`check_sameness`."""
     found = [runs.require("on the given inputs", inputs)]
     if strict and runs.failure is not None:
         kind = type(runs.failure).__name__
@@ -153,14 +182,15 @@ def check_sameness(
             f"the model itself does not run on example_inputs, in eval mode: {kind}: {runs.failure}"
         ) from runs.failure
     if check == "full":
-        found.append(runs.require("on inputs with other values", of_other_values(inputs)))
+        with other_weights(runs.prepared):
+            found.append(runs.require("on inputs with other values", of_other_values(inputs)))
         found.append(runs.report("with longer lists" if holds_lists(inputs) else "on a larger batch", larger(inputs)))
-        if reference.trains:
+        if runs.reference.trains:
             judge = runs.require if strict else runs.report
             found.append(judge("in training", inputs, training=True))
         else:
             found.append("not compared with the model in training")
-    return found
+    return [*found, *runs.overwritten_inputs()]
 
 
 class FirstCallCheck:
@@ -212,13 +242,16 @@ class _Runs:
         self.name = type(reference.model).__name__
         self.comparable = True
         self.failure: Exception | None = None
+        self.differs_in: str | None = None
+        self.overwrites = {"model": False, "prepared": False}
         self.parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
 
     def require(self, where: str, inputs: Arguments, training: bool = False) -> str:
         """Compare, and raise :class:`TraceError` for a difference."""
         problem = self._difference(inputs, training)
         if problem:
-            raise TraceError(f"the traced {self.name} computes something else than the model {where}: {problem}")
+            message = f"the traced {self.name} computes something else than the model {where}: {problem}"
+            raise SamenessError(message, where, self.differs_in)
         return f"not compared with the model {where}" if problem is None else f"equal to the model {where}"
 
     def report(self, where: str, inputs: Arguments, training: bool = False) -> str:
@@ -229,6 +262,15 @@ class _Runs:
         line = f"computes something else than the model {where}: {problem}"
         logging.getLogger("fxqat").warning("the prepared %s %s", self.name, line)
         return line
+
+    def overwritten_inputs(self) -> list[str]:
+        """A line, which is logged, if only the model overwrites its inputs and tracing did not see it."""
+        told = any(line.startswith(OVERWRITTEN) for line in self.prepared.quant_report.state_changes)
+        if told or not self.overwrites["model"] or self.overwrites["prepared"]:
+            return []
+        line = f"{OVERWRITTEN}s: the prepared model leaves the caller's tensors as they are"
+        logging.getLogger("fxqat").warning("%s", line)
+        return [line]
 
     def _difference(self, inputs: Arguments, training: bool) -> str | None:
         """What differs; empty if nothing does, None if the models cannot be compared on these inputs."""
@@ -249,14 +291,22 @@ class _Runs:
         different = _different(expected, found)
         if not different:
             return ""
-        if _different(expected, self._run_float(inputs, training)):
-            return f"the model itself gives other values when it is called again: it keeps state. {REMEDY}"
-        if self._is_rounding(expected, found, different, inputs, training):
+        keeps_state = bool(_different(expected, self._run_float(inputs, training)))
+        if not keeps_state and self._is_rounding(expected, found, different, inputs, training):
             return "" if self.comparable else None
-        begins = ""
-        if not training:
-            begins = first_difference(self.prepared, self.reference.model, inputs, self._arguments(inputs))
+        begins = self._where_they_differ(inputs, training) if _outputs_in(different) else ""
+        if keeps_state:
+            return f"the model itself gives other values when it is called again: it keeps state{begins}. {REMEDY}"
         return f"{_words(different)}{begins}. {REMEDY}"
+
+    def _where_they_differ(self, inputs: Arguments, training: bool) -> str:
+        """The module in which the models begin to differ, in words; empty if that is not found."""
+        model = self.reference.model
+        self.differs_in = first_difference(self.prepared, model, inputs, self._arguments(inputs), training)
+        if self.differs_in is None:
+            return ""
+        module = f"{self.differs_in!r} ({type(model.get_submodule(self.differs_in)).__name__})"
+        return f"; they begin to differ in {module if self.differs_in else 'the forward of the model itself'}"
 
     def _is_rounding(
         self, expected: Values, found: Values, different: list[str], inputs: Arguments, training: bool
@@ -292,9 +342,10 @@ class _Runs:
     ) -> Values:
         model, state = self.reference.model, _leaves(float_tensors(self.prepared), change)
         args, kwargs = self._arguments(inputs)
-        with buffers_kept(model), in_mode(model, training), _comparable(training):
+        with buffers_kept(model), in_mode(model, training), _comparable(self.prepared, training):
             after = dict(state)  # in which torch writes buffers that forward assigned
-            outputs = functional_call(model, after, args, kwargs)
+            with self._watched("model", (args, kwargs)):
+                outputs = functional_call(model, after, args, kwargs)
             if not training:
                 return Values(_outputs(outputs), {}, {})
             gradients = _gradients(outputs, state.values())
@@ -303,13 +354,22 @@ class _Runs:
 
     def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
         args, kwargs = copy.deepcopy(inputs)
-        with all_off(prepared), buffers_kept(prepared), in_mode(prepared, training), _comparable(training):
-            outputs = prepared(*args, **kwargs)
+        with all_off(prepared), buffers_kept(prepared), in_mode(prepared, training), _comparable(prepared, training):
+            with self._watched("prepared", (args, kwargs)):
+                outputs = prepared(*args, **kwargs)
             if not training:
                 return Values(_outputs(outputs), {}, {})
             gradients = _gradients(outputs, prepared.parameters())
             by_name = float_tensors(prepared, lambda t: gradients.get(id(t), torch.zeros_like(t)))
             return self._after_training(outputs, float_tensors(prepared), by_name)
+
+    @contextmanager
+    def _watched(self, which: str, inputs: Any) -> Iterator[None]:
+        """Note whether a model overwrites its inputs in the block."""
+        versions = [tensor_version(tensor) for tensor in flatten_tensors(inputs)]
+        yield
+        if versions != [tensor_version(tensor) for tensor in flatten_tensors(inputs)]:
+            self.overwrites[which] = True
 
     def _after_training(self, outputs: Any, state: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Values:
         """The values of a run in training, detached: outputs, gradients and buffers."""
@@ -351,6 +411,7 @@ def _leaves(tensors: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -
     for tensor in tensors.values():
         if id(tensor) not in copies:
             copies[id(tensor)] = change(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
+            copy_tensor_hooks(tensor, copies[id(tensor)])
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -406,15 +467,19 @@ def _sizes(inputs: Arguments) -> list[torch.Size]:
 
 
 @contextmanager
-def _comparable(training: bool) -> Iterator[None]:
+def _comparable(model: nn.Module, training: bool) -> Iterator[None]:
     """Gradients in training only, no mixed precision, equal random numbers, and a random state that is restored."""
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(training))
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(without_fast_path())
-        stack.enter_context(equal_random_numbers())
+        stack.enter_context(equal_random_numbers(model))
         yield
+
+
+def _outputs_in(different: list[str]) -> bool:
+    return any("output" in name for name in different)
 
 
 def _words(different: list[str], limit: int = 3) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +17,7 @@ from fxqat.ops.identify import identify
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.quantization_noise import OPERATION, VALUE, NodeNoise
 from fxqat.utils.compare import Comparison
+from fxqat.utils.contexts import equal_random_numbers
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.source import line_of_node
 from fxqat.utils.tensors import flatten_tensors, map_tensors
@@ -110,11 +110,10 @@ class TwoValues(fx.Interpreter):
         self.failed: set[str] = set()
         self.zeros: set[str] = set()
         self.constant_zeros: set[str] = set()
-        self.devices = _devices(gm)
 
     def on(self, inputs: tuple[Any, ...]) -> Any:
         """The float outputs for one batch, whose differences are added."""
-        with same_random_numbers(self.gm):
+        with equal_random_numbers(self.gm):
             return self.run(*copied(inputs))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -129,8 +128,7 @@ class TwoValues(fx.Interpreter):
         quant = called_module(n)
         if isinstance(quant, FakeQuantizeBase):
             return self._round(n, quant)
-        with torch.random.fork_rng(self.devices):
-            exact = self._call(n, EXACT)
+        exact = self._call(n, EXACT)
         try:
             rounded = self._call(n, UNROUNDED if n.name in self.read_float else ROUNDED)
         except torch.OutOfMemoryError:
@@ -302,16 +300,3 @@ def moves_values(node: fx.Node) -> bool:
 def copied(value: Any) -> Any:
     """A copy of a value that may be written to."""
     return map_tensors(value, torch.clone)
-
-
-def _devices(gm: nn.Module) -> list[torch.device]:
-    """The accelerators whose random state a model may use."""
-    return list({tensor.device for tensor in gm.parameters() if tensor.is_cuda})
-
-
-@contextmanager
-def same_random_numbers(gm: nn.Module) -> Iterator[None]:
-    """Seed the random generators for the block, and restore them afterwards."""
-    with torch.random.fork_rng(_devices(gm)):
-        torch.manual_seed(0)
-        yield

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
-from fxqat.utils.node_meta import FloatLeaf
+from fxqat.utils.fx_graph import overwritten_state
+from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
 
+PROXY_IN_TEXT = re.compile(r"Proxy\((\w+)\)")
+"""What a proxy looks like in a text, with the name of its node."""
+
 
 class ComputedOutside(fx.proxy.TraceError):
     """A tensor was computed from parameters without a node of the graph."""
+
+
+SEEDS = ("manual_seed", "seed", "set_rng_state")
+"""Functions of torch that set the state of its random generator."""
+
+DRAWS = ("rand", "randn", "randint", "randperm")
+"""Functions of torch that draw random numbers without a tensor among their arguments."""
+
+
+class RandomOutside(fx.proxy.TraceError):
+    """Forward used the random generator of torch without a node of the graph."""
+
+
+class ParameterOverwritten(fx.proxy.TraceError):
+    """Forward overwrites a parameter, which the graph would do to a copy."""
+
+
+class TextOfValue(fx.proxy.TraceError):
+    """A text was made of a value that is not known while tracing."""
 
 
 class TypeNotInGraph(fx.proxy.TraceError):
@@ -64,16 +91,21 @@ class LeafTracer(fx.Tracer):
         leaves: the modules and functions that became leaves, and why.
         path_of_failure: the innermost module that failed, when the whole trace failed.
         thread: the thread that traces. torch.fx patches all modules meanwhile; other threads compute as always.
-        attribute_names: names of the parameters and buffers, by ``id``.
+        attributes: the parameters and buffers by name.
+        attribute_names: their names by ``id``.
+        addresses: their names by the address of their memory.
         attribute_proxies: proxies of the parameters and buffers that the graph reads, by name.
+        follows_gradients: whether the graph computes without gradients what forward does.
+        random_functions: functions of torch that have no node, and so cannot be traced.
     """
 
     num_calls: CallCounts
+    follows_gradients = False
+    random_functions: tuple[str, ...] = (*SEEDS, *DRAWS)
 
     def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
         super().__init__(autowrap_functions=())
         self.num_calls = CallCounts()
-        self.proxy_buffer_attributes = True
         self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
         self.leaf_paths = {leaf for leaf in leaf_modules if isinstance(leaf, str)}
         self.untraceable = untraceable
@@ -82,6 +114,10 @@ class LeafTracer(fx.Tracer):
         self.thread = threading.get_ident()
         self.attribute_names: dict[int, str] = {}
         self.attribute_proxies: dict[str, fx.Proxy] = {}
+        self._tracing = False
+        self._with_gradients = True
+        self.attributes: dict[str, Tensor] = {}
+        self.addresses: dict[int, str] = {}
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Trace a module."""
@@ -89,14 +125,37 @@ class LeafTracer(fx.Tracer):
         named = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
         self.attribute_names = {id(tensor): name for name, tensor in reversed(named)}
         self.attribute_proxies = {}
-        return super().trace(root, concrete_args)
+        self.attributes = dict(named)
+        self.addresses = {address_of(tensor): name for name, tensor in reversed(named) if address_of(tensor)}
+        self._with_gradients = torch.is_grad_enabled()
+        self._tracing = True
+        try:
+            with random_functions_refused(self.random_functions, self.is_computing):
+                return super().trace(root, concrete_args)
+        finally:
+            self._tracing = False
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Make a node that records its source line (fx's own stack traces would take most of the time)."""
+        if not self._tracing:
+            raise fx.proxy.TraceError("forward keeps a tensor for its next call outside of the model")
         node = super().create_node(*args, **kwargs)
         file, _, line = self.user_line().rpartition(":")
         node.stack_trace = f'File "{file}", line {line}' if file else None
+        overwritten = overwritten_state(node)
+        if isinstance(self.attributes.get(overwritten or ""), nn.Parameter):
+            raise ParameterOverwritten(f"forward overwrites the parameter {overwritten}")
         return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The proxy of a node, and a note if forward has switched gradients off."""
+        if self._with_gradients and not self.follows_gradients and not torch.is_grad_enabled():
+            node.meta[WITHOUT_GRADIENTS] = self.user_line()
+        return super().proxy(node)
+
+    def is_computing(self) -> bool:
+        """Whether forward does not run now, but code that computes values, or another thread."""
+        return self.in_other_thread()
 
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node, or the output."""
@@ -105,6 +164,11 @@ class LeafTracer(fx.Tracer):
                 "a tensor was computed from parameters outside of the graph, as by iterating over self.parameters(): "
                 "it would be a constant in the graph"
             )
+        if type(a) is Tensor and address_of(a) in self.addresses and id(a) not in self.attribute_names:
+            return self._alias(a, self.addresses[address_of(a)])
+        proxies = PROXY_IN_TEXT.findall(a) if isinstance(a, str) else ()
+        if proxies and any(node.name in proxies for node in self.graph.nodes):
+            raise TextOfValue(f"the text {a!r} holds a value that is not known while tracing")
         if type(a) is OrderedDict:  # torch.fx would make a dict of it
             content = {name: self.create_arg(value) for name, value in a.items()}
             return self.create_node("call_function", OrderedDict, (content,), {})
@@ -112,6 +176,17 @@ class LeafTracer(fx.Tracer):
             return super().create_arg(a)
         except NotImplementedError:
             raise TypeNotInGraph(type(a)) from None
+
+    def _alias(self, tensor: Tensor, name: str) -> fx.Node:
+        """The node of a tensor that has the memory of a parameter or buffer, as in a state dict."""
+        source = self.attributes[name]
+        if (source.shape, source.stride()) != (tensor.shape, tensor.stride()):
+            raise ComputedOutside(
+                f"a part of {name} was read outside of the graph: it would be a constant in the graph"
+            )
+        if name not in self.attribute_proxies:
+            self.attribute_proxies[name] = self.create_proxy("get_attr", name, (), {})
+        return self.create_proxy("call_method", "detach", (self.attribute_proxies[name],), {}).node
 
     def user_line(self) -> str:
         """The line of the user's code that is being traced."""
@@ -201,6 +276,34 @@ class LeafTracer(fx.Tracer):
         self.module_stack.clear()
         self.module_stack.update(mark[1])
         self.num_calls.rewind(mark[2])
+
+
+@contextmanager
+def random_functions_refused(names: Sequence[str], is_computing: Callable[[], bool]) -> Iterator[None]:
+    """Functions of torch raise :class:`RandomOutside` in the block, unless values are computed."""
+
+    def refusing(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not is_computing() and not any(isinstance(value, fx.Proxy) for value in (*args, *kwargs.values())):
+                raise RandomOutside(f"forward calls torch.{name}() outside of the graph")
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner in (torch, torch.random):
+            for name in names:
+                if hasattr(owner, name):
+                    original = getattr(owner, name)
+                    stack.callback(setattr, owner, name, original)
+                    setattr(owner, name, refusing(name, original))
+        yield
+
+
+def address_of(tensor: Tensor) -> int:
+    """The address of the memory that a tensor shares with its views and detached copies; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else 0
 
 
 def explain(cause: BaseException) -> str:

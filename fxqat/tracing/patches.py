@@ -10,7 +10,8 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 5. a function registered with ``torch.fx.wrap`` becomes one node, as in torch.fx. One that works in place on its
    arguments is traced into instead, so that the graph shows what it overwrites;
 6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel);
-7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value.
+7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value;
+8. ``torch.set_grad_enabled(self.training)`` is recorded as a forced True: the graph computes gradients in eval mode.
 
 The patches have an effect in the thread that traces only.
 """
@@ -121,6 +122,7 @@ class Patches:
             for name in CONSTRUCTORS:
                 self._patch(torch, name, self._constructor)
             self._patch(torch, "is_grad_enabled", self._is_grad_enabled)
+            self._patch(torch.set_grad_enabled, "__init__", self._set_grad_enabled)
             self._patch(nn.Module, "__setattr__", self._setattr)
             self._patch(*WRAPPER, self._wrapper)
             self._patch(*CAUSAL_CHECK, self._causal_check)
@@ -235,6 +237,15 @@ class Patches:
             return original()
 
         return is_grad_enabled
+
+    def _set_grad_enabled(self, original: Callable[..., None]) -> Callable[..., None]:
+        def set_grad_enabled(context: Any, mode: Any) -> None:
+            if type(mode) is TrainingFlag:
+                self.tracer.record_forced("torch.set_grad_enabled(self.training)", True)
+                mode = True
+            original(context, mode)
+
+        return set_grad_enabled
 
     def _wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +14,18 @@ from torch import fx, nn
 
 from fxqat.errors import TraceError
 
+CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+"""The types of the global names whose content is restored."""
+
 PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
 @contextmanager
 def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
-    """Restore the plain attributes of all modules, and Python's and numpy's random numbers, after the block.
+    """Restore the state that forward keeps in Python after the block.
+
+    That is the plain attributes of all modules, Python's and numpy's random numbers, and global names that hold a value
+    of the trace.
 
     Args:
         root: the model that is traced in the block.
@@ -30,6 +38,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
+    namespaces = [(namespace, _contents(namespace)) for namespace in _globals(root)]
     try:
         yield changes
     finally:
@@ -38,6 +47,8 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
             if not _equal(after.get((path, name), value), value):
                 changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it stays as it was while tracing")
                 vars(root.get_submodule(path))[name] = value
+        for namespace, contents in namespaces:
+            changes += [f"forward keeps a tensor in {name}: it is as before" for name in _restored(namespace, contents)]
         if random.getstate() != of_python or repr(np.random.get_state(legacy=False)) != repr(of_numpy):
             changes.append("forward draws random numbers of Python or numpy: they stay as they were while tracing")
             random.setstate(of_python)
@@ -62,6 +73,34 @@ def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
+def _globals(root: nn.Module) -> list[dict[str, Any]]:
+    """The global names of the user's code."""
+    names = {type(module).__module__ for module in root.modules()}
+    found = [sys.modules.get(name) for name in names if name.partition(".")[0] not in ("torch", "fxqat")]
+    return [vars(module) for module in found if module is not None]
+
+
+def _contents(namespace: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The values by name, and copies of the lists, dicts and sets among them."""
+    return {n: (v, v.copy() if type(v) in CONTAINERS else None) for n, v in namespace.items() if n[:2] != "__"}
+
+
+def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -> list[str]:
+    """Restore what holds a value of the trace, for which the model itself has no use; the names."""
+    found = []
+    for name, value in list(namespace.items()):
+        items = _items(value) if type(value) in CONTAINERS else []
+        if not any(issubclass(type(item), fx.Proxy) for item in (value, *items)):
+            continue
+        found.append(name)
+        old, content = contents.get(name, (None, None))
+        namespace[name] = old
+        if content is not None:
+            old.clear()
+            (old.extend if isinstance(old, list) else old.update)(content)
+    return found
+
+
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
@@ -72,4 +111,4 @@ def _equal(a: Any, b: Any) -> bool:
 def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else []
+    return list(value) if isinstance(value, (list, tuple, set)) else []

@@ -35,9 +35,13 @@ from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
-from fxqat.utils.node_meta import FloatLeaf, ForcedNumber, describe
+from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
+from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
+
+OVERWRITTEN = "forward overwrites its input"
+"""How a remark about an input that forward writes in place begins."""
 
 ONE_TRACE = threading.RLock()
 """Held while a model is traced: torch.fx and fxqat patch torch meanwhile, for the thread that traces."""
@@ -144,24 +148,35 @@ def trace(
         leaves=leaves,
         eval_only=tuple(dict.fromkeys(path or type(model).__name__ for path in eval_only)),
         checkpointed=tuple(dict.fromkeys(checkpointed)),
-        state_changes=tuple(dict.fromkeys([*state_changes, *_overwritten_inputs(graph)])),
+        state_changes=tuple(dict.fromkeys([*state_changes, *_not_followed(graph, model)])),
         concrete_args=dict(concrete_args or {}),
     )
 
 
-def _overwritten_inputs(graph: fx.Graph) -> Iterator[str]:
-    """The inputs that forward overwrites: the prepared model computes the same and leaves the caller's tensor."""
+def _not_followed(graph: fx.Graph, model: nn.Module) -> Iterator[str]:
+    """What the prepared model does not do besides computing its outputs.
+
+    1. Forward overwrites an input: the prepared model computes the same and leaves the caller's tensor.
+    2. Forward switches gradients off, and was traced without values.
+    3. A parameter has a hook that runs after its gradient was added: mostly it steps an optimizer of this parameter.
+    """
     for node in graph.nodes:
         first = node.args[0] if node.args else None
         if isinstance(first, fx.Node) and first.op == "placeholder" and works_in_place(node):
-            yield f"forward overwrites its input {first.target}: the prepared model leaves the caller's tensor as it is"
+            yield f"{OVERWRITTEN} {first.target}: the prepared model leaves the caller's tensor as it is"
+    for line in filter(None, (node.meta.get(WITHOUT_GRADIENTS) for node in graph.nodes)):
+        yield f"forward switches gradients off, the prepared model only if it is given example_inputs ({line})"
+    for name, parameter in model.named_parameters():
+        if has_accumulation_hooks(parameter):
+            yield f"register_post_accumulate_grad_hook of {name} is not kept: register it on the prepared model"
 
 
 def copy_model(model: nn.Module) -> nn.Module:
     """A deep copy of a model, in which shared modules and tensors stay shared.
 
-    Two things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
-    and the many empty dicts of a module, since ``copy.deepcopy`` is slow at them.
+    Three things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
+    the many empty dicts of a module, since ``copy.deepcopy`` is slow at them, and the hooks of parameters, since it
+    drops them.
     """
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -170,7 +185,10 @@ def copy_model(model: nn.Module) -> nn.Module:
                 memo[id(value)] = value.detach().clone()
             elif type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
-    return copy.deepcopy(model, memo)
+    result = copy.deepcopy(model, memo)
+    for parameter in model.parameters():
+        copy_tensor_hooks(parameter, memo[id(parameter)], memo)
+    return result
 
 
 def share_tensors(model: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.tracing.evaluate import evaluate
 from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
-from fxqat.tracing.leaf_tracer import LeafTracer, explain
+from fxqat.tracing.leaf_tracer import SEEDS, LeafTracer, ParameterOverwritten, address_of, explain
 from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
 from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
@@ -44,6 +44,9 @@ class ValueTracer(LeafTracer):
         hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
         changing: names of trained parameters, and of buffers that forward writes: their values are no constants.
     """
+
+    follows_gradients = True
+    random_functions: tuple[str, ...] = SEEDS
 
     def __init__(
         self,
@@ -103,6 +106,10 @@ class ValueTracer(LeafTracer):
         new = written & self._numbers_from - self.changing
         self.changing |= new
         return bool(new)
+
+    def is_computing(self) -> bool:
+        """Whether a value is computed now, or another thread runs."""
+        return self.patches.suspended
 
     def branch_on_training(self, module: nn.Module) -> bool:
         """The value of ``self.training`` for a forward that branches on it."""
@@ -279,7 +286,15 @@ class ValueTracer(LeafTracer):
         if kind == "get_attr":
             tensor = self.patches.attribute(self.root, str(target))
             return TracedValue(tensor, reads=frozenset([str(target)])) if tensor is not None else None
+        if _overwrites(kind, target) and isinstance(args[0], ValueProxy) and args[0].fxqat_value is not None:
+            self._check_overwritten(args[0].fxqat_value.data)
         return evaluate(self.root, kind, target, args, kwargs)
+
+    def _check_overwritten(self, value: Any) -> None:
+        """Check that a value that a call overwrites is no part of a parameter."""
+        name = self.addresses.get(address_of(value), "") if isinstance(value, Tensor) else ""
+        if isinstance(self.attributes.get(name), nn.Parameter):
+            raise ParameterOverwritten(f"forward overwrites the parameter {name}")
 
     def _input(self, name: str) -> TracedValue | None:
         if name in self.inputs:
@@ -292,8 +307,12 @@ def _is_new_tensor(kind: str, target: Any, value: Any) -> bool:
     """Whether a call returns a tensor of floats that is not one of its operands."""
     if kind not in ("call_function", "call_method", "call_module") or not isinstance(value, Tensor):
         return False
-    overwrites = target in IN_PLACE_OPERATORS or (kind == "call_method" and target.endswith("_"))
-    return value.is_floating_point() and not overwrites and target != "detach"
+    return value.is_floating_point() and not _overwrites(kind, target) and target != "detach"
+
+
+def _overwrites(kind: str, target: Any) -> bool:
+    """Whether a call is in place."""
+    return target in IN_PLACE_OPERATORS or (kind == "call_method" and target.endswith("_") and target[-2:] != "__")
 
 
 def _drop_unread_numbers(graph: fx.Graph) -> None:

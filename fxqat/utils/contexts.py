@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxqat.utils.torch_compat import EqualRandomNumbers
 
@@ -51,9 +51,14 @@ def without_fast_path() -> Iterator[None]:
 
 
 @contextmanager
-def equal_random_numbers() -> Iterator[None]:
-    """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it."""
-    with torch.random.fork_rng(), EqualRandomNumbers():
+def equal_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it.
+
+    Args:
+        model: the model that runs in the block; tells which accelerators' generators are used.
+    """
+    accelerators = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    with torch.random.fork_rng(list(accelerators)), EqualRandomNumbers():
         yield
 
 
@@ -71,6 +76,43 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
                 if getattr(module, name) is not buffer:  # forward assigned another tensor
                     setattr(module, name, buffer)
+
+
+def users_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are neither of torch nor of fxqat."""
+    return [m for m in model.modules() if type(m).__module__.partition(".")[0] not in ("torch", "fxqat")]
+
+
+@contextmanager
+def parameters_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of parameters after the block."""
+    kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, content in kept:
+                parameter.copy_(content)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes that a user's modules hold after the block, and what is in their lists, dicts and sets."""
+    inner = vars(nn.Module())
+    owners = [vars(module) for module in users_modules(model)]
+    kept = [(owner, {name: value for name, value in owner.items() if name not in inner}) for owner in owners]
+    held = [value for _, attributes in kept for value in attributes.values()]
+    contents = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
+    try:
+        yield
+    finally:
+        for owner, attributes in kept:
+            for name in owner.keys() - inner.keys() - attributes.keys():
+                del owner[name]
+            owner.update(attributes)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxqat.utils.node_meta import MODE
+from fxqat.utils.torch_compat import OPERATORS
 from fxqat.utils.unused_names import numbered
 
 
@@ -24,7 +26,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Imported:
-    """A reference to a function that pickle does not find by its qualified name, such as ``F.max_pool2d``."""
+    """A reference to a function that pickle does not find by its qualified name.
+
+    Such as ``F.max_pool2d``, or an operator ``torch.ops.aten.add.Tensor``.
+    """
 
     module: str
     name: str
@@ -100,12 +105,27 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def writes_state(node: fx.Node) -> bool:
     """Whether a call writes in place to a parameter or buffer, directly or to the result of such a call."""
+    first = _overwritten(node)
+    return first is not None and (first.op == "get_attr" or writes_state(first))
+
+
+def overwritten_state(node: fx.Node) -> str | None:
+    """The parameter or buffer that a call writes in place, also detached from autograd (``.data``); or None."""
+    first = _overwritten(node)
+    while first is not None and (first.target == "detach" or first.args[1:] == ("data",)):
+        first = first.args[0] if isinstance(first.args[0], fx.Node) else None
+    if first is None or first.op == "get_attr":
+        return None if first is None else str(first.target)
+    return overwritten_state(first)
+
+
+def _overwritten(node: fx.Node) -> fx.Node | None:
+    """The first operand of a call in place."""
     name = str(node.target)
     by_method = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
     if not node.args or not (by_method or node.target in IN_PLACE_OPERATORS):
-        return False
-    first = node.args[0]
-    return isinstance(first, fx.Node) and (first.op == "get_attr" or writes_state(first))
+        return None
+    return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
 def module_path(node: fx.Node) -> str:
@@ -148,6 +168,8 @@ def calls_in(graph: fx.Graph) -> list[Call]:
         return fx.node.map_aggregate(argument, refer)
 
     def named(target: Any) -> Any:
+        if isinstance(target, OPERATORS):
+            return Imported(torch.ops.__name__, str(target))
         module, name = getattr(target, "__module__", None), getattr(target, "__name__", None)
         by_name = "<locals>" in getattr(target, "__qualname__", "") and hasattr(sys.modules.get(str(module)), str(name))
         return Imported(str(module), str(name)) if by_name else target
@@ -167,7 +189,7 @@ def graph_of(calls: list[Call]) -> fx.Graph:
     for call in calls:
         target = call.target
         if isinstance(target, Imported):
-            target = getattr(sys.modules[target.module], target.name)
+            target = functools.reduce(getattr, target.name.split("."), sys.modules[target.module])
         node = graph.create_node(call.op, target, linked(call.args), linked(call.kwargs), name=call.name)
         if call.mode is not None:
             node.meta[MODE] = call.mode

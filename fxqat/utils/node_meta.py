@@ -22,6 +22,9 @@ SPELLING = "fxqat_spelling"
 MODE = "fxqat_mode"
 """Key in ``node.meta``: True if the node runs in training only, False if in eval mode only; absent if in both."""
 
+WITHOUT_GRADIENTS = "fxqat_without_gradients"
+"""Key in ``node.meta``: the line of forward that runs with gradients off, where the graph does not follow that."""
+
 ANNOTATION = "fxqat"
 """Key in ``node.meta``: the quantizer's decision, an :class:`~fxqat.quantization.annotation.Annotation`."""
 

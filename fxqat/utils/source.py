@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1] / 'tracing'}/", "<")
-"""Prefixes of the names of files that are not the user's: torch's, the tracers', generated code."""
+NOT_THE_USERS = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1] / 'tracing'}/",
+    contextlib.__file__,
+    "<",
+)
+"""Prefixes of the names of files that are not the user's: torch's, the tracers', Python's, generated code."""
 
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 """A line of a stack trace."""
@@ -40,6 +46,12 @@ def line_of_node(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_user_file(file)]
     return ":".join(frames[-1]) if frames else ""
+
+
+def line_of_forward(module: nn.Module) -> str:
+    """The line at which the forward of a module begins, ``"file.py:12"``."""
+    code = getattr(type(module).forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
 
 
 def line_of_failure(cause: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,9 @@ CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 """The operators into which torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d``."""
 
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""
+
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
 
@@ -46,6 +50,23 @@ def load_compiler() -> None:
 def tensor_version(tensor: Tensor) -> tuple[int, int]:
     """Identity and in-place version of a tensor; they stay equal until something writes to it."""
     return id(tensor), tensor._version
+
+
+def copy_tensor_hooks(source: Tensor, target: Tensor, memo: dict[int, Any] | None = None) -> None:
+    """Register the hooks on the gradient of a tensor on its copy, too.
+
+    Args:
+        source: the tensor.
+        target: its copy.
+        memo: of the ``copy.deepcopy`` that made the copy: the hooks are copied with it.
+    """
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook if memo is None else copy.deepcopy(hook, memo))
+
+
+def has_accumulation_hooks(tensor: Tensor) -> bool:
+    """Whether a tensor has hooks by ``register_post_accumulate_grad_hook``."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -109,6 +130,23 @@ class KeepsDtype(nn.Module):
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class SeesConversion(nn.Module):
+    """A module whose :meth:`convert` is called when ``half()``, ``bfloat16()``, ``to()``, ... convert its tensors."""
+
+    def convert(self, move: Callable[[], None]) -> None:
+        """Convert the tensors.
+
+        Args:
+            move: does it.
+        """
+        move()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SeesConversion:
+        apply = super()._apply
+        self.convert(lambda: apply(fn, recurse))  # type: ignore[no-untyped-call]
+        return self
 
 
 class ContentWatch(TorchDispatchMode):

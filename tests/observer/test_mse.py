@@ -113,3 +113,10 @@ def test_bad_arguments_are_named(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="MSE") as caught:
         MSEObserver(QuantizeScheme(), **arguments)
     assert next(f"{name}={value}" for name, value in arguments.items()) in str(caught.value)
+
+
+def test_two_candidates_are_enough() -> None:
+    observer = MSEObserver(QuantizeScheme(bit_width=4), num_candidates=2)
+    x = heavy_tails(1000)
+    assert observed_error(observer, x) < observed_error(MinMaxObserver(observer.scheme), x)
+    assert observer.num_candidates == 2

@@ -2,7 +2,8 @@
 
 import torch
 
-from fxqat.quantization.perturbed_inputs import larger, of_other_values
+import fxqat
+from fxqat.quantization.perturbed_inputs import larger, of_other_values, other_weights
 
 
 def test_other_values_stay_in_their_domain():
@@ -44,3 +45,17 @@ def test_lists_grow_by_their_last_item():
     assert x.shape == (2, 3)
     assert len(named["more"]["k"]) == 3
     assert len(images) == 2
+
+
+def test_other_weights_are_those_of_the_float_model_and_come_back():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[2].bias.requires_grad_(False)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(torch.randn(2, 3),), check="off")
+    before = {name: tensor.clone() for name, tensor in gm.state_dict().items()}
+    weights = {gm.provenance.tensor_names[name] for name, p in model.named_parameters() if p.requires_grad}
+    with other_weights(gm):
+        changed = {name for name, tensor in gm.state_dict().items() if not torch.equal(tensor, before[name])}
+        moved = (gm.get_parameter("0.weight") / before["0.weight"] - 1).abs()
+    assert changed == weights
+    assert 0 < moved.min() < moved.max() <= 0.11
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gm.state_dict().items())

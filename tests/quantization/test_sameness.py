@@ -262,3 +262,63 @@ def test_a_model_on_the_meta_device_with_inputs_there_is_prepared():
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert len(gm.quant_report.sameness) == 4
     assert all(parameter.is_meta for parameter in gm.parameters())
+
+
+def test_a_constant_that_was_computed_from_a_weight_is_found():
+    def from_weight(self, y):
+        return F.linear(y, self.first.state_dict()["weight"] * 0.5)
+
+    with pytest.raises(TraceError, match="on inputs with other values: output 0 differs.*read weights outside"):
+        fxqat.prepare_by_platform(Net(from_weight), "TSQAT", example_inputs=(torch.randn(3, 6),))
+    gm = fxqat.prepare_by_platform(Net(from_weight), "TSQAT")
+    before = {name: tensor.clone() for name, tensor in gm.state_dict().items()}
+    with pytest.raises(TraceError, match="on inputs with other values: output 0 differs"):
+        gm(torch.randn(3, 6))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in gm.state_dict().items())
+
+
+def test_inputs_that_only_the_model_overwrites_are_told_at_the_first_call(caplog):
+    class Overwrites(Net):
+        def forward(self, x):
+            x += 0.5
+            return super().forward(x)
+
+    gm, x = fxqat.prepare_by_platform(Overwrites(lambda self, y: y), "TSQAT"), torch.ones(2, 6)
+    gm(x)
+    line = "forward overwrites its inputs: the prepared model leaves the caller's tensors as they are"
+    assert gm.quant_report.sameness == (*(f"equal to the model {run}" for run in RUNS), line)
+    assert line in caplog.text
+    assert torch.equal(x, torch.ones(2, 6))
+
+
+def test_the_comparison_leaves_the_state_of_a_leaf_alone():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.seen, self.gain = 0, [], nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, y):
+            if self.training:
+                self.calls += 1
+                self.seen.append(y.shape)
+                self.gain.data.mul_(1.5)
+            return y * (1 + self.calls) * self.gain
+
+    for given in ((torch.randn(3, 6),), None):
+        model = Net(lambda self, y: self.inner(y), inner=Counting())
+        gm = fxqat.prepare_by_platform(model, "TSQAT", {"leaf_module": ["inner"]}, example_inputs=given)
+        if given is None:
+            gm.eval()(torch.randn(3, 6))
+        assert "equal to the model in training" in gm.quant_report.sameness
+        assert (gm.inner.calls, gm.inner.seen, gm.inner.gain.item()) == (0, [], 0.5)
+
+
+def test_the_module_that_differs_in_training_is_named():
+    class Louder(nn.Module):
+        def forward(self, y):
+            return y * 2 if self.training else y
+
+    gm, reference = as_traced(lambda self, y: self.inner(y), lambda self, y: self.inner(y), inner=nn.Tanh())
+    reference.model.inner = nn.Sequential(nn.Tanh(), Louder())
+    with pytest.raises(TraceError, match=r"in training: output 0.*they begin to differ in 'inner' \(Sequential\)"):
+        check_sameness(gm, reference, ((torch.randn(3, 6),), {}))

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import threading
 
 import pytest
 import torch
@@ -250,3 +251,167 @@ def test_a_module_that_forward_makes_is_traced_into(make, op, with_inputs):
     assert [row.status for row in gm.quant_report if row.op == op] == ["quantized"] * (op != "relu")
     assert gm.quant_report.leaves == ()
     torch.testing.assert_close(gm(x), model(x))
+
+
+class Step(nn.Module):
+    """A function of the module and a value, in a module of its own."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.lin, self.gain, self.step = nn.Linear(4, 4), nn.Parameter(torch.tensor(1.5)), step
+
+    def forward(self, y):
+        return self.step(self, y)
+
+
+class Around(nn.Module):
+    """A step between two layers, in the model itself or in a module."""
+
+    def __init__(self, step, apart=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.inner = nn.Linear(4, 4), nn.Linear(4, 4), Step(step)
+        self.apart = apart
+
+    def forward(self, x):
+        y = self.first(x)
+        y = self.inner(y) if self.apart else self.inner.step(self.inner, y)
+        return self.last(y)
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+WITH_AND_WITHOUT = pytest.mark.parametrize("given", [(X,), None], ids=["inputs", "no inputs"])
+
+
+@WITH_AND_WITHOUT
+def test_a_tensor_of_a_state_dict_follows_the_weight(given):
+    def step(module, y):
+        return nn.functional.linear(y, module.lin.state_dict()["weight"])
+
+    model = Around(step)
+    gm = copy.deepcopy(prepare_by_platform(model, "TSQAT", example_inputs=given, check="off"))
+    assert gm.quant_report.remarks == []
+    with torch.no_grad():
+        for holder in (model, gm):
+            for parameter in holder.parameters():
+                parameter.mul_(2) if parameter.dim() else None
+    torch.testing.assert_close(gm(X), model(X))
+    gm(X).sum().backward()
+    assert gm.get_parameter("inner.lin.weight").grad is None
+
+
+def test_a_part_of_a_weight_that_is_read_outside_of_the_graph_makes_a_leaf():
+    gm = prepare_by_platform(Around(lambda m, y: y * m.lin._parameters["weight"].data[0]), "TSQAT", check="off")
+    assert [leaf.path for leaf in gm.quant_report.leaves] == ["inner"]
+    assert "a part of inner.lin.weight was read outside of the graph" in gm.quant_report.leaves[0].reason
+
+
+def clamped(module, y):
+    module.gain.data.clamp_(0.1, 1.0)
+    return y * module.gain
+
+
+def clamped_without_gradients(module, y):
+    with torch.no_grad():
+        module.gain.clamp_(0.1, 1.0)
+    return y * module.gain
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("step", [clamped, clamped_without_gradients])
+def test_a_module_that_overwrites_its_parameter_is_a_leaf(step, given):
+    model = Around(step)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=given, check="off")
+    assert "inner" in [leaf.path for leaf in gm.quant_report.leaves]
+    assert "forward overwrites the parameter inner.gain" in str(gm.quant_report)
+    assert model.inner.gain.item() == 1.5
+    for holder in (model, gm):
+        with torch.no_grad():
+            holder.inner.gain.fill_(3.0)
+    torch.testing.assert_close(gm(X), model(X))
+    assert gm.inner.gain.item() == 1.0
+    with pytest.raises(TraceError, match="forward overwrites the parameter inner.gain"):
+        prepare_by_platform(Around(step, apart=False), "TSQAT", example_inputs=given)
+
+
+def test_a_write_through_a_view_of_a_parameter_makes_a_leaf():
+    def step(module, y):
+        with torch.no_grad():
+            module.lin.weight[0].zero_()
+        return module.lin(y)
+
+    gm = prepare_by_platform(Around(step), "TSQAT", example_inputs=(X,))
+    assert "forward overwrites the parameter inner.lin.weight" in gm.quant_report.leaves[-1].reason
+
+
+@WITH_AND_WITHOUT
+def test_random_numbers_and_seeds_outside_of_the_graph_make_a_leaf(given):
+    def step(module, y):
+        torch.manual_seed(3)
+        return y + torch.rand_like(y)
+
+    state = torch.get_rng_state()
+    gm = prepare_by_platform(Around(step), "TSQAT", example_inputs=given)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert gm.quant_report.leaves[-1].path == "inner"
+    assert gm.quant_report.leaves[-1].reason == "forward calls torch.manual_seed() outside of the graph"
+    model = Around(step)
+    torch.testing.assert_close(gm(X), model(X))
+    torch.set_rng_state(state)
+    with pytest.raises(TraceError, match=r"forward calls torch.manual_seed\(\) outside of the graph"):
+        prepare_by_platform(Around(step, apart=False), "TSQAT", example_inputs=given)
+
+
+def test_numbers_that_are_drawn_in_a_symbolic_trace_are_no_constant():
+    model = Around(lambda module, y: y * torch.rand(()))
+    gm = prepare_by_platform(model, "TSQAT")
+    assert [leaf.path for leaf in gm.quant_report.leaves] == ["inner"]
+    assert not torch.equal(gm(X), gm(X))
+
+
+def test_a_text_of_a_value_is_no_output():
+    class Named(Around):
+        def forward(self, x):
+            return {"out": super().forward(x), "name": f"batch of {x.shape[0]}"}
+
+    model = Named(lambda module, y: y)
+    with pytest.raises(TraceError, match=r"(?s)the text 'batch of Proxy\(.*pass example_inputs"):
+        prepare_by_platform(model, "TSQAT")
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(X,))
+    assert gm(X)["name"] == model(X)["name"]
+    assert gm.quant_report.forced
+
+
+def test_gradients_that_are_switched_off_in_a_symbolic_trace_are_reported(caplog):
+    def step(module, y):
+        with torch.no_grad():
+            z = y * 0.5
+        return y + z
+
+    gm = prepare_by_platform(Around(step), "TSQAT")
+    assert len(gm.quant_report.state_changes) == 1
+    assert gm.quant_report.state_changes[0].startswith("forward switches gradients off")
+    assert "test_leaf_tracer.py:" in gm.quant_report.state_changes[0]
+    assert gm.quant_report.state_changes[0] in caplog.text
+    assert prepare_by_platform(Around(step), "TSQAT", example_inputs=(X,)).quant_report.state_changes == ()
+
+
+def test_a_value_of_an_earlier_trace_cannot_be_used():
+    tracer = LeafTracer()
+    tracer.trace(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(fx.proxy.TraceError, match="keeps a tensor for its next call outside of the model"):
+        tracer.create_node("placeholder", "x", (), {})
+
+
+def test_another_thread_may_draw_random_numbers_meanwhile():
+    def step(module, y):
+        drawn = threading.Thread(target=lambda: (torch.manual_seed(5), torch.rand(2)))
+        drawn.start()
+        drawn.join()
+        return y * 2
+
+    for given in ((X,), None):
+        gm = prepare_by_platform(Around(step), "TSQAT", example_inputs=given, check="off")
+        assert gm.quant_report.leaves == ()
+    assert torch.rand.__name__ == "rand"
+    assert not hasattr(torch.rand, "__wrapped__")

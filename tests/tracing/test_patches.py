@@ -336,3 +336,25 @@ def test_a_question_for_the_gradient_mode_is_answered_and_recorded():
         ("torch.is_grad_enabled()", True)
     ]
     torch.testing.assert_close(gm(x), model(x))
+
+
+def test_gradients_that_follow_the_mode_are_those_of_training():
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.first(x)
+            with torch.set_grad_enabled(self.training):
+                z = y * 0.5
+            return self.last(y + z)
+
+    model, x = Step().train(), torch.randn(2, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert [found.expression for found in gm.quant_report.forced] == ["torch.set_grad_enabled(self.training)"]
+    assert gm.quant_report.leaves == ()
+    assert gm.quant_report.eval_only == ()
+    for holder in (model, gm):
+        holder(x).sum().backward()
+    torch.testing.assert_close(gm.get_parameter("first.weight").grad, model.first.weight.grad)

@@ -91,3 +91,31 @@ def test_an_input_that_forward_overwrites_is_reported(caplog):
     assert "forward overwrites its input x" in caplog.text
     gm(x)
     assert torch.equal(x, torch.ones(2, 4))
+
+
+LAST = {}
+
+
+class Global(nn.Module):
+    """Keeps a tensor for its next call in a global name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        y = y + LAST.get("value", 0.0)
+        LAST["value"] = y.detach().mean()
+        return self.last(y)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_a_global_name_that_keeps_a_value_of_the_trace_is_restored(with_inputs, caplog):
+    LAST.clear()
+    model, x = Global(), torch.randn(2, 4)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None, check="off")
+    assert LAST == {}
+    assert gm.quant_report.state_changes == ("forward keeps a tensor in LAST: it is as before",)
+    assert "forward keeps a tensor in LAST" in caplog.text
+    assert torch.isfinite(model(x)).all()

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torchvision.ops import StochasticDepth
 
+from fxqat import prepare_by_platform
 from fxqat.errors import ConfigError, TraceError
 from fxqat.tracing.leaf_tracer import LeafTracer
 from fxqat.tracing.trace import copy_model, trace
@@ -285,3 +286,37 @@ def test_a_copy_is_a_model_of_its_own():
     assert not torch.equal(copied(x), expected)
     assert torch.equal(model(x), model(x))
     assert not model.tied._forward_hooks
+
+
+def test_hooks_on_the_gradients_of_parameters_are_copied():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.gain = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.7))
+            self.seen = []
+            self.gain.register_hook(lambda gradient: gradient * 0.1)
+            self.fc.weight.register_hook(self.keep)
+
+        def keep(self, gradient):
+            self.seen.append(gradient.shape)
+
+        def forward(self, x):
+            return self.fc(x) * self.gain
+
+    model, x = Net(), torch.randn(2, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.remarks == []
+    for holder in (model, gm):
+        holder(x).sum().backward()
+    torch.testing.assert_close(gm.gain.grad, model.gain.grad)
+    torch.testing.assert_close(gm.get_parameter("fc.weight").grad, model.fc.weight.grad)
+    assert model.seen == [(4, 4)]
+
+
+def test_hooks_after_a_gradient_was_added_are_reported(caplog):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(torch.randn(2, 4),))
+    line = "register_post_accumulate_grad_hook of 0.weight is not kept: register it on the prepared model"
+    assert gm.quant_report.state_changes == (line,)
+    assert line in caplog.text

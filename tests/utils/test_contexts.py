@@ -8,7 +8,15 @@ from torch import nn
 
 import fxqat
 from fxqat.custom_symbolic_opset import run_exporter
-from fxqat.utils.contexts import buffers_kept, collector_paused, eval_mode, hooked
+from fxqat.utils.contexts import (
+    attributes_kept,
+    buffers_kept,
+    collector_paused,
+    equal_random_numbers,
+    eval_mode,
+    hooked,
+    parameters_kept,
+)
 from tests.models import Counting
 
 
@@ -132,3 +140,47 @@ def test_hooks_are_removed_after_an_error():
     with pytest.raises(ValueError, match="stop"), hooked(modules, fail):
         modules[1](torch.ones(2))
     assert not any(module._forward_hooks for module in modules)
+
+
+class Keeps(nn.Module):
+    """Keeps state in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen, self.by_size = 0, [], {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.by_size[x.shape] = self.last = x
+        return x
+
+
+def test_attributes_and_what_they_hold_are_as_before_afterwards() -> None:
+    model = nn.Sequential(Keeps(), nn.Dropout())
+    seen = model[0].seen
+    with attributes_kept(model):
+        model(torch.ones(2))
+        assert (model[0].calls, len(seen), len(model[0].by_size)) == (1, 1, 1)
+    assert (model[0].calls, seen, model[0].by_size) == (0, [], {})
+    assert model[0].seen is seen
+    assert not hasattr(model[0], "last")
+
+
+def test_parameters_have_their_values_afterwards() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with parameters_kept([weight]):
+        weight.data.zero_()
+        assert weight.tolist() == [0, 0]
+    assert weight.tolist() == [1, 1]
+
+
+def test_equal_calls_give_equal_random_numbers_in_any_order() -> None:
+    model = nn.Linear(2, 2)
+    state = torch.get_rng_state()
+    with equal_random_numbers(model):
+        first, other = torch.rand(3), torch.randn(3)
+    with equal_random_numbers(model):
+        assert torch.equal(torch.randn(3), other)
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), state)

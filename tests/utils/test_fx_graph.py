@@ -1,5 +1,7 @@
 """Small helpers on fx graphs."""
 
+import pickle
+
 import pytest
 import torch
 from torch import fx, nn
@@ -7,11 +9,14 @@ from torch import fx, nn
 from fxqat.tracing.trace import LeafTracer
 from fxqat.utils.fx_graph import (
     called_module,
+    calls_in,
     calls_of,
     get_module,
+    graph_of,
     module_path,
     node_inputs,
     only_user,
+    overwritten_state,
     set_module,
     unique_name,
 )
@@ -116,3 +121,30 @@ def test_inputs_are_found_in_any_structure_with_repetitions(gm: fx.GraphModule) 
     assert list(node_inputs(cat.args)) == [y, y]
     assert list(node_inputs({"a": [y, 3], "b": (y, {"c": y})})) == [y, y, y]
     assert list(node_inputs((1, "text", None))) == []
+
+
+def test_operators_of_torch_survive_as_plain_values() -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.add.Tensor(torch.ops.aten.relu(x), x)
+
+    graph = LeafTracer().trace(Net())
+    again = graph_of(pickle.loads(pickle.dumps(calls_in(graph))))
+    assert [node.target for node in again.nodes] == [node.target for node in graph.nodes]
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (lambda p: p.mul_(2), "gain"),
+        (lambda p: p.data.mul_(2), "gain"),
+        (lambda p: p.detach().mul_(2).add_(1), "gain"),
+        (lambda p: (p * 2).add_(1), None),
+        (lambda p: p.data.mul(2), None),
+    ],
+)
+def test_the_parameter_that_is_overwritten_is_found(step, expected) -> None:
+    graph = fx.Graph()
+    step(fx.Proxy(graph.get_attr("gain")))
+    last = next(iter(reversed(graph.nodes)))
+    assert overwritten_state(last) == expected

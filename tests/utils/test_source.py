@@ -1,5 +1,6 @@
 """The line of the user's code that something comes from."""
 
+import contextlib
 import inspect
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def line_with(text):
         (torch.fx.proxy.__file__, False),
         (inspect.getsourcefile(LeafTracer), False),
         ("<eval_with_key>.3", False),
+        (contextlib.__file__, False),
         ("<frozen importlib>", False),
     ],
 )
