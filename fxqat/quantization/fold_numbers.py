@@ -3,9 +3,8 @@
 Torch's exporter does not know the values of tensors. A model that keeps sizes, factors or indices in buffers
 (``self.factors.tolist()``) needs them as numbers:
 
-1. a number, or a list of numbers, is written into the arguments of its readers;
-2. so is an integer tensor without dimensions that is part of an index or a shape (``x[:, self.start : self.end]``);
-3. a tensor made from an array of numpy becomes a buffer.
+1. a number, or a list of numbers, is written into the arguments of its readers,
+2. so is an integer tensor without dimensions that is part of an index or a shape (``x[:, self.start : self.end]``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from fxqat.ops.identify import identify
-from fxqat.utils.fx_graph import attribute_of, unique_name, writes_state
+from fxqat.utils.fx_graph import attribute_of, writes_state
 
 TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split")
 """The ops whose arguments after the first are indices or sizes."""
@@ -35,12 +34,7 @@ def fold_numbers(gm: fx.GraphModule) -> None:
         values = _constants(gm)
     for node in list(gm.graph.nodes):
         if node not in values:
-            _write_numbers(node, values)  # cases 1 and 2
-        elif isinstance(values[node], Tensor) and any(_is_array(values.get(read)) for read in node.all_input_nodes):
-            name = unique_name(gm, f"{node.name}_folded")
-            gm.register_buffer(name, values[node].clone())
-            with gm.graph.inserting_before(node):
-                node.replace_all_uses_with(gm.graph.get_attr(name))  # case 3
+            _write_numbers(node, values)
     for node in reversed(values):
         if not node.users:
             gm.graph.erase_node(node)
@@ -108,7 +102,3 @@ def _plain(value: Any) -> Any:
 
 def _is_integer(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 0 and not (value.is_floating_point() or value.is_complex())
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, FunctionLeaf
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.torch_compat import CHECK
 
 
 def leaf_calls(module: nn.Module) -> list[fx.Node]:
@@ -43,7 +44,7 @@ def fix_leaf_sizes(gm: nn.Module, inputs: tuple[Any, ...]) -> fx.GraphModule:
             with work.graph.inserting_after(found):
                 equal = work.graph.call_function(operator.eq, (found, size))
             with work.graph.inserting_after(equal):
-                work.graph.call_function(torch._check, (equal,))
+                work.graph.call_function(CHECK, (equal,))
     work.recompile()
     return work
 

@@ -4,7 +4,8 @@ Cases:
 
 1. ``x @ weight`` in any spelling (``matmul``, ``mm``, ``addmm``) becomes ``linear_product(x, weight)``, whose output
    channels are the weight's columns.
-2. ``x @ weight.T`` becomes ``F.linear(x, weight)``, in any spelling of the transpose.
+2. ``x @ weight.T`` becomes ``F.linear(x, weight)``, in any spelling of the transpose, and ``F.linear(x, weight.T)`` the
+   product of case 1.
 3. A parameter ``(out_features,)`` that is added to the product, or that ``addmm`` adds, is the bias. Any other value
    that ``addmm`` adds is added to the result.
 """
@@ -45,7 +46,10 @@ class Weight(NamedTuple):
 def products_to_linear(gm: fx.GraphModule) -> None:
     """Rewrite such products, in place."""
     for node in list(gm.graph.nodes):
-        is_addmm = identify(node).name == "addmm" and node.target in (torch.addmm, "addmm")
+        if node.target is F.linear:
+            _turn_linear(gm, node)  # case 2
+            continue
+        is_addmm = node.target in (torch.addmm, "addmm")
         if not is_addmm and node.target not in PRODUCTS:
             continue
         found = operands(node, identify(node))
@@ -73,6 +77,19 @@ def products_to_linear(gm: fx.GraphModule) -> None:
         for unread in dict.fromkeys((last, node, second)):
             if not unread.users and unread is not weight.node:
                 gm.graph.erase_node(unread)
+
+
+def _turn_linear(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Turn ``F.linear(x, weight.T)`` into ``linear_product(x, weight)``."""
+    second = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+    weight = _weight(gm, second)
+    if isinstance(second, fx.Node) and weight is not None and weight.transposed:
+        node.replace_input_with(second, weight.node)
+        node.kwargs = {{"input": "x"}.get(name, name): value for name, value in node.kwargs.items()}
+        node.meta[SPELLING] = node.target
+        node.target = linear_product
+        if not second.users:
+            gm.graph.erase_node(second)
 
 
 def _weight(gm: fx.GraphModule, node: Any) -> Weight | None:

@@ -25,6 +25,9 @@ CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 """The operators into which torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d``."""
 
+CHECK = torch._check
+"""Demands a condition on sizes, which torch.export then assumes."""
+
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
 

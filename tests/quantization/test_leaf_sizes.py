@@ -4,6 +4,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import fxqat
 from fxqat.errors import ExportError
@@ -15,14 +16,15 @@ def padding_mask(lengths):
 
 
 class Padded(nn.Module):
-    """Masks what is longer than its sample."""
+    """Attention to what is not longer than its sample."""
 
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(3, 4)
 
     def forward(self, x, lengths):
-        return self.fc(x).masked_fill(padding_mask(lengths)[..., None], 0.0)
+        y, mask = self.fc(x)[:, None], padding_mask(lengths).logical_not()
+        return F.scaled_dot_product_attention(y, y, y, mask[:, None, None])
 
 
 @pytest.fixture(scope="module")
