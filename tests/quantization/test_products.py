@@ -134,8 +134,8 @@ def test_the_layer_is_trained_and_exported_per_output_channel(backend, tmp_path)
     loss(gm.train())
     loss(model.train())
     grad, expected = layer.weight.grad, model.fc.weight.grad
-    assert torch.cosine_similarity(grad.flatten(), expected.flatten(), dim=0) > 0.95
-    assert torch.cosine_similarity(layer.bias.grad, model.fc.bias.grad, dim=0) > 0.95
+    assert torch.cosine_similarity(grad.flatten(), expected.flatten(), dim=0) > 0.9
+    assert torch.cosine_similarity(layer.bias.grad, model.fc.bias.grad, dim=0) > 0.9
     report = fxqat.convert_export(gm.eval(), (tokens,), tmp_path / "model.onnx")
     assert report.certificate.passed
     file = onnx.load(tmp_path / "model.onnx")
