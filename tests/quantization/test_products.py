@@ -12,9 +12,11 @@ import fxqat
 from fxqat.nn.product_layer import ProductLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.standardize import standardize
-from fxqat.tools.post_training.gptq import gptq
+from fxqat.tools.post_training.equalize import equalize
+from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.to_float import to_float
 from fxqat.tracing.trace import trace
+from tests.builders import product_layer
 
 
 class Product(nn.Module):
@@ -167,9 +169,22 @@ def test_the_float_model_keeps_its_names(tmp_path):
 
 
 def test_tools_on_layer_matrices_take_it():
-    _, gm, tokens = prepared("TSQAT")
-    noise = gm.quantization_noise.cosine
-    gptq(gm, [tokens])
-    after = fxqat.compare_with_float(gm, [tokens]).cosine
-    assert noise > 0.99
-    assert after > 0.99
+    model, _, tokens = prepared("TSQAT")
+    config = {"overrides": [{"match": {"module": "proj.linear"}, "weight": {"bit": 3}}]}
+    errors = []
+    for method in (None, "GPTQ", "AdaRound"):
+        gm = ptq(model, [tokens], "TSQAT", config, reconstruct=method)
+        errors.append(float((gm(tokens) - model(tokens)).square().mean()))
+    assert errors[1] < 0.8 * errors[0]
+    assert errors[2] < 0.8 * errors[0]
+
+
+def test_equalization_takes_it():
+    model = nn.Sequential(product_layer(4, 8), nn.ReLU(), product_layer(8, 3))
+    x = torch.randn(5, 4)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    before = gm.get_submodule("0.linear").weight.detach().clone()
+    (pair,) = equalize(gm)
+    assert (pair.first, pair.second) == ("0.linear", "2.linear")
+    assert not torch.allclose(gm.get_submodule("0.linear").weight, before)
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-4)
