@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import nn
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
+from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
@@ -49,6 +51,9 @@ def run_exporter(
         output_names: names of the model's outputs; by default the exporter chooses them.
         dynamic_batch: leave the batch size open, see :mod:`fxqat.quantization.dynamic_batch`.
 
+    If it fails and the graph calls leaves, the graph is captured in the mode of ``torch.export`` that reads their code,
+    and with the sizes that they return for the example inputs.
+
     Returns:
         The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
 
@@ -58,28 +63,24 @@ def run_exporter(
     if dynamic_batch and batch_size(inputs) == 1:  # torch.export treats a batch of 1 as a constant
         inputs = twice(inputs)
     size, batch = batch_size(inputs) if dynamic_batch else 0, torch.export.Dim("batch")
+    shapes = map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
+    export = partial(_export, inputs=inputs, input_names=input_names, output_names=output_names, dynamic_shapes=shapes)
+    told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            program = torch.onnx.export(
-                module,
-                (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-                opset_version=NATIVE_OPSET,
-                input_names=input_names,
-                output_names=output_names,
-                dynamic_shapes=(
-                    map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
-                ),
-                custom_translation_table=translation_table(),
-            )
+            model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
-            raise ExportError(f"torch.onnx.export failed: {cause}") from cause
-    if program is None:
-        raise ExportError("torch.onnx.export returned no program")
-    graph = program.model.graph
+            leaves = leaf_calls(module)
+            if dynamic_batch or not leaves:
+                raise ExportError(f"torch.onnx.export failed: {cause}") from cause
+            try:
+                model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
+            except Exception:  # noqa: BLE001  the first failure says more
+                raise ExportError(f"torch.onnx.export failed: {cause}") from cause
+            called = ", ".join(str(leaf.target) for leaf in leaves)
+            told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
+    graph = model.graph
     for what, names, values in (("input", input_names, graph.inputs), ("output", output_names, graph.outputs)):
         if names is not None and len(names) != len(values):
             raise ExportError(f"{what}_names: the model has {len(values)}, got {len(names)} names {list(names)}")
@@ -90,7 +91,23 @@ def run_exporter(
             f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
             "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
         )
-    program.model.meta[WARNINGS] = tuple(dict.fromkeys(str(w.message) for w in heard if not _is_noise(w)))
+    model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
+    return model
+
+
+def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:
+    program = torch.onnx.export(
+        module,
+        (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+        opset_version=NATIVE_OPSET,
+        custom_translation_table=translation_table(),
+        **options,
+    )
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program")
     return program.model
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.learnable import LearnableFakeQuantize
 from fxqat.fake_quantize.tqt import TQTFakeQuantize
+from fxqat.nn.product_layer import ProductLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
 from fxqat.observer.base import ObserverBase
@@ -33,6 +34,14 @@ class LayerCase(NamedTuple):
     layer: Callable[[], nn.Module]
     shape: tuple[int, ...]
     norm: type[nn.Module]
+
+
+def product_layer(inputs: int, outputs: int) -> ProductLayer:
+    """A product with a random weight."""
+    layer = ProductLayer(inputs, outputs)
+    nn.init.normal_(layer.weight)
+    nn.init.normal_(layer.bias)
+    return layer
 
 
 LAYERS: tuple[LayerCase, ...] = (
@@ -85,6 +94,7 @@ LAYERS: tuple[LayerCase, ...] = (
     ),
     LayerCase("linear", lambda: nn.Linear(7, 5), (16, 7), nn.BatchNorm1d),
     LayerCase("linear_no_bias", lambda: nn.Linear(7, 5, bias=False), (16, 7), nn.BatchNorm1d),
+    LayerCase("product", lambda: product_layer(7, 5), (16, 7), nn.BatchNorm1d),
 )
 LAYER_IDS = [case.name for case in LAYERS]
 

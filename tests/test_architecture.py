@@ -270,11 +270,14 @@ GRAPH_PASSES = (
     "tracing.batch_norm_calls",
     "quantization.drop_unread",
     "quantization.split_parameters",
+    "quantization.products",
     "quantization.standardize",
     "quantization.fuse",
     "quantization.insert",
     "quantization.raw_inputs",
+    "quantization.fold_numbers",
     "quantization.lower",
+    "quantization.leaf_sizes",
     "utils.train_eval_graph",
 )
 """The modules that edit an fx graph, in the order in which they run; CONTRIBUTING has the same list."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxqat.custom_quantizer.requests import Request, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
@@ -99,7 +99,7 @@ class _Neighbours:
         converts_output = self._gives_integers(node) and not all(map(self._takes_integers, self._readers(node)))
         module = called_module(node)
         layer: Any = module.layer if isinstance(module, FusedLayer) else module
-        if isinstance(layer, nn.Linear):
+        if layer.weight.dim() == 2:
             channels_in, channels_out = layer.in_features, layer.out_features
         else:
             stride = math.prod(layer.stride)

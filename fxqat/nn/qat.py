@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -20,7 +19,7 @@ BN_FREEZE = "freeze"
 
 
 class QATLayer(nn.Module):
-    """Conv1d/2d/3d, ConvTranspose1d/2d/3d or Linear, with fused BatchNorm and activation, and fake-quant of its weight.
+    """A weighted layer, with fused BatchNorm and activation, and fake-quant of its weight.
 
     It always quantizes the folded weight ``W * k`` (see ``fxqat.nn.fold``), to the same integers in every mode. In half
     precision, folding and quantization are computed in float32, and the layer itself in the type of its weight.
@@ -78,7 +77,7 @@ class QATLayer(nn.Module):
         Raises:
             ConfigError: Linear and BatchNorm1d are fused, and the input does not have 2 dimensions.
         """
-        if self.bn is not None and self.op.function is F.linear and x.dim() != 2:
+        if self.bn is not None and self.weight.dim() == 2 and x.dim() != 2:
             raise ConfigError(
                 f"Linear and BatchNorm1d are fused, which needs an input (batch, features), but the input has "
                 f"{x.dim()} dimensions {tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. "

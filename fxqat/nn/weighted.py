@@ -1,7 +1,7 @@
 """Every weighted layer as a function of input, weight and bias, with a few plain numbers.
 
-All differences between Conv1d, ConvTranspose3d and Linear are here, so that QAT layers, folding and lowering need no
-cases.
+All differences between Conv1d, ConvTranspose3d, Linear and ProductLayer are here, so that QAT layers, folding and
+lowering need no cases.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxqat.nn.product_layer import ProductLayer, linear_product
+
 CONVS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 TRANSPOSED: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.ConvTranspose1d: F.conv_transpose1d,
     nn.ConvTranspose2d: F.conv_transpose2d,
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
-WEIGHTED_TYPES: tuple[type[nn.Module], ...] = (*CONVS, *TRANSPOSED, nn.Linear)
+WEIGHTED_TYPES: tuple[type[nn.Module], ...] = (*CONVS, *TRANSPOSED, nn.Linear, ProductLayer)
 WeightedLayer = (
-    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d | nn.Linear
+    nn.Conv1d
+    | nn.Conv2d
+    | nn.Conv3d
+    | nn.ConvTranspose1d
+    | nn.ConvTranspose2d
+    | nn.ConvTranspose3d
+    | nn.Linear
+    | ProductLayer
 )
 
 
@@ -30,7 +39,7 @@ class WeightedOp:
     """A weighted layer without its tensors.
 
     Args:
-        function: the function of ``torch.nn.functional``, called with ``(input, weight, bias, **arguments)``.
+        function: a function such as ``F.conv2d``, called with ``(input, weight, bias, **arguments)``.
         arguments: its keyword arguments.
         axis: the weight axis of the output channels (of one group, for transposed convolutions).
         groups: number of groups if the weight axis holds the channels of one group only, else 1.
@@ -71,6 +80,8 @@ def weighted_op(layer: WeightedLayer) -> WeightedOp:
     kind = type(layer)
     if isinstance(layer, nn.Linear):
         return WeightedOp(F.linear, {}, kind, {})
+    if isinstance(layer, ProductLayer):
+        return WeightedOp(linear_product, {}, kind, {}, axis=1)
     names = ("stride", "padding", "dilation", "groups")
     arguments = {name: getattr(layer, name) for name in names}
     if kind in CONVS:
@@ -94,8 +105,8 @@ def weighted_layer(
         weight: in the shape of that type, e.g. ``(out, in / groups, *kernel)``.
         bias: ``(out,)`` or None.
     """
-    channels = [weight.shape[1], weight.shape[0]]
-    if kind is not nn.Linear:
+    channels = list(weight.shape) if kind is ProductLayer else [weight.shape[1], weight.shape[0]]
+    if weight.dim() > 2:
         per_group = weight.shape[1] * options.get("groups", 1)
         channels = [weight.shape[0], per_group] if kind in TRANSPOSED else [per_group, weight.shape[0]]
         options = {"kernel_size": tuple(weight.shape[2:])} | options

@@ -378,19 +378,20 @@ def _ties(
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
     result = {}
     for node in quantizers:
-        real = reals[node.input[0]].astype(np.float64)
+        steps = reals[node.input[0]].astype(np.float64)  # then in place: attention over windows is large
         scale = onnx.numpy_helper.to_array(constants[node.input[1]]).astype(np.float64)
         if scale.ndim:
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-            scale = scale.reshape([-1 if dim == axis % real.ndim else 1 for dim in range(real.ndim)])
-        steps = real / scale
+            scale = scale.reshape([-1 if dim == axis % steps.ndim else 1 for dim in range(steps.ndim)])
+        steps = np.divide(steps, scale, out=steps)
+        steps -= np.floor(steps)
         levels = LEVELS.get(constants[node.input[2]].data_type, 2**8)
-        result[node.input[0]] = np.abs(steps - np.floor(steps) - 0.5) <= TIE * levels / 2**8
+        result[node.input[0]] = np.abs(steps - 0.5) <= TIE * levels / 2**8
     return result
 
 
 def _shares(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray) -> Shares:
-    difference = np.abs(found.astype(np.int64) - expected)
+    difference = np.abs(found - expected)  # int32 of at most 16 bits
     size, off_by_1 = max(1, difference.size), difference == 1
     counts = (off_by_1.sum(), (difference >= 2).sum(), (off_by_1 & at_tie).sum())
     return Shares(*(int(count) / size for count in counts))

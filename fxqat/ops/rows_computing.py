@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.ops import RoIAlign, roi_align
 
+from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.ops.families import (
     ACTIVATION,
     BINARY,
@@ -33,7 +34,7 @@ LAYERS: tuple[Op, ...] = (
     Op("conv_transpose1d", WEIGHTED, (nn.ConvTranspose1d,), (F.conv_transpose1d,)),
     Op("conv_transpose2d", WEIGHTED, (nn.ConvTranspose2d,), (F.conv_transpose2d,)),
     Op("conv_transpose3d", WEIGHTED, (nn.ConvTranspose3d,), (F.conv_transpose3d,)),
-    Op("linear", WEIGHTED, (nn.Linear,), (F.linear,)),
+    Op("linear", WEIGHTED, (nn.Linear, ProductLayer), (F.linear, linear_product)),
     Op("embedding", LOOKUP, (nn.Embedding,), (F.embedding, torch.embedding), inputs=0),
     Op("embedding_bag", LOOKUP, (nn.EmbeddingBag,), (F.embedding_bag,), inputs=0),
     Op("recurrent", RECURRENT, (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)),

@@ -43,7 +43,7 @@ def compare_with_float(model: nn.Module, batches: Iterable[Any]) -> Quantization
 
     :func:`fxqat.calibrate` does this on its first batch. After a calibration loop of your own, call it with a batch or
     two: each takes about the time of three forward passes. A node whose quantization costs more than it may, or an
-    output whose cosine to the float output is below 0.9, is logged as a warning to the logger ``fxqat``, with the
+    output whose cosine to the float output is below 0.95, is logged as a warning to the logger ``fxqat``, with the
     ``overrides`` that cure it. Modes, switches, buffers and random state of the model stay as they are.
 
     Args:

@@ -22,11 +22,8 @@ from fxqat.onnx.ort_runs import run
 from fxqat.quantization.compare_with_float import compare_outputs, measure_noise
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.quantization.quantization_noise import OutputNoise
+from fxqat.quantization.quantization_noise import MIN_COSINE, OutputNoise
 from fxqat.utils.tensors import flatten_tensors, map_tensors
-
-MIN_COSINE = 0.95
-"""An exported output with a smaller cosine to the float output is warned about."""
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
 5. dataclasses in the output become dicts;
-6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers.
+6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers;
+7. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from fxqat.nn.deployed import (
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.deployed_copy import deployed_copy
+from fxqat.quantization.fold_numbers import fold_numbers
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_integers, reads_bytes
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
@@ -80,6 +82,7 @@ def lower(
     """
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
+    fold_numbers(work)  # case 7
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)

@@ -15,8 +15,8 @@ VALUE = "value"
 OPERATION = "operation"
 WEIGHT = "weight"
 
-MIN_COSINE = 0.9
-"""After calibration, an output with a smaller cosine to the float output is warned about; training may cure it."""
+MIN_COSINE = 0.95
+"""An output with a smaller cosine to the float output is warned about; training may cure it."""
 
 SHOWN = 5
 """The most nodes that a warning names."""

@@ -4,6 +4,7 @@ Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
+   Products with a parameter are linear, too (``fxqat.quantization.products``).
 2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
 3. A module call that passes its input by keyword passes it by position.
 4. In-place ops become out-of-place ops, and later readers of the overwritten value read the result: fake-quant of the
@@ -23,10 +24,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, operands, out_of_place_method, works_in_place
 from fxqat.ops.table import OUT_OF_PLACE
+from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
@@ -42,6 +45,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     """
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     _read_items_once(gm.graph)  # case 8
+    products_to_linear(gm)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     for node in list(gm.graph.nodes):
         op = identify(node)
@@ -49,7 +53,8 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             _remove_identity(gm, node)  # case 7
             continue
         if node.op == "call_function" and op.family == WEIGHTED:
-            _weighted_to_module(gm, node, op.modules[0], made)  # case 1
+            kind = ProductLayer if node.target is linear_product else op.modules[0]
+            _weighted_to_module(gm, node, kind, made)  # case 1
         elif node.op == "call_function" and op.family == IDENTITY and op.modules:
             node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
@@ -94,7 +99,7 @@ def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:
     transposed = "Transpose" in kind.__name__
-    if kind is nn.Linear:
+    if kind in (nn.Linear, ProductLayer):
         names: tuple[str, ...] = ()
     elif transposed:
         names = ("stride", "padding", "output_padding", "groups", "dilation")
@@ -116,7 +121,8 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     )
     if key not in made:
         owner = str(bound["weight"].target).rpartition(".")[0]
-        made[key] = unique_name(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
+        name = "linear" if kind is ProductLayer else kind.__name__.lower()
+        made[key] = unique_name(gm, f"{owner}.{name}" if owner else name)
         gm.add_submodule(made[key], weighted_layer(kind, options, weight, bias).train(gm.training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(made[key], (bound["input"],))
@@ -189,7 +195,7 @@ def _remove_identity(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:
-    new.meta = dict(old.meta) | {SPELLING: old.target}
+    new.meta = {SPELLING: old.target} | dict(old.meta)
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
 

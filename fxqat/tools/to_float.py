@@ -75,6 +75,8 @@ def to_float(model: nn.Module) -> FloatGraphModule:
     writer = _Writer(work, _float_tensors(work))
     for node in work.graph.nodes:
         writer.write(node)
+    for path in writer.replaced:
+        work.delete_submodule(path)  # it may lie inside a module that is called, such as an embedding
     root = _tree(work, writer.modules, writer.float_tensors.tensors, writer.constants)
     result: FloatGraphModule = from_calls(FloatGraphModule, root.__dict__, calls_in(writer.graph), type(gm).__name__)
     for name in work.provenance.preserved:
@@ -121,6 +123,7 @@ class _Writer:
         graph: the graph that is written.
         modules: the modules that it calls, by path.
         constants: the values other than tensors of the float model that it reads, by path.
+        replaced: the paths of layers that became calls of their functions (case 3).
     """
 
     def __init__(self, gm: fx.GraphModule, float_tensors: _FloatTensors) -> None:
@@ -129,6 +132,7 @@ class _Writer:
         self.graph = fx.Graph()
         self.modules: dict[str, nn.Module] = {}
         self.constants: dict[str, Any] = {}
+        self.replaced: set[str] = set()
         self._values: dict[fx.Node, fx.Node] = {}
         self._layers: dict[int, nn.Module] = {}
         self._taken = {path for path, _ in gm.named_modules(remove_duplicate=False)}
@@ -173,6 +177,7 @@ class _Writer:
         if user_path is not None:
             return self._call(node, layer, user_path, value)
         assert type(layer) in WEIGHTED_TYPES
+        self.replaced.add(path)
         op = weighted_op(layer)
         if op.padding is not None:
             value = self._create(node, "call_function", F.pad, (value, *op.padding))

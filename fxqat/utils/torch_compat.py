@@ -29,6 +29,9 @@ ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""
 
+CHECK = torch._check
+"""Demands a condition on sizes, which torch.export then assumes."""
+
 WRAPPER = (torch.fx._symbolic_trace, "_create_wrapped_func")
 """The function that lets functions of ``math`` and of ``torch.fx.wrap`` take proxies while tracing."""
 

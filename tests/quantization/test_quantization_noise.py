@@ -55,6 +55,13 @@ def test_one_warning_names_the_worst_nodes(found, named, caplog):
 
 
 def test_without_a_problem_there_is_no_warning(caplog):
-    noise(0, 0.91).warn("calibrate")
+    noise(0, 0.951).warn("calibrate")
     assert caplog.records == []
-    assert noise(0, 0.91).problems == ()
+    assert noise(0, 0.951).problems == ()
+
+
+def test_an_output_below_the_limit_is_warned_about_with_the_worst_nodes(caplog):
+    noise(0, 0.949).warn("calibrate")
+    (record,) = caplog.records
+    assert "The worst nodes:" in record.getMessage()
+    assert "y: cosine 0.9490" in record.getMessage()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxqat.nn.weighted import TRANSPOSED, WeightedOp
+from fxqat.nn.weighted import WeightedOp
 
 
 def weight_to_matrices(op: WeightedOp, weight: Tensor) -> Tensor:
     """A weight as one matrix per group, ``(groups, out_channels / groups, inputs per output)``."""
     groups = int(op.arguments.get("groups", 1))
-    if op.layer in TRANSPOSED:
+    if op.axis == 1:
         channels, inputs = weight.shape[1], weight.shape[0] // groups
         return weight.reshape(groups, inputs, channels, -1).transpose(1, 2).flatten(2)
     return weight.reshape(groups, weight.shape[0] // groups, -1)
@@ -26,7 +26,7 @@ def weight_from_matrices(op: WeightedOp, matrices: Tensor, shape: torch.Size) ->
         shape: the weight's shape; the number of output channels follows from the matrices instead.
     """
     groups, channels, _ = matrices.shape
-    if op.layer in TRANSPOSED:
+    if op.axis == 1:
         return matrices.reshape(groups, channels, shape[0] // groups, *shape[2:]).transpose(1, 2).flatten(0, 1)
     return matrices.reshape(groups * channels, *shape[1:])
 

@@ -11,10 +11,12 @@ from fxqat.tools.post_training.layer_matrices import (
     weight_from_matrices,
     weight_to_matrices,
 )
+from tests.builders import product_layer
 
 LAYERS = {
     "Linear": (nn.Linear(6, 5), (4, 6)),
     "3-D Linear": (nn.Linear(6, 5), (2, 3, 6)),
+    "ProductLayer": (product_layer(6, 5), (2, 3, 6)),
     "Conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 9)),
     "Conv2d": (nn.Conv2d(4, 6, (3, 2), padding=(2, 1), dilation=2), (2, 4, 7, 8)),
     "depthwise": (nn.Conv2d(4, 8, 3, padding="same", groups=4), (2, 4, 7, 8)),
@@ -34,7 +36,7 @@ def test_every_layer_is_a_product_of_matrices(name):
     product = (weight_to_matrices(op, weight) @ inputs_to_columns(op, weight, x)).flatten(
         0, 1
     )  # (out_channels, samples)
-    expected = op(x, weight, None).movedim(-1 if isinstance(layer, nn.Linear) else 1, 0)
+    expected = op(x, weight, None).movedim(-1 if weight.dim() == 2 else 1, 0)
     torch.testing.assert_close(product, expected.flatten(1), atol=1e-5, rtol=1e-5)
 
 
@@ -45,6 +47,6 @@ def test_sums_along_an_axis_of_the_weight(name):
     values = torch.arange(layer.bias.numel(), dtype=torch.float64).view(weight_to_matrices(op, weight).shape[:2])
     inputs = weight.numel() // values.numel()
     assert float(sum_along_axis(op, values, weight.shape, None)) == inputs * float(values.sum())
-    transposed = "Transpose" in name  # there the groups share the indices of the axis
+    transposed = op.axis == 1  # there the groups share the indices of the axis
     expected = values.sum(0) if transposed else values.flatten()
     assert torch.equal(sum_along_axis(op, values, weight.shape, int(transposed)), inputs * expected)

@@ -1,0 +1,104 @@
+"""Fold numbers: what the graph computes from parameters and buffers alone, outside of tensors, becomes a constant.
+
+Torch's exporter does not know the values of tensors. A model that keeps sizes, factors or indices in buffers
+(``self.factors.tolist()``) needs them as numbers:
+
+1. a number, or a list of numbers, is written into the arguments of its readers,
+2. so is an integer tensor without dimensions that is part of an index or a shape (``x[:, self.start : self.end]``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from fxqat.ops.identify import identify
+from fxqat.utils.fx_graph import attribute_of, writes_state
+
+TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split")
+"""The ops whose arguments after the first are indices or sizes."""
+
+
+def fold_numbers(gm: fx.GraphModule) -> None:
+    """Fold such numbers, in place.
+
+    Args:
+        gm: a graph module whose parameters and buffers no longer change, except by the graph itself.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
+        values = _constants(gm)
+    for node in list(gm.graph.nodes):
+        if node not in values:
+            _write_numbers(node, values)
+    for node in reversed(values):
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def _constants(gm: fx.GraphModule) -> dict[fx.Node, Any]:
+    """The values that are computed from parameters and buffers alone, in the order of the graph."""
+    written = {read.target for node in gm.graph.nodes if writes_state(node) for read in node.all_input_nodes}
+    values: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            value = attribute_of(gm, node)
+            if isinstance(value, Tensor) and node.target not in written:
+                values[node] = value
+        elif _is_pure_call(node) and all(read in values for read in node.all_input_nodes):
+            values[node] = _computed(node, values)
+    return values
+
+
+def _is_pure_call(node: fx.Node) -> bool:
+    return node.op in ("call_function", "call_method") and bool(node.all_input_nodes) and not node.is_impure()
+
+
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """The value of a call of constants, which are not changed."""
+    given = {
+        read: values[read].clone() if isinstance(values[read], Tensor) else values[read]
+        for read in node.all_input_nodes
+    }
+    args: Any = fx.node.map_arg(node.args, given.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _write_numbers(node: fx.Node, values: Mapping[fx.Node, Any]) -> None:
+    def number(argument: Any) -> Any:
+        value = values.get(argument) if isinstance(argument, fx.Node) else None
+        return _plain(value) if _is_number(value) else argument
+
+    def number_of_tensor(argument: Any) -> Any:
+        value = values.get(argument) if isinstance(argument, fx.Node) else None
+        return value.item() if _is_integer(value) else number(argument)
+
+    first = 1 if identify(node).name in TAKE_NUMBERS else len(node.args)
+    args = (*map_aggregate(node.args[:first], number), *map_aggregate(node.args[first:], number_of_tensor))
+    kwargs = map_aggregate(node.kwargs, number)
+    if args != node.args or kwargs != node.kwargs:
+        node.args, node.kwargs = args, kwargs
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return isinstance(value, (bool, int, float, np.generic))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_integer(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() == 0 and not (value.is_floating_point() or value.is_complex())
