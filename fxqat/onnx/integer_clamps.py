@@ -63,7 +63,7 @@ def _move(graph: ir.Graph, quantizer: ir.Node) -> bool:
                 graph.initializers.pop(str(bound.name), None)
     value.name = name  # case 3
     if tuple(ends) != (limits.min, limits.max):
-        _clip(graph, quantizer, ends.astype(zero_point.dtype))  # case 2
+        clip_integers(graph, quantizer, ends.astype(zero_point.dtype))  # case 2
     return True
 
 
@@ -108,8 +108,14 @@ def _number(value: ir.Value) -> np.ndarray | None:
     return value.const_value.numpy().reshape(())
 
 
-def _clip(graph: ir.Graph, quantizer: ir.Node, ends: np.ndarray) -> None:
-    """Clip the integers of a QuantizeLinear."""
+def clip_integers(graph: ir.Graph, quantizer: ir.Node, ends: np.ndarray) -> None:
+    """Let a Clip follow a QuantizeLinear; its result has the name of the integers.
+
+    Args:
+        graph: the graph; changed in place.
+        quantizer: the QuantizeLinear.
+        ends: the smallest and the largest integer, ``(2,)``, in the type of the zero point.
+    """
     made = (value for node in graph for value in node.outputs)
     taken = {value.name for value in (*graph.inputs, *graph.initializers.values(), *made)}
     integers = quantizer.outputs[0]

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import onnx_ir as ir
 
 from fxqat.errors import ExportError
+from fxqat.onnx.add_branches import KeepAddBranches
 from fxqat.onnx.integer_clamps import ClampIntegers
 from fxqat.onnx.unsigned_activations import UnsignedActivations
 
@@ -18,8 +19,8 @@ RUNTIMES: Mapping[str, tuple[type[ir.passes.InPlacePass], ...]] = MappingProxyTy
     {
         # its integer kernels take uint8 activations, and convolutions with a zero point at the end of a ReLU's range
         "onnxruntime": (UnsignedActivations, ClampIntegers),
-        # it computes a signed Concat before a convolution wrongly (seen in 2026.4)
-        "openvino": (UnsignedActivations,),
+        # it computes a signed Concat before a convolution wrongly, and drops the rounding of a branch (seen in 2026.4)
+        "openvino": (UnsignedActivations, KeepAddBranches),
     }
 )
 
