@@ -59,6 +59,7 @@ class ExportReport:
             file, outputs that do not follow the batch size, an optimizer of ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
+        runtime: the runtime that the file is written for, None if it has the form of its backend.
     """
 
     onnx_path: Path
@@ -69,11 +70,13 @@ class ExportReport:
     tensors: tuple[QuantizedTensor, ...]
     warnings: tuple[str, ...] = ()
     buffers_not_updated: tuple[str, ...] = ()
+    runtime: str | None = None
 
     def __str__(self) -> str:
         size = self.onnx_path.stat().st_size / 2**20 if self.onnx_path.exists() else 0.0
         head = f"{self.onnx_path} ({size:.2f} MiB, opset {self.opset_version}, {len(self.tensors)} quantized tensors)"
-        lines = [head, *(f"warning: {text}" for text in self.warnings)]
+        lines = [head, *([f"written for the runtime {self.runtime}"] if self.runtime else [])]
+        lines += [*(f"warning: {text}" for text in self.warnings)]
         if self.buffers_not_updated:
             lines.append(f"not updated by the file: {', '.join(self.buffers_not_updated)}")
         return "\n".join(lines if self.certificate is None else [*lines, str(self.certificate)])
@@ -188,7 +191,7 @@ def convert_export(
     report = _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
-    return replace(report, warnings=warnings, buffers_not_updated=captured.updated)
+    return replace(report, warnings=warnings, buffers_not_updated=captured.updated, runtime=runtime)
 
 
 def _told(captured: Captured) -> tuple[str, ...]:

@@ -135,6 +135,62 @@ def test_the_files_for_further_backends_compute_what_the_model_computes(
     check_optimized(tmp_path, inputs, deployed_outputs(gm, inputs), report.opset_version)
 
 
+@pytest.mark.parametrize(
+    ("name", "backend", "runtime"),
+    [
+        *(("mobile", "TSQAT", "onnxruntime"), ("residual", "TensorRT", "onnxruntime")),
+        *(("branches", "ONNXRuntime", "onnxruntime"), ("residual", "TSQAT", "openvino")),
+    ],
+)
+def test_a_file_for_a_runtime_has_the_same_values(name: str, backend: str, runtime: str, tmp_path: Path) -> None:
+    gm, inputs = known(name, backend)
+    plain, before, _ = export(gm, inputs, tmp_path, "plain")
+    report, model, document = export(gm, inputs, tmp_path, "rewritten", runtime=runtime)
+    assert [*map(np.array_equal, run_file(plain.onnx_path, inputs), run_file(report.onnx_path, inputs))] == [True]
+    assert report.certificate.tensors == plain.certificate.tensors
+    check_files(report, model, document, report.opset_version)
+    assert (report.runtime, document["runtime"]) == (runtime, runtime)
+    types = {entry["dtype"] for entry in document["tensors"].values() if entry["kind"] == "activation"}
+    assert types == {"uint8"}
+    if runtime == "onnxruntime":
+        session(report.onnx_path, tmp_path / "optimized.onnx")
+        optimized = node_types(onnx.load(tmp_path / "optimized.onnx"))
+        read = {node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+        rounded = [node for node in model.graph.node if node.op_type == "Conv" and node.output[0] in read]
+        assert optimized.count("QLinearConv") == len(rounded) > 0
+        assert len(rounded) == node_types(before).count("Conv") or backend != "TSQAT"
+    fresh = prepare_by_platform(build(name), backend, EVERY_LAYER).eval()
+    load_quant_params(fresh, report.json_path)
+    enable_quantization(fresh)
+    assert all(map(np.array_equal, deployed_outputs(fresh, inputs), deployed_outputs(gm, inputs)))
+
+
+def test_without_a_runtime_the_file_keeps_the_form_of_its_backend(tmp_path: Path) -> None:
+    gm, inputs = known("residual", "TSQAT")
+    report, _, document = export(gm, inputs, tmp_path, verify=False)
+    again, _, _ = export(gm, inputs, tmp_path, "none", verify=False, runtime=None)
+    assert report.onnx_path.read_bytes() == again.onnx_path.read_bytes()
+    assert report.runtime is None and "runtime" not in document
+    assert {entry["dtype"] for entry in document["tensors"].values()} == {"int8", "int32"}
+
+
+def test_tensors_of_4_and_16_bits_are_left_as_they_are_for_a_runtime(tmp_path: Path) -> None:
+    rules = [{"match": {"module": "conv"}, "activation": {"bit": 4}}, {"match": {"module": "head"}, "activation": {"bit": 16}}]
+    model, inputs = build("residual"), inputs_of("residual")
+    gm = calibrate(prepare_by_platform(model, "TSQAT", {"overrides": rules}), inputs)
+    plain, _, _ = export(gm, inputs, tmp_path, "plain")
+    report, _, document = export(gm, inputs, tmp_path, "rewritten", runtime="onnxruntime")
+    types = {entry["dtype"] for entry in document["tensors"].values() if entry["kind"] == "activation"}
+    assert types == {"int4", "uint8", "int16"}
+    assert np.array_equal(run_file(plain.onnx_path, inputs)[0], run_file(report.onnx_path, inputs)[0])
+
+
+def test_an_unknown_runtime_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="runtime must be None or one of 'onnxruntime', 'openvino', got 'cuda'"):
+        convert_export(*known("residual", "TSQAT"), tmp_path / "a.onnx", runtime="cuda")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("backend", ["ONNXRuntime_AVX2", "OpenVINO_AVX2"])
 def test_seven_bits_are_stored_in_eight(backend: str, tmp_path: Path) -> None:
     """Two neighbouring products with uint8 then fit into int16, which is what processors without VNNI add them in."""

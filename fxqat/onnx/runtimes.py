@@ -33,6 +33,6 @@ def passes_for(runtime: str | None) -> list[ir.passes.InPlacePass]:
     """
     if runtime is None:
         return []
-    if runtime not in RUNTIMES:
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
         raise ExportError(f"runtime must be None or one of {', '.join(map(repr, RUNTIMES))}, got {runtime!r}")
     return [each() for each in RUNTIMES[runtime]]

@@ -68,7 +68,7 @@ def run(model: onnx.ModelProto, optimized_to=None, x: np.ndarray = X) -> np.ndar
     return session(model, optimized_to).run(None, {"x": x})[0]
 
 
-@pytest.mark.parametrize(("clamps", "center"), product(CLAMPS, CENTERS), ids=str)
+@pytest.mark.parametrize(("clamps", "center"), [*product(CLAMPS, CENTERS)], ids=str)
 def test_the_integers_are_the_same(clamps: str, center: tuple[str, int]) -> None:
     before = model_of(CLAMPS[clamps], *center)
     expected, model = run(before), after(before, ClampIntegers())
