@@ -326,7 +326,7 @@ def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
 
 
 def _with_signs_of(scheme: QuantizeScheme, entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a file for a runtime, which may store signed activations as unsigned, in the integers of the scheme."""
+    """An entry of a file for a runtime, which may store signed activations as unsigned, with the signs of a scheme."""
     is_moved = scheme.signed and entry["dtype"] == "uint8" and entry["bit_width"] == scheme.bit_width
     middle = 1 << (scheme.bit_width - 1)
     moved = {key: entry[key] - middle for key in ("quant_min", "quant_max")}

@@ -802,7 +802,9 @@ def test_a_runtime_without_an_onnx_file_or_of_an_unknown_name_is_refused(
 ) -> None:
     onnx_file = {"file_path_onnx": tmp_path / "c.onnx", "example_inputs": inputs_of("residual")}
     with pytest.raises(error, match=f"runtime.*{runtime}"):
-        save_checkpoint(prepared("residual"), tmp_path / "c.pth", runtime=runtime, **(onnx_file if runtime == "cuda" else {}))
+        save_checkpoint(
+            prepared("residual"), tmp_path / "c.pth", runtime=runtime, **(onnx_file if runtime == "cuda" else {})
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -170,12 +170,13 @@ def test_without_a_runtime_the_file_keeps_the_form_of_its_backend(tmp_path: Path
     report, _, document = export(gm, inputs, tmp_path, verify=False)
     again, _, _ = export(gm, inputs, tmp_path, "none", verify=False, runtime=None)
     assert report.onnx_path.read_bytes() == again.onnx_path.read_bytes()
-    assert report.runtime is None and "runtime" not in document
+    assert report.runtime is None
+    assert "runtime" not in document
     assert {entry["dtype"] for entry in document["tensors"].values()} == {"int8", "int32"}
 
 
 def test_tensors_of_4_and_16_bits_are_left_as_they_are_for_a_runtime(tmp_path: Path) -> None:
-    rules = [{"match": {"module": "conv"}, "activation": {"bit": 4}}, {"match": {"module": "head"}, "activation": {"bit": 16}}]
+    rules = [{"match": {"module": name}, "activation": {"bit": bits}} for name, bits in (("conv", 4), ("head", 16))]
     model, inputs = build("residual"), inputs_of("residual")
     gm = calibrate(prepare_by_platform(model, "TSQAT", {"overrides": rules}), inputs)
     plain, _, _ = export(gm, inputs, tmp_path, "plain")

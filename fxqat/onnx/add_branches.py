@@ -53,5 +53,5 @@ def _is_dropped(quantizer: ir.Node) -> bool:
 
 def _only_reader(node: ir.Node) -> ir.Node | None:
     """The node that reads the result of a node, None if there are several or the result is an output of the model."""
-    uses = node.outputs[0].uses()
+    uses = tuple(node.outputs[0].uses())
     return uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None

@@ -68,7 +68,7 @@ def _move(graph: ir.Graph, quantizer: ir.Node) -> bool:
 
 
 def _clamps_before(quantizer: ir.Node) -> tuple[list[tuple[ir.Node, np.ndarray]], ir.Value]:
-    """The clamps that a QuantizeLinear reads through, with their bounds, the first one first; and what that one reads."""
+    """The clamps before a QuantizeLinear with their bounds, the first one first, and what that one reads."""
     clamps: list[tuple[ir.Node, np.ndarray]] = []
     value = input_of(quantizer, 0)
     while len(value.uses()) == 1 and not value.is_graph_output():  # case 4
@@ -86,19 +86,24 @@ def _clamps_before(quantizer: ir.Node) -> tuple[list[tuple[ir.Node, np.ndarray]]
 
 def _bounds(node: ir.Node) -> tuple[ir.Value, np.ndarray] | None:
     """What a clamp reads, and its lower and upper bound; None if the node is no clamp to constants."""
-    inputs, bounds = list(node.inputs), {"Relu": [0.0, np.inf], "Clip": [-np.inf, np.inf]}.get(node.op_type)
-    if node.op_type in ("Max", "Min") and len(inputs) == 2:
-        inputs = sorted(inputs, key=lambda value: value is not None and value.const_value is not None)
-        inputs = inputs if node.op_type == "Max" else [inputs[0], None, inputs[1]]
-        bounds = [-np.inf, np.inf]
-    if bounds is None or inputs[0] is None:
+    ends: list[ir.Value | float | None] = [None, None]
+    value, *rest = node.inputs
+    if node.op_type == "Relu":
+        ends[0] = 0.0
+    elif node.op_type == "Clip":
+        ends[: len(rest)] = rest
+    elif node.op_type in ("Max", "Min") and len(rest) == 1:
+        value, bound = (rest[0], value) if value is not None and value.const_value is not None else (value, rest[0])
+        ends[node.op_type == "Min"] = bound
+    else:
         return None
-    for place, value in enumerate(inputs[1:]):
-        number = np.float32(bounds[place]) if value is None else _number(value)
-        if number is None or np.isnan(number):
+    bounds = np.array([-np.inf, np.inf], np.float32)
+    for place, end in enumerate(ends):
+        number = _number(end) if isinstance(end, ir.Value) else end
+        if (end is not None and number is None) or (number is not None and np.isnan(number)):
             return None
-        bounds[place] = number
-    return inputs[0], np.array(bounds, np.float32)
+        bounds[place] = bounds[place] if number is None else number
+    return None if value is None else (value, bounds)
 
 
 def _number(value: ir.Value) -> np.ndarray | None:
