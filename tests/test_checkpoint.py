@@ -800,11 +800,10 @@ def test_a_file_for_a_runtime_is_written_on_request(tmp_path: Path) -> None:
 def test_a_runtime_without_an_onnx_file_or_of_an_unknown_name_is_refused(
     runtime: str, error: type[Exception], tmp_path: Path
 ) -> None:
-    onnx_file = {"file_path_onnx": tmp_path / "c.onnx", "example_inputs": inputs_of("residual")}
+    options = {"file_path_onnx": tmp_path / "c.onnx", "example_inputs": inputs_of("residual")}
+    options = options if runtime == "cuda" else {}
     with pytest.raises(error, match=f"runtime.*{runtime}"):
-        save_checkpoint(
-            prepared("residual"), tmp_path / "c.pth", runtime=runtime, **(onnx_file if runtime == "cuda" else {})
-        )
+        save_checkpoint(prepared("residual"), tmp_path / "c.pth", runtime=runtime, **options)
     assert not list(tmp_path.iterdir())
 
 

@@ -139,12 +139,12 @@ def test_the_files_for_further_backends_compute_what_the_model_computes(
     ("name", "backend", "runtime"),
     [
         *(("mobile", "TSQAT", "onnxruntime"), ("residual", "TensorRT", "onnxruntime")),
-        *(("branches", "ONNXRuntime", "onnxruntime"), ("residual", "TSQAT", "openvino")),
+        *(("residual", "TSQAT", "onnxruntime"), ("residual", "TSQAT", "openvino")),
     ],
 )
 def test_a_file_for_a_runtime_has_the_same_values(name: str, backend: str, runtime: str, tmp_path: Path) -> None:
     gm, inputs = known(name, backend)
-    plain, before, _ = export(gm, inputs, tmp_path, "plain")
+    plain, _, _ = export(gm, inputs, tmp_path, "plain")
     report, model, document = export(gm, inputs, tmp_path, "rewritten", runtime=runtime)
     assert [*map(np.array_equal, run_file(plain.onnx_path, inputs), run_file(report.onnx_path, inputs))] == [True]
     assert report.certificate.tensors == plain.certificate.tensors
@@ -154,11 +154,11 @@ def test_a_file_for_a_runtime_has_the_same_values(name: str, backend: str, runti
     assert types == {"uint8"}
     if runtime == "onnxruntime":
         session(report.onnx_path, tmp_path / "optimized.onnx")
+        session(plain.onnx_path, tmp_path / "before.onnx")
         optimized = node_types(onnx.load(tmp_path / "optimized.onnx"))
-        read = {node.input[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
-        rounded = [node for node in model.graph.node if node.op_type == "Conv" and node.output[0] in read]
-        assert optimized.count("QLinearConv") == len(rounded) > 0
-        assert len(rounded) == node_types(before).count("Conv") or backend != "TSQAT"
+        before = node_types(onnx.load(tmp_path / "before.onnx"))
+        assert optimized.count("QLinearConv") >= before.count("QLinearConv") > 0
+        assert backend != "TSQAT" or optimized.count("QLinearConv") == node_types(model).count("Conv")
     fresh = prepare_by_platform(build(name), backend, EVERY_LAYER).eval()
     load_quant_params(fresh, report.json_path)
     enable_quantization(fresh)

@@ -87,9 +87,8 @@ def with_integers_in(
 def _clipped(model: onnx.ModelProto) -> dict[str, str]:
     """The integers that a Clip of a Q node's integers gives, by the name of the Q node's."""
     made = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
-    return {
-        node.input[0]: node.output[0] for node in model.graph.node if node.op_type == "Clip" and node.input[0] in made
-    }
+    clips = [node for node in model.graph.node if node.op_type == "Clip" and node.input[0] in made]
+    return {clip.input[0]: clip.output[0] for clip in clips}
 
 
 def _cast(source: str, result: str, data_type: int) -> onnx.NodeProto:
