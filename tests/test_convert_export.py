@@ -157,7 +157,7 @@ def test_a_file_for_a_runtime_has_the_same_values(name: str, backend: str, runti
         session(plain.onnx_path, tmp_path / "before.onnx")
         optimized = node_types(onnx.load(tmp_path / "optimized.onnx"))
         before = node_types(onnx.load(tmp_path / "before.onnx"))
-        assert optimized.count("QLinearConv") >= before.count("QLinearConv") > 0
+        assert optimized.count("QLinearConv") > before.count("QLinearConv")
         assert backend != "TSQAT" or optimized.count("QLinearConv") == node_types(model).count("Conv")
     fresh = prepare_by_platform(build(name), backend, EVERY_LAYER).eval()
     load_quant_params(fresh, report.json_path)
@@ -184,6 +184,33 @@ def test_tensors_of_4_and_16_bits_are_left_as_they_are_for_a_runtime(tmp_path: P
     types = {entry["dtype"] for entry in document["tensors"].values() if entry["kind"] == "activation"}
     assert types == {"int4", "uint8", "int16"}
     assert np.array_equal(run_file(plain.onnx_path, inputs)[0], run_file(report.onnx_path, inputs)[0])
+
+
+class TwoIntoOne(nn.Module):
+    """Two convolutions, concatenated before a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.both = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 1), nn.Conv2d(16, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(torch.cat([self.left(x), self.right(x)], 1))
+
+
+def test_openvino_computes_a_convolution_behind_a_concatenation(tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 3, 32, 32),)
+    gm = calibrate(prepare_by_platform(TwoIntoOne().eval(), "TSQAT"), inputs)
+    shares = {}
+    for runtime in (None, "openvino"):
+        report, _, document = export(gm, inputs, tmp_path, str(runtime), runtime=runtime)
+        (expected,) = run_file(report.onnx_path, inputs)
+        compiled = openvino.Core().compile_model(report.onnx_path, "CPU")
+        steps = np.rint((compiled([inputs[0].numpy()])[0] - expected) / document["tensors"]["both"]["scale"][0])
+        shares[runtime] = float((steps != 0).mean())
+    assert shares[None] > 0.5  # a version of OpenVINO that computes it right needs the pass no more
+    assert shares["openvino"] == 0.0
 
 
 def test_an_unknown_runtime_is_refused_before_any_work(tmp_path: Path) -> None:
