@@ -31,12 +31,15 @@ KINDS = {"TSQAT": ("TSQAT", None), "rewritten": ("TSQAT", "onnxruntime"), "ONNXR
 
 
 def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
-    """The float file and those of ``KINDS``, of a model with random weights, calibrated on noise."""
+    """The float file and those of ``KINDS``, of a model with random weights, calibrated on noise; unless they exist."""
+    paths = {kind: folder / f"{name}_{kind}.onnx" for kind in ("float", *KINDS)}
+    if all(path.exists() for path in paths.values()):
+        return paths
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     model: nn.Module = torchvision.models.get_model(name, weights=None).eval()
     batches = [torch.randn(1, 3, SIZE, SIZE) for _ in range(4)]
-    paths = {kind: folder / f"{name}_{kind}.onnx" for kind in ("float", *KINDS)}
     export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
     torch.onnx.export(model, (batches[0],), paths["float"], **export)
     for backend in ("TSQAT", "ONNXRuntime"):
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=30, help="turns of each file")
     parser.add_argument("--runs", type=int, default=6, help="runs in a turn")
+    parser.add_argument("--files", type=Path, help="keep the files in this folder, and measure those that are there")
     parser.add_argument("--note", default="", help="a sentence about the machine for the page")
     parser.add_argument("--output", type=Path, help="write the documentation page here")
     arguments = parser.parse_args()
@@ -97,7 +101,7 @@ def main() -> None:
     for name in tqdm(arguments.models):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            paths = write_files(name, folder, arguments.threads)
+            paths = write_files(name, arguments.files or folder, arguments.threads)
             shares = {kind: integer_share(path, arguments.threads, folder) for kind, path in paths.items()}
             found = {k: Measured(times, *shares[k]) for k, times in latencies(paths, arguments).items()}
             is_same = same_outputs(paths["TSQAT"], paths["rewritten"])
