@@ -28,6 +28,7 @@ from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
+from fxqat.onnx.runtimes import passes_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
@@ -60,6 +61,7 @@ class ExportReport:
             ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
+        runtime: the runtime that the file is written for, None if it has the form of its backend.
     """
 
     onnx_path: Path
@@ -70,11 +72,13 @@ class ExportReport:
     tensors: tuple[QuantizedTensor, ...]
     warnings: tuple[str, ...] = ()
     buffers_not_updated: tuple[str, ...] = ()
+    runtime: str | None = None
 
     def __str__(self) -> str:
         size = self.onnx_path.stat().st_size / 2**20 if self.onnx_path.exists() else 0.0
         head = f"{self.onnx_path} ({size:.2f} MiB, opset {self.opset_version}, {len(self.tensors)} quantized tensors)"
-        lines = [head, *(f"warning: {text}" for text in self.warnings)]
+        lines = [head, *([f"written for the runtime {self.runtime}"] if self.runtime else [])]
+        lines += [*(f"warning: {text}" for text in self.warnings)]
         if self.buffers_not_updated:
             lines.append(f"not updated by the file: {', '.join(self.buffers_not_updated)}")
         return "\n".join(lines if self.certificate is None else [*lines, str(self.certificate)])
@@ -93,6 +97,7 @@ def convert_export(
     verify: bool = True,
     weights: str = "integer",
     input_stats: InputStats | None = None,
+    runtime: str | None = None,
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
@@ -119,6 +124,8 @@ def convert_export(
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
             channel (dimension 1). The file normalizes in integers where they are exact, see
             :mod:`fxqat.quantization.raw_inputs`.
+        runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
+            the form that it runs fast and right. None keeps the form of the backend.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -138,6 +145,7 @@ def convert_export(
         check_opset(opset_version)
     check_weights(weights)
     check_names(input_names, output_names)
+    for_runtime = passes_for(runtime)
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
@@ -163,8 +171,9 @@ def convert_export(
         ConvertOpset(opset_version),
         StoreNarrow(),
         WriteClamps(),
+        *for_runtime,
     ]
-    if weights == "integer" and gm.provenance.runtime == "onnxruntime":
+    if weights == "integer" and "onnxruntime" in (runtime, gm.provenance.runtime):
         passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     proto, named = ir.to_proto(finished), tensors_of(finished)
@@ -183,11 +192,11 @@ def convert_export(
         certificate = replace(certificate, end_to_end=figures)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
-    document = params_document(tensors, gm.provenance.backend, opset_version, raw)
+    document = params_document(tensors, gm.provenance.backend, opset_version, raw, runtime)
     report = _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
-    return replace(report, warnings=warnings, buffers_not_updated=captured.updated)
+    return replace(report, warnings=warnings, buffers_not_updated=captured.updated, runtime=runtime)
 
 
 def _told(captured: Captured) -> tuple[str, ...]:
@@ -236,7 +245,11 @@ def _certify(
 ) -> ParityCertificate:
     """The certificate of the file on inputs on which the model computed what was captured."""
     activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
-    in_file = {named[path].name: captured.integers[t.name] for path, t in activations.items() if path in named}
+    in_file = {
+        named[path].name: captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0])
+        for path, t in activations.items()
+        if path in named
+    }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
     return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
 

@@ -27,7 +27,7 @@ from fxqat import (
     save_checkpoint,
 )
 from fxqat.checkpoint import FORMAT, float_state_dict
-from fxqat.errors import CalibrationError, CheckpointError
+from fxqat.errors import CalibrationError, CheckpointError, ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.graph_module import QuantGraphModule
 from tests.export_models import MODELS, build, calibrate, deployed_outputs, flat, inputs_of, prepared
@@ -776,6 +776,35 @@ def test_parameters_of_a_layer_called_with_two_repaired_biases_come_back(tmp_pat
     convert_export(fresh, inputs, tmp_path / "d.onnx", tmp_path / "d.json")
     assert json.loads((tmp_path / "d.json").read_text())["tensors"] == entries
     assert np.array_equal(deployed_outputs(fresh, inputs)[0], deployed_outputs(gm, inputs)[0])
+
+
+def test_a_file_for_a_runtime_is_written_on_request(tmp_path: Path) -> None:
+    gm, inputs = prepared("residual"), inputs_of("residual")
+    paths = {"file_path_json": tmp_path / "c.json", "file_path_onnx": tmp_path / "c.onnx"}
+    save_checkpoint(gm, tmp_path / "c.pth", **paths, example_inputs=inputs, runtime="onnxruntime")
+    document = json.loads((tmp_path / "c.json").read_text())
+    assert document["runtime"] == "onnxruntime"
+    assert document["tensors"]["conv"]["zero_point"] == [128]
+    fresh = prepare_by_platform(build("residual"), "TSQAT")
+    load_quant_params(fresh, tmp_path / "c.json")
+    for name, quant in gm.named_modules():
+        if isinstance(quant, FakeQuantizeBase):
+            assert all(map(torch.equal, fresh.get_submodule(name).qparams(), quant.qparams()))
+    document["tensors"]["conv"]["zero_point"] = [127]
+    (tmp_path / "c.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="must be 0, found \\[-1\\]"):
+        load_quant_params(fresh, tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(("runtime", "error"), [("openvino", CheckpointError), ("cuda", ExportError)])
+def test_a_runtime_without_an_onnx_file_or_of_an_unknown_name_is_refused(
+    runtime: str, error: type[Exception], tmp_path: Path
+) -> None:
+    options = {"file_path_onnx": tmp_path / "c.onnx", "example_inputs": inputs_of("residual")}
+    options = options if runtime == "cuda" else {}
+    with pytest.raises(error, match=f"runtime.*{runtime}"):
+        save_checkpoint(prepared("residual"), tmp_path / "c.pth", runtime=runtime, **options)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])

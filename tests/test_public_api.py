@@ -69,14 +69,14 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
         (fxqat.enable_all, "model"),
         (
             fxqat.save_checkpoint,
-            "model, file_path, file_path_json=, *, file_path_onnx=, example_inputs=, extra=",
+            "model, file_path, file_path_json=, *, file_path_onnx=, example_inputs=, extra=, runtime=",
         ),
         (fxqat.load_checkpoint, "model, file_path"),
         (fxqat.load_quant_params, "model, file_path_json"),
         (
             fxqat.convert_export,
             "model, example_inputs, file_path, file_path_json=, *, opset_version=, input_names=, output_names=, "
-            "dynamic_batch=, verify=, weights=, input_stats=",
+            "dynamic_batch=, verify=, weights=, input_stats=, runtime=",
         ),
     ],
 )

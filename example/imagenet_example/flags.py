@@ -120,6 +120,12 @@ def add_quantization(add: Callable[..., object]) -> None:
         type=integer(*OPSETS),
         help="opset of the exported ONNX files, 13 or later (default: 18, or 21 if a tensor needs it)",
     )
+    add(
+        "--runtime",
+        choices=["onnxruntime", "openvino", "none"],
+        help="write the quantized file for this runtime: the same integers in the form that it runs fast; none keeps "
+        "the form of the backend (default: onnxruntime, which measures the latency here)",
+    )
     add("--profile", **SWITCH, help="compare every layer with the float model, in a CSV table and an HTML page")
 
 

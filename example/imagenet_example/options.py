@@ -49,6 +49,7 @@ class Options:
     calib_batches: int | None
     onnx_batch: int
     opset_version: int | None
+    runtime: str
     profile: bool
     device: str | None
     gpu: int | None
@@ -96,6 +97,7 @@ DEFAULTS: Mapping[str, Any] = {
     "temperature": 6.0,
     "backend": "TSQAT",
     "onnx_batch": 1,
+    "runtime": "onnxruntime",
     "world_size": -1,
     "rank": -1,
     "print_freq": 100,

@@ -116,8 +116,15 @@ def export_quantized(job: Job, gm: Any) -> list[Path]:
     """Write and verify the QDQ ONNX file and its JSON, in the first process; returns the files written."""
     if not job.process.is_first:
         return []
-    path, opset_version = job.files.onnx, job.options.opset_version
-    report = convert_export(gm, (job.example,), path, path.with_suffix(".json"), opset_version=opset_version)
+    path, options = job.files.onnx, job.options
+    report = convert_export(
+        gm,
+        (job.example,),
+        path,
+        path.with_suffix(".json"),
+        opset_version=options.opset_version,
+        runtime=None if options.runtime == "none" else options.runtime,
+    )
     parity = report.certificate
     first = f", the first one in {parity.first_diverging}" if parity.first_diverging else ""
     LOG.info("%s: verified; %.3f%% of its quantized values off by a step%s", path.name, 100 * parity.off_share, first)

@@ -149,7 +149,8 @@ def run(flags: argparse.Namespace) -> None:
     if accuracy(gm, test_images, test_labels) < before:
         load_checkpoint(gm, folder / "model.pth")
     save_checkpoint(gm, folder / "model.pth")
-    report = convert_export(gm, (test_images[:1],), folder / "model.onnx", folder / "model.json")
+    paths = folder / "model.onnx", folder / "model.json"
+    report = convert_export(gm, (test_images[:1],), *paths, runtime="onnxruntime")
     add_row("chosen, finetuned", gm, report.onnx_path.stat().st_size)
     print(table)
     print(f"{report.onnx_path}: verified; {100 * report.certificate.off_share:.3f}% of its values off by a step")

@@ -241,6 +241,22 @@ def test_tensors_that_are_not_given_are_left_alone() -> None:
     assert certificate.passed
 
 
+@pytest.mark.parametrize("wrong", [0, 7])
+def test_integers_that_a_clip_follows_are_those_after_it(wrong: int) -> None:
+    """As a file for a runtime has them: the clamp of ``mid`` is behind its QuantizeLinear."""
+    model = chain()
+    relu, quantizer = model.graph.node[2:4]
+    relu.op_type, quantizer.output[0] = "Identity", "mid_unclamped"
+    model.graph.node.insert(4, helper.make_node("Clip", ["mid_unclamped", "mid_zero"], ["mid_q"]))
+    onnx.checker.check_model(model, full_check=True)
+    x, integers, y = truth()
+    integers["mid"].flat[:wrong] += 1
+    certificate = verify(model, [x], integers, [y])
+    assert tensor(certificate, "mid").step.off_by_1 == wrong / SIZE
+    assert tensor(certificate, "late").free.off == 0
+    assert certificate.passed == (wrong == 0)
+
+
 def test_the_model_is_not_changed() -> None:
     model, (x, integers, y) = chain(), truth()
     before = model.SerializeToString()

@@ -56,6 +56,7 @@ FLAGS = [
     "--amp",
     "--onnx-batch",
     "--opset-version",
+    "--runtime",
     "--device",
     "--config",
     "--calib-batches",
@@ -98,6 +99,7 @@ def test_defaults_for_an_image_folder(parse):
     assert (options.world_size, options.rank, options.log_level, options.backend) == (-1, -1, 1, "TSQAT")
     assert (options.optim, options.distill_method, options.distill_alpha, options.temperature) == ("sgd", None, 0.95, 6)
     assert (options.onnx_batch, options.opset_version) == (1, None)  # 18, or what the widths need
+    assert options.runtime == "onnxruntime"
     first = options.float_first
     assert (first.epochs, first.lr, first.optim) == (90, 0.1, "sgd")
 
