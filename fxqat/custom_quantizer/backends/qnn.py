@@ -11,7 +11,7 @@ from fxqat.custom_quantizer.backends.schemes import (
     UINT8_ACTIVATION,
     UINT16_ACTIVATION,
 )
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="QNN computes it in integers")
@@ -48,9 +48,12 @@ QNN = BackendSpec(
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
+    legal_weights=(LegalSchemes(frozenset({4, 8}), symmetric=True, signed=True),),
+    legal_activations=(LegalSchemes(frozenset({8, 16}), signed=False),),
     source="ONNX Runtime documentation, 'QNN Execution Provider', supported operators; onnxruntime/quantization/"
     "execution_providers/qnn/quant_config.py (MatMul per tensor; sigmoid and tanh on fixed scales); ExecuTorch, "
-    "backends/qualcomm/builders (ops) and quantizer/qconfig.py (int8 weights -127 to 127, uint8 or uint16 activations)",
+    "backends/qualcomm/builders (ops) and quantizer/qconfig.py (int4 or int8 weights without the smallest integer, "
+    "uint8 or uint16 activations)",
 )
 
 QNN_A16 = replace(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fxqat.custom_quantizer.spec import LegalSchemes
 from fxqat.scheme import QuantizeScheme
 
 INT8_WEIGHT = QuantizeScheme(
@@ -21,6 +22,12 @@ INT8_WEIGHT = QuantizeScheme(
 INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=4)
 UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False, scale_bits=4)
 
+UINT8_ACTIVATION_EVEN = replace(UINT8_ACTIVATION, even_zero_point=True)
+"""For engines that add the zero point before they round halves to even: an odd one rounds them the other way."""
+
 INT8_WEIGHT_PER_TENSOR = replace(INT8_WEIGHT, per_channel=False)
 UINT16_ACTIVATION = QuantizeScheme(bit_width=16, signed=False, symmetric=False, scale_bits=12)
 INT8_POWER_OF_TWO = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=1)
+
+ONLY_INT8 = (LegalSchemes(frozenset({8}), symmetric=True, signed=True),)
+"""Symmetric int8 and nothing else; weights per tensor or per channel."""
