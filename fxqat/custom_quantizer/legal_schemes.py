@@ -25,9 +25,9 @@ def check_legal(spec: BackendSpec, tensor: str, scheme: QuantizeScheme, where: s
         return
     others = [table.name for table in TABLES if table.takes(tensor, scheme)]
     kind = "weights" if tensor == "weight" else "activations"
-    odd = "" if scheme.fixed_zero_point is not None or scheme.even_zero_point else ", any zero point"
+    odd = "" if scheme.fixed_zero_point is not None or scheme.even_zero_point else " with any zero point"
     raise ConfigError(
         f"{where}: {spec.name} cannot run {scheme}{odd}{f' (of {node!r})' if node else ''}. For {kind} it takes "
-        f"{' or '.join(map(str, spec.legal(tensor)))} (source: {spec.source}). "
-        f"Take one of these, or a backend that can run it: {', '.join(others)}."
+        f"{' or '.join(map(str, spec.legal(tensor)))}. Choose one of these, or one of the backends that can run it: "
+        f"{', '.join(others)}."
     )

@@ -68,6 +68,8 @@ class Rule:
             ``"none"``. Pass-through ops only share with an operand that is quantized.
         keeps_relu_apart: operands that are never negative (results of a ReLU) do not share with others that can be, so
             that their zero point stays the smallest integer; for engines that convert between scales where they join.
+        scale_bits: the scale of the result has at least so many significant bits. An engine that multiplies by a ratio
+            of scales, where QuantizeLinear divides, rounds exact halves differently; with many bits there are none.
         reason: why the op computes in integers, for the report.
         why_float_output: with ``output=False``, why a value that no quantized op reads stays float, for the report.
     """
@@ -76,6 +78,7 @@ class Rule:
     output: bool = True
     share: Literal["none", "inputs", "all"] = "none"
     keeps_relu_apart: bool = False
+    scale_bits: int = 1
     reason: str = ""
     why_float_output: str = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION_EVEN
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, SCALE_BITS_OF_SUMS, UINT8_ACTIVATION_EVEN
 from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
@@ -16,13 +16,12 @@ LEAST_WORK = 128
 """Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI: ``docs/ort_latency.rst``."""
 
 UP_TO_8_BITS = frozenset(range(2, 9))
-LEGAL_WEIGHTS = (LegalSchemes(UP_TO_8_BITS, symmetric=True), LegalSchemes(UP_TO_8_BITS, per_channel=False))
 
 CONV = Rule(reason="QLinearConv: integers in and out")
 GEMM = Rule(
     output=False, reason="QGemm or MatMulIntegerToFloat: integers in", why_float_output="the kernel gives floats"
 )
-ADD = Rule(reason="QLinearAdd: integers in and out")
+ADD = Rule(scale_bits=SCALE_BITS_OF_SUMS, reason="QLinearAdd: integers in and out")
 AVERAGE = Rule(reason="QLinearGlobalAveragePool or QLinearAveragePool: integers in and out")
 CONCAT = Rule(
     share="all",
@@ -58,7 +57,7 @@ ONNXRUNTIME = BackendSpec(
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
-    legal_weights=LEGAL_WEIGHTS,
+    legal_weights=(LegalSchemes(UP_TO_8_BITS),),
     legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
     least_work=LEAST_WORK,
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc and "
@@ -71,7 +70,7 @@ ONNXRUNTIME_AVX2 = replace(
     ONNXRUNTIME,
     name="ONNXRuntime_AVX2",
     weight=ONNXRUNTIME.weight.with_scheme(bit_width=7),
-    legal_weights=tuple(replace(legal, bit_widths=UP_TO_8_BITS - {8}) for legal in LEGAL_WEIGHTS),
+    legal_weights=(LegalSchemes(UP_TO_8_BITS - {8}),),
     source=f"{ONNXRUNTIME.source}; ONNX Runtime documentation, 'Quantize ONNX models', reduce_range: weights of 7 bits "
     "on CPUs without VNNI; microsoft/onnxruntime#14642",
 )

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION_EVEN
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, SCALE_BITS_OF_SUMS, UINT8_ACTIVATION_EVEN
 from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
-LEGAL_WEIGHTS = (
-    LegalSchemes(frozenset({7, 8}), symmetric=True, signed=True),
-    LegalSchemes(frozenset({7, 8}), symmetric=False),
-)
+LEGAL_WEIGHTS = LegalSchemes(frozenset({7, 8}), symmetric=True, signed=True)
 
 READS = Rule(
     output=False,
@@ -22,6 +19,7 @@ READS = Rule(
 RESIDUAL = replace(
     READS,
     inputs="residual",
+    scale_bits=SCALE_BITS_OF_SUMS,
     reason=f"{READS.reason}; the output of a layer that it is fused into is added before it is rounded",
 )
 RESIZES = Rule(output=False, share="all", reason="stays within the range of its input and keeps its scale")
@@ -54,18 +52,19 @@ OPENVINO = BackendSpec(
             "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
         }
     ),
-    legal_weights=LEGAL_WEIGHTS,
+    legal_weights=(LEGAL_WEIGHTS,),
     legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
     source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "
-    "symmetric weights per channel, activations per tensor, 8 bits); OpenVINO documentation, 'Quantization': fused "
-    "residual additions; measured: it adds the zero point before it rounds",
+    "symmetric weights per channel, activations per tensor); measured in OpenVINO 2026.4: convolutions of other widths "
+    "and of asymmetric weights run in float, the zero point is added before the rounding, and what a layer gives to a "
+    "residual addition is not rounded",
 )
 
 OPENVINO_AVX2 = replace(
     OPENVINO,
     name="OpenVINO_AVX2",
     weight=OPENVINO.weight.with_scheme(bit_width=7, narrow_range=False),
-    legal_weights=tuple(replace(legal, bit_widths=frozenset({7})) for legal in LEGAL_WEIGHTS),
+    legal_weights=(replace(LEGAL_WEIGHTS, bit_widths=frozenset({7})),),
     source=f"{OPENVINO.source}; OpenVINO documentation, 'Saturation (overflow) issue workaround': weights of 7 bits on "
     "CPUs without VNNI",
 )
