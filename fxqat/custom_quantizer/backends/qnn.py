@@ -18,7 +18,11 @@ COMPUTES = Rule(reason="QNN computes it in integers")
 RESIZES = Rule(
     share="all", reason="QNN computes it in integers; stays within the range of its input and keeps its encoding"
 )
-JOINS = Rule(share="all", keeps_relu_apart=True, reason="copies integers: operands and result have one encoding")
+JOINS = Rule(
+    share="all",
+    keeps_relu_apart=True,
+    reason="copies integers, or converts those that have an encoding of their own",
+)
 MOVES = Rule(share="all", reason="moves values: keeps the encoding of its input")
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
