@@ -55,8 +55,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused_with_what_is_possible(case):
     backend, config, words = REFUSED[case]
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         prepared("residual", backend, config)
+    assert f"{backend} cannot run" in str(caught.value)
+    assert "Choose one of these, or one of the backends that can run it: TSQAT, Experimental" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +86,6 @@ def test_a_table_takes_its_own_schemes():
 
 def test_a_table_without_limits_takes_everything():
     check_legal(unlimited("TensorRT"), "weight", QuantizeScheme(3), "here")
+    assert unlimited("TensorRT").takes("activation", QuantizeScheme(16))
     with pytest.raises(ConfigError, match="here: TensorRT cannot run int3 sym per-tensor. For weights"):
         check_legal(backend_spec("TensorRT"), "weight", QuantizeScheme(3), "here")
