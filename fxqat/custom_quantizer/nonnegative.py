@@ -45,6 +45,6 @@ def _is_nonnegative(node: fx.Node, found: set[fx.Node]) -> bool:
         return bool(given) and given[0] in found
     if op.name == "interpolate":
         return given[0] in found and interpolation_mode(node) not in OVERSHOOTING
-    numbers = [value for value in given if isinstance(value, (int, float))]
+    numbers = [value for value in (*given, node.kwargs.get("alpha", 1)) if isinstance(value, (int, float))]
     nodes = list(node_inputs(given))
     return op.name in KEEPING and bool(nodes) and found.issuperset(nodes) and all(number >= 0 for number in numbers)

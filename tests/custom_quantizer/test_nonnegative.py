@@ -29,6 +29,7 @@ class Model(nn.Module):
             "signed": signed,
             "cubic": F.interpolate(pooled, scale_factor=2, mode="bicubic"),
             "less": positive + -1,
+            "subtracted": torch.add(positive, pooled, alpha=-1),
             "mixed": torch.cat([positive, signed], 1),
             "difference": positive - pooled,
             "hardswish": F.hardswish(positive),
