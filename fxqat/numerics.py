@@ -83,7 +83,7 @@ def valid_zero_point(zero_point: Tensor, quant_min: int, quant_max: int, step: i
         step: the result is the nearest multiple of this number within the range.
 
     Example:
-        >>> valid_zero_point(torch.tensor([2.6, 300.0, -1.0]), 0, 255, step=2).tolist()
+        >>> valid_zero_point(torch.tensor([2.6, 300.0, -9.0]), 0, 255, step=2).tolist()
         [2.0, 254.0, 0.0]
     """
     zero_point = torch.nan_to_num(zero_point, nan=float(quant_min))
