@@ -832,6 +832,20 @@ def test_the_zero_point_of_a_symmetric_unsigned_tensor_is_its_middle(tmp_path: P
         load_quant_params(fresh, tmp_path / "c.json")
 
 
+def test_zero_points_that_a_scheme_excludes_are_refused(tmp_path: Path) -> None:
+    """On ONNXRuntime they are even, and after a ReLU the smallest integer."""
+    gm = prepared("residual", "ONNXRuntime")
+    save_checkpoint(gm, tmp_path / "c.pth", tmp_path / "c.json")
+    document = json.loads((tmp_path / "c.json").read_text())
+    for name, zero_point, message in (("x", 127, "must be even, found .127"), ("stem.0", 2, "must be 0, found .2")):
+        changed = copy.deepcopy(document)
+        assert changed["tensors"][name]["zero_point"] != [zero_point]
+        changed["tensors"][name]["zero_point"] = [zero_point]
+        (tmp_path / "c.json").write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=message):
+            load_quant_params(prepare_by_platform(build("residual"), "ONNXRuntime"), tmp_path / "c.json")
+
+
 def drop_scale(entry: dict[str, Any]) -> None:
     del entry["scale"]
 

@@ -1,5 +1,7 @@
 """PACT against equations 1 to 3 of the paper, in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
 from fxqat.fake_quantize.pact import PACTFakeQuantize
 from fxqat.numerics import valid_scale
+from fxqat.observer.min_max import MinMaxObserver
 from fxqat.scheme import QuantizeScheme
 from tests.builders import UINT8, calibrate, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, on_axis
@@ -64,6 +67,18 @@ def test_behind_a_relu_it_is_the_papers_quantizer() -> None:
     assert quant.qparams()[1] == 0.0
     assert quant.alpha.grad.item() == np.count_nonzero(v >= alpha) > 20
     assert quant.beta.item() == quant.beta.grad.item() == 0.0
+
+
+def test_of_values_that_are_never_negative_one_clipping_value_is_learned() -> None:
+    scheme = replace(UINT8, nonnegative=True)
+    quant = PACTFakeQuantize(scheme, MinMaxObserver(scheme), ACTIVATION)
+    quant.observe(torch.tensor([0.0, 2.55]))
+    quant.fake_quant_enabled = True
+    assert quant.beta is None
+    assert quant.qparams()[1] == quant.zero_point == 0
+    x = torch.tensor([0.0, 1.0, 9.0], requires_grad=True)
+    quant(x).sum().backward()
+    assert (x.grad.tolist(), quant.alpha.grad) == ([1.0, 1.0, 0.0], 1.0)
 
 
 def test_a_value_that_is_the_clipping_value_counts_for_it() -> None:

@@ -180,7 +180,7 @@ def run(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         options = {"equalize": row.equalize, "reconstruct": row.reconstruction(), "correct_bias": row.correct_bias}
         batches = [view for x in task.batches for view in ((x, x.flip(-1)) if row.mirrored else (x,))]
-        gm = ptq(task.model, batches, row.backend, row.config(), **options, progress=True)
+        gm = ptq(task.model, batches, resnet.without_limits(row.backend), row.config(), **options, progress=True)
         seconds = time.perf_counter() - start
         top1 = {"float": task.accuracy(task.model), "top1": task.accuracy(gm)}
         experiments.add(arguments.results, {"row": asdict(row), **top1, "seconds": seconds})

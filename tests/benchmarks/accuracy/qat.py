@@ -141,7 +141,8 @@ def prepared(model: nn.Module, width: Width, method: Method, data: resnet.Data, 
     count = RECONSTRUCTION_IMAGES if method.reconstruct else CALIBRATION_IMAGES
     pick = torch.randperm(len(data.train_x), generator=torch.Generator().manual_seed(seed))[:count]
     reconstruction = replace(RECONSTRUCTIONS["QDrop"], iterations=ITERATIONS) if method.reconstruct else None
-    return ptq(model, data.train_x[pick].split(32), "ONNXRuntime", width.config(method), reconstruct=reconstruction)
+    backend, batches = resnet.without_limits("ONNXRuntime"), data.train_x[pick].split(32)
+    return ptq(model, batches, backend, width.config(method), reconstruct=reconstruction)
 
 
 def train(gm: nn.Module, teacher: nn.Module, method: Method, data: resnet.Data, seed: int) -> None:

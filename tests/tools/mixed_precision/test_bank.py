@@ -91,6 +91,8 @@ def test_kept_units_have_their_configured_width(net, batches):
         ({"weight_widths": ()}, "one weight width"),
         ({"weight_widths": (1,)}, "bit_width must be an integer from 2 to 16, got 1"),
         ({"keep": ["a"] + ["d.weight"]}, "unknown unit 'd.weight'"),
+        ({"backend": "TensorRT"}, r"WidthBank: weight_widths: TensorRT cannot run int2 .* \(of 'a.weight'\)"),
+        ({"backend": "QNN", "weight_widths": (4, 8), "value_widths": (4,)}, "WidthBank: value_widths: QNN cannot run"),
     ],
 )
 def test_wrong_arguments(net, batches, arguments, message):
