@@ -37,7 +37,7 @@ ENTRY_TYPES: dict[str, type] = {
 def params_document(
     tensors: Iterable[QuantizedTensor],
     backend: str,
-    opset: int,
+    opset: int | None,
     raw_inputs: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> dict[str, Any]:
     """The document of an exported model; ``schema.json`` beside this file is its schema.
@@ -47,7 +47,7 @@ def params_document(
     Args:
         tensors: the quantized tensors.
         backend: the backend's name.
-        opset: opset of the file.
+        opset: opset of the file, None for a .tflite file.
         raw_inputs: mean and std of each input that the file takes as uint8 and normalizes, by its name.
     """
     raw = (raw_inputs or {}).items()
