@@ -9,8 +9,8 @@ from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
 ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=False)
-"""Float32 scales: LiteRT adds integers, so sums are exact in any case, and with scales of few bits many results lie on a
-rounding boundary, where LiteRT rounds up and torch to even."""
+"""Float32 scales: LiteRT adds integers, so sums are exact in any case. With scales of few bits many results would lie
+on a rounding boundary, where LiteRT rounds up and torch to even."""
 
 CONV = Rule(reason="CONV_2D or DEPTHWISE_CONV_2D: integers in and out")
 COMPUTES = Rule(reason="LiteRT has an int8 kernel for it")
@@ -31,7 +31,12 @@ LITERT = BackendSpec(
         | {"cat": JOINS, "stack": JOINS, "where": JOINS, "pass_through": MOVES, "identity": MOVES}
     ),
     fixed_ranges=MappingProxyType(
-        {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0), "log_softmax": (-15.9375, 0.0)}
+        {
+            "sigmoid": (0.0, 255 / 256),  # scale 1/256, zero point -128
+            "softmax": (0.0, 255 / 256),
+            "tanh": (-1.0, 127 / 128),  # 1/128, 0
+            "log_softmax": (-255 / 16, 0.0),  # 1/16, 127
+        }
     ),
     left_float=MappingProxyType(
         dict.fromkeys(
