@@ -271,6 +271,7 @@ GRAPH_PASSES = (
     "quantization.drop_unread",
     "quantization.split_parameters",
     "quantization.standardize",
+    "quantization.split_ops",
     "quantization.fuse",
     "quantization.insert",
     "quantization.raw_inputs",

@@ -30,6 +30,7 @@ LITERT = BackendSpec(
         | dict.fromkeys(("adaptive_avg_pool2d", "avg_pool2d", "maximum", "minimum", "interpolate"), ONE_SCALE)
         | {"cat": JOINS, "stack": JOINS, "where": JOINS, "pass_through": MOVES, "identity": MOVES}
     ),
+    split=frozenset({"silu", "adaptive_avg_pool2d"}),
     fixed_ranges=MappingProxyType(
         {
             "sigmoid": (0.0, 255 / 256),  # scale 1/256, zero point -128
