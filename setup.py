@@ -68,5 +68,9 @@ setup(
             "mypy>=2.4,<3",
         ],
         "docs": ["sphinx>=8"],
+        "litert": [
+            "litert-torch>=0.10,<0.11",
+            "ai-edge-litert>=2.3,<2.4",
+        ],  # the versions that export_tflite was tried with
     },
 )

@@ -27,7 +27,18 @@ LITERT = BackendSpec(
         | dict.fromkeys(("conv_transpose2d", "linear", "matmul", "mean", "sum"), COMPUTES)
         | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
         | dict.fromkeys(("relu", "relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
-        | dict.fromkeys(("adaptive_avg_pool2d", "avg_pool2d", "maximum", "minimum", "interpolate"), ONE_SCALE)
+        | dict.fromkeys(
+            (
+                "adaptive_avg_pool1d",
+                "adaptive_avg_pool2d",
+                "avg_pool1d",
+                "avg_pool2d",
+                "maximum",
+                "minimum",
+                "interpolate",
+            ),
+            ONE_SCALE,
+        )
         | {"cat": JOINS, "stack": JOINS, "where": JOINS, "pass_through": MOVES, "identity": MOVES}
     ),
     split=frozenset({"silu", "adaptive_avg_pool2d"}),
@@ -44,6 +55,7 @@ LITERT = BackendSpec(
             ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize"),
             "LiteRT's 8-bit specification has no such operator",
         )
+        | {"silu": "split into sigmoid and mul, which are integer operators"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     source="LiteRT documentation, 'LiteRT 8-bit quantization specification' (schemes, shared scales, fixed ranges); "
