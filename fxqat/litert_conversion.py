@@ -6,7 +6,9 @@ of torch's PT2E quantization:
 1. each Q/DQ pair becomes such a pair;
 2. a stored weight becomes its real values and such a pair, because the converter takes no integers as weights;
 3. a stored bias becomes its real values: the converter rounds them at the scale of the products, as fxqat does;
-4. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
+4. a layer that was left float is followed by a barrier, or the converter would round its weights in its own way;
+5. ``x ** 2`` becomes ``x * x``: the converter refuses some float powers;
+6. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ExportError
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor
+from fxqat.ops.families import WEIGHTED
+from fxqat.ops.identify import identify
 from fxqat.quantization.lower import Lowered
 from fxqat.scheme import QuantizedTensor
 from fxqat.tflite.flatbuffer import missing
+from fxqat.utils.fx_graph import unique_name
 
 
 def run_converter(lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequence[bool]) -> bytes:
@@ -142,6 +147,20 @@ class _Bias(nn.Module):
         return self.values
 
 
+class _LeftFloat(nn.Module):
+    """A layer between quantized values that was left float."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's result, computed in float."""
+        y = self.layer(x)
+        kept: Tensor = torch.ops.litert_torch.optimization_barrier([y, y])[0]  # of a single one it makes no list
+        return kept
+
+
 FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
     QuantizeDequantize: _Pair,  # case 1
     RoundedTensor: _Weight,  # case 2
@@ -151,16 +170,25 @@ FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
 
 @torch.no_grad()
 def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
-    """Cases 1 to 3."""
+    """Cases 1 to 5."""
     check_schemes(lowered.tensors.values())
     for path in lowered.tensors:
         module = lowered.module.get_submodule(path)
         lowered.module.set_submodule(path, FORMS[type(module)](module))
+    for node in lowered.module.graph.nodes:
+        op = identify(node)
+        if node.op == "call_module" and op.family == WEIGHTED and str(node.args[0].target) in lowered.tensors:
+            path = unique_name(lowered.module, "left_float")
+            lowered.module.add_submodule(path, _LeftFloat(lowered.module.get_submodule(str(node.target))))
+            node.target = path  # case 4
+        elif op.name == "pow" and tuple(node.args[1:]) == (2,):
+            node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
+    lowered.module.recompile()
     return lowered.module
 
 
 class _ChannelsLast(nn.Module):
-    """Case 4: a model whose inputs have the layout ``(N, ..., C)``."""
+    """Case 6: a model whose inputs have the layout ``(N, ..., C)``."""
 
     def __init__(self, model: nn.Module, channels_last: Sequence[bool]) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fxqat import export_tflite, prepare_by_platform
 from fxqat.errors import CalibrationError, ExportError, ParityError
@@ -15,6 +16,7 @@ from fxqat.onnx.quant_params import schema
 from fxqat.tflite.flatbuffer import graph_of, operators, quantization_of, read_model, write_model
 from fxqat.tflite.run_tflite import run_tflite
 from tests.litert_models import Small, converted, needs_litert, small
+from tests.models import calibrate
 
 EXPORT = importlib.import_module("fxqat.export_tflite")  # the package has the function under this name
 
@@ -69,6 +71,32 @@ def test_channels_last_is_the_layout_of_the_input_only(tmp_path):
     (found,) = run_tflite(report.tflite_path.read_bytes(), [x.movedim(1, -1).contiguous().numpy()])
     assert np.abs(found - gm(x).detach().numpy()).max() <= 2 / 256
     assert report.certificate.passed
+
+
+class Half(nn.Module):
+    """Layers of which the second is left float, a transposed one, and a power."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)
+        self.up, self.c = nn.ConvTranspose2d(4, 4, 2, stride=2), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.c(self.up(self.b(self.a(x)))) ** 2
+
+
+def test_what_is_left_float_stays_float(tmp_path):
+    needs_litert()
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 6, 6)
+    config = {"extra_quantizer_dict": {"exclude_module_name": ["b"]}}
+    gm = calibrate(prepare_by_platform(Half().eval(), "LiteRT", config, example_inputs=(x,), check="off"), (x,))
+    report = export_tflite(gm, x, tmp_path / "m.tflite")
+    assert report.certificate.passed
+    assert {name: report.float_operators[name] for name in ("CONV_2D", "TRANSPOSE_CONV")} == {
+        "CONV_2D": 1,  # the converter would make it an int8 operator, with weights of its own
+        "TRANSPOSE_CONV": 1,
+    }
 
 
 @pytest.mark.parametrize("fault", ["weight", "scale"])

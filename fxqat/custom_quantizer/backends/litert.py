@@ -13,6 +13,7 @@ ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=False)
 on a rounding boundary, where LiteRT rounds up and torch to even."""
 
 CONV = Rule(reason="CONV_2D or DEPTHWISE_CONV_2D: integers in and out")
+TRANSPOSE_CONV = Rule(reason="TRANSPOSE_CONV on quantized values: LiteRT's converter writes it in float")
 COMPUTES = Rule(reason="LiteRT has an int8 kernel for it")
 ONE_SCALE = Rule(share="all", reason="LiteRT has an int8 kernel for it, whose inputs and output have one scale")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
@@ -24,7 +25,8 @@ LITERT = BackendSpec(
     activation=TensorQConfig(ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         dict.fromkeys(("conv1d", "conv2d"), CONV)
-        | dict.fromkeys(("conv_transpose2d", "linear", "matmul", "mean", "sum"), COMPUTES)
+        | dict.fromkeys(("conv_transpose1d", "conv_transpose2d"), TRANSPOSE_CONV)
+        | dict.fromkeys(("linear", "matmul", "mean", "sum"), COMPUTES)
         | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
         | dict.fromkeys(("relu", "relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
         | dict.fromkeys(
@@ -59,6 +61,6 @@ LITERT = BackendSpec(
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     source="LiteRT documentation, 'LiteRT 8-bit quantization specification' (schemes, shared scales, fixed ranges); "
-    "google-ai-edge/ai-edge-quantizer, default_policy.py, static_wi8_ai8 (BATCH_MATMUL, CONV_2D_TRANSPOSE, GELU, "
+    "google-ai-edge/ai-edge-quantizer, default_policy.py, static_wi8_ai8 (BATCH_MATMUL, GELU, "
     "HARD_SWISH, SELECT_V2, FULLY_CONNECTED per channel)",
 )
