@@ -62,6 +62,7 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
         return BACKENDS[BackendType(backend)]
     by_lower, given = {name.lower(): name for name in names}, str(backend).lower()
     longer = [name for name in by_lower if name.startswith(given)]
-    close = longer or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.4)
+    short = [lower for lower, name in by_lower.items() if "".join(filter(str.isupper, name)).lower() == given]
+    close = longer or short or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.4)
     hint = f"; did you mean {by_lower[close[0]]!r}?" if close else "."
     raise ConfigError(f"unknown backend {backend!r}{hint} Known: {', '.join(names)}")
