@@ -83,7 +83,10 @@ def write_all(contents: Mapping[Path, bytes | str], error: type[FxqatError]) -> 
     with ExitStack() as stack:
         for path, content in contents.items():
             temporary = stack.enter_context(atomic_path(path, error))
-            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                temporary.write_text(content)
+            else:
+                temporary.write_bytes(content)
 
 
 def _temporary_beside(target: Path, error: type[FxqatError]) -> Path:
