@@ -72,5 +72,9 @@ setup(
         ],
         "docs": ["sphinx>=8"],
         "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
+        "litert": [
+            "litert-torch>=0.10,<0.11",
+            "ai-edge-litert>=2.3,<2.4",
+        ],  # the versions that export_tflite was tried with
     },
 )

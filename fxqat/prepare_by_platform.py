@@ -33,6 +33,7 @@ from fxqat.quantization.graph_module import (
 from fxqat.quantization.insert import insert
 from fxqat.quantization.report import QuantReport, build_report
 from fxqat.quantization.sameness import SamenessError, check_now_or_at_first_call
+from fxqat.quantization.split_ops import split_ops
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
@@ -136,7 +137,7 @@ def _prepare(
     float_tensors = named_tensors(traced.root)
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
-    gm = standardize(traced.gm, traced.fixed)
+    gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

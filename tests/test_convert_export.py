@@ -64,6 +64,7 @@ INT32_MAX = 2**31 - 1
 FURTHER = [
     *(("branches", "OpenVINO"), ("attention", "OpenVINO"), ("mobile", "QNN"), ("upscale", "QNN")),
     *(("mobile", "QNN_A16"), ("residual", "Vitis"), ("upscale", "Vitis"), ("several", "ArmCPU"), ("attention", "X86")),
+    ("mobile", "LiteRT"),
 ]
 
 

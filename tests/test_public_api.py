@@ -24,10 +24,12 @@ PATHS = {
     "fxqat.utils.utils": ["save_checkpoint", "load_checkpoint"],
     "fxqat.calibrate": ["calibrate"],
     "fxqat.convert_export": ["convert_export"],
+    "fxqat.export_tflite": ["export_tflite"],
 }
 NAMES = [(path, name) for path, names in PATHS.items() for name in names]
 PUBLIC = sorted(
-    {name for _, name in NAMES} | {"load_quant_params", "compare_with_float", "quantize", "ExportReport", "__version__"}
+    {name for _, name in NAMES}
+    | {"load_quant_params", "compare_with_float", "quantize", "ExportReport", "TfliteReport", "__version__"}
 )
 
 
@@ -77,6 +79,10 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
             fxqat.convert_export,
             "model, example_inputs, file_path, file_path_json=, *, opset_version=, input_names=, output_names=, "
             "dynamic_batch=, verify=, weights=, input_stats=, runtime=",
+        ),
+        (
+            fxqat.export_tflite,
+            "model, example_inputs, file_path, file_path_json=, *, channels_last=, integer_io=, verify=",
         ),
     ],
 )

@@ -95,6 +95,7 @@ class BackendSpec:
         rules: by op name or family (see ``fxqat.ops.table``); the name wins. An op without a rule stays float.
         fused_activations: ops that run inside the op before them, so that the value between them is not rounded.
         fuses_into: families of the ops that can run such an activation.
+        split: names of the ops that are computed by several others (``fxqat.quantization.split_ops`` knows which).
         fixed_ranges: real range of the ops whose range is known, by op name.
         left_float: why ops without a rule stay float, by op name or family; the name wins.
         legal_weights: the schemes that the target can run for weights; empty: all of them.
@@ -111,6 +112,7 @@ class BackendSpec:
     rules: Mapping[str, Rule]
     fused_activations: frozenset[str] = frozenset({"relu", "relu6"})
     fuses_into: frozenset[str] = frozenset({"weighted", "binary", "norm"})
+    split: frozenset[str] = frozenset()
     fixed_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
     weights: Mapping[str, TensorQConfig] = field(default_factory=lambda: MappingProxyType({}))
     left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

@@ -48,6 +48,7 @@ def test_a_table_of_ones_own_is_taken_as_it_is():
         ("vitisai", "Vitis"),
         ("arm", "ArmCPU"),
         ("x86_64", "X86"),
+        ("tflite", "LiteRT"),
     ],
 )
 def test_an_unknown_name_names_the_nearest(wrong, nearest):

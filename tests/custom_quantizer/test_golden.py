@@ -11,6 +11,7 @@ from tests.models import FURTHER_BACKENDS, TOYS, VARIANTS, prepared
 
 PLACEMENTS = ("TSQAT", "ONNXRuntime", "TensorRT", *FURTHER_BACKENDS)
 NOTHING = [(name, backend) for name in ("conv1d", "conv3d", "transpose_convs") for backend in ("ArmCPU", "X86")]
+NOTHING.append(("conv3d", "LiteRT"))
 SAME_PLACEMENT = {"Experimental": "TSQAT", **VARIANTS}
 
 

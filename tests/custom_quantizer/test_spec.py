@@ -10,11 +10,13 @@ from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.ops import families
 from fxqat.ops.identify import op_named
 from fxqat.ops.table import OPS
+from fxqat.quantization.split_ops import SPLITS
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 FAMILIES = {value for name, value in vars(families).items() if name.isupper() and isinstance(value, str)}
 INT8 = TensorQConfig(QuantizeScheme())
 SCALE_BITS = {"ONNXRuntime": (6, 4), "ONNXRuntime_AVX2": (6, 4), "QNN_A16": (5, 12), "Vitis": (1, 1)}
+SCALE_BITS["LiteRT"] = (24, 24)
 ALWAYS_FLOAT = (families.CONSTRUCTOR, families.NOT_FLOAT, families.RECURRENT)
 RANGES = {
     ("int8", False): (-128, 127),
@@ -44,6 +46,7 @@ def test_a_table_speaks_of_known_ops_and_gives_reasons(backend):
     assert (spec.weight.scheme.scale_bits, spec.activation.scheme.scale_bits) == expected
     assert set(spec.fixed_ranges) | spec.fused_activations <= {op.name for op in OPS}
     assert spec.fuses_into <= FAMILIES
+    assert spec.split <= set(SPLITS)
     assert all(rule.reason for rule in spec.rules.values())
     assert spec.source
 

@@ -48,6 +48,8 @@ def test_the_integers_are_those_of_the_formula():
         expected = np.clip(np.rint(tensor.numpy() / scale) + zero_point, 0, 255)
         assert np.array_equal(integers[name], expected)
     assert integers["x"].std() > 10
+    assert captured.reals == {}
+    assert np.array_equal(capture(gm, (x,), with_reals=True).reals["x"], x.numpy())
 
 
 def test_values_on_the_grid_are_copies():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fxqat.errors import CheckpointError, ExportError, FxqatError
-from fxqat.utils.files import atomic_path, check_distinct, check_writable
+from fxqat.utils.files import atomic_path, check_distinct, check_writable, write_all
 
 
 def names(folder: Path) -> list[str]:
@@ -123,3 +123,13 @@ def test_equal_paths_are_found_through_links_and_relative_paths(
     for one, other in (("x", tmp_path / "x"), ("folder/x", "link/x"), ("x", "folder/../x")):
         with pytest.raises(ExportError, match="first and second are the same file"):
             check_distinct({"first": one, "none": None, "second": other}, ExportError)
+
+
+def test_of_several_files_all_are_written_or_none(tmp_path: Path) -> None:
+    model, document = tmp_path / "model.onnx", tmp_path / "missing" / "model.json"
+    with pytest.raises(ExportError, match="cannot write"):
+        write_all({model: b"new", document: "{}"}, ExportError)
+    assert names(tmp_path) == []
+    write_all({model: b"new", tmp_path / "model.json": "{}"}, ExportError)
+    assert names(tmp_path) == ["model.json", "model.onnx"]
+    assert (tmp_path / "model.json").read_text() == "{}"

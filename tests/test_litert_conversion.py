@@ -1,0 +1,74 @@
+"""The form of a model that LiteRT's converter takes, and the schemes that are refused."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from fxqat.errors import ExportError
+from fxqat.litert_conversion import check_schemes, litert_versions
+from fxqat.quantization.lower import lower
+from fxqat.tflite.flatbuffer import graph_of, operators, quantization_of, read_model
+from tests.litert_models import converted, needs_litert, small
+from tests.models import calibrated
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "scheme"),
+    [("ONNXRuntime", "activation", "uint8 asym per-tensor"), ("QNN_A16", "activation", "uint16 asym per-tensor")],
+)
+def test_a_scheme_that_litert_lacks_is_refused_with_the_remedy(backend, kind, scheme):
+    tensors = lower(calibrated("conv_bn_relu", backend), "float", 21).tensors.values()
+    with pytest.raises(ExportError, match=f"LiteRT has no {kind} of the scheme {scheme}") as caught:
+        check_schemes(tensors)
+    assert "backend 'LiteRT'" in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "LiteRT"])
+def test_int8_is_taken(backend):
+    tensors = lower(calibrated("conv_bn_relu", backend), "float").tensors.values()
+    check_schemes(tensors)
+    assert {tensor.kind for tensor in tensors} == {"activation", "weight", "bias"}
+
+
+@pytest.mark.parametrize("package", ["litert_torch", "ai_edge_litert"])
+def test_a_missing_package_names_the_extra(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ExportError, match="the extra 'litert'") as caught:
+        litert_versions()
+    assert 'pip install "fxqat[litert]"' in str(caught.value)
+
+
+def test_every_operator_of_the_file_computes_with_integers():
+    needs_litert()
+    model = read_model(converted())
+    names = [operator.name for operator in operators(model)]
+    assert [operator.name for operator in operators(model) if operator.is_float] == []
+    assert [names.count(n) for n in ("CONV_2D", "DEPTHWISE_CONV_2D", "LOGISTIC", "MEAN", "SOFTMAX")] == [2, 1, 1, 1, 1]
+    assert names.count("QUANTIZE") == names.count("DEQUANTIZE") == 0
+
+
+def test_weights_and_biases_are_those_of_the_lowered_model():
+    needs_litert()
+    gm, _ = small()
+    lowered = lower(gm)  # weights as integers
+    stored = {
+        r.name: lowered.module.get_submodule(path) for path, r in lowered.tensors.items() if r.kind != "activation"
+    }
+    model = read_model(converted())
+    graph, found = graph_of(model), {}
+    layers = [o for o in operators(model) if o.name in ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED")]
+    for layer, name in zip(layers, ("stem", "depthwise", "point", "fc"), strict=True):
+        for index, kind in zip(layer.inputs[1:], ("weight", "bias"), strict=True):
+            tensor, expected = graph.tensors[index], stored[f"{name}.{kind}"]
+            integers = expected.integers.numpy()
+            data = model.buffers[tensor.buffer].data.view(integers.dtype)
+            if integers.ndim == 4:
+                integers = integers.transpose((1, 2, 3, 0) if name == "depthwise" else (0, 2, 3, 1))
+            found[f"{name}.{kind}"] = np.array_equal(data, integers.ravel())
+            scale, zero_point = quantization_of(tensor)
+            np.testing.assert_allclose(scale, expected.scale.numpy().ravel(), rtol=1e-6)
+            assert not zero_point.any()
+    assert found == dict.fromkeys(stored, True)
+    assert torch.equal(stored["fc.weight"].zero_point, torch.zeros(6, dtype=torch.int8))
