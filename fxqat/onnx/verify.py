@@ -227,7 +227,7 @@ def verify(
         suspects = [node for node in quantizers if node.input[0] in doubtful]
         given = feeds | step_feeds
         reals = given | run(with_reals_out(step_model, doubtful - given.keys()), given, plain)
-        tensors = _compare_tensors(model, step, free, integers, indices, _ties(model, suspects, reals))
+        tensors = _compare_tensors(model, step, free, integers, indices, ties_of(model, suspects, reals))
     off = sum(t.free.off * t.size for t in tensors)
     names = [value.name for value in model.graph.output]
     return ParityCertificate(
@@ -351,7 +351,7 @@ def _compare_tensors(
             name, expected = node.input[0], integers[node.input[0]]
             at_tie = ties.get(name, np.zeros((), bool))
             both = (run[node.output[0] + COMPUTED] for run in (step, free))
-            shares = [_shares(found, expected, at_tie) for found in both]
+            shares = [shares_of(found, expected, at_tie) for found in both]
             result.append(TensorParity(name, expected.size, shares[0], shares[1], not is_tainted))
             is_tainted = is_tainted or shares[1].off > 0
         selected = indices.get(indices_of(node))
@@ -362,7 +362,7 @@ def _compare_tensors(
     return tuple(result)
 
 
-def _ties(
+def ties_of(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], reals: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Which values of each tensor lie on a rounding boundary, by the name of the tensor."""
@@ -380,7 +380,8 @@ def _ties(
     return result
 
 
-def _shares(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray) -> Shares:
+def shares_of(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray) -> Shares:
+    """Compare the integers of a tensor; ``at_tie`` says which of them lie on a rounding boundary."""
     difference = np.abs(found.astype(np.int64) - expected)
     size, off_by_1 = max(1, difference.size), difference == 1
     counts = (off_by_1.sum(), (difference >= 2).sum(), (off_by_1 & at_tie).sum())

@@ -1,0 +1,168 @@
+"""Cut a quantized file into units: between quantized tensors, and around one of them.
+
+An engine gets the right values at chosen quantized tensors. The readers of such a tensor read an input of the file, on
+the grid of its integers, through its own Q and DQ nodes, so that the engine sees the same Q/DQ pairs as in the whole
+file; what the tensor's producer computes is quantized by a copy of the Q node and becomes an output.
+
+1. With all quantized tensors chosen, each unit is what lies between them.
+2. An engine also drops Q/DQ pairs, and moves them past other operators. This shows only around a pair whose integers
+   nobody looks at. So in some more runs part of the tensors is not chosen: each pair of a tensor and a reader of it is
+   in one of them, with the first left inside and the second chosen. For a chain these are two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from fxqat.onnx.ort_runs import COMPUTED, FOUND, GIVEN, INT32, with_integers_in
+from fxqat.onnx.selections import indices_of
+
+IN_NUMPY = tuple(getattr(onnx.TensorProto, name) for name in ("INT8", "UINT8", "INT16", "UINT16"))
+"""Types of integers that an output may have; others are cast, because numpy has no types of 4 and 2 bits."""
+
+NO_OPERATORS = ("QuantizeLinear", "DequantizeLinear", "Constant")
+"""Nodes that compute nothing of the model."""
+
+
+@dataclass(frozen=True)
+class QuantizedFile:
+    """A quantized ONNX file with what cutting it needs.
+
+    Args:
+        model: the file.
+        quantizers: the Q node of every quantized activation, by the name of its result.
+        sources: by the name of a Q node's result or of an output of the file: the results of the Q nodes that it is
+            computed from, with no other Q node between.
+        operators: by the same names: the nodes between.
+    """
+
+    model: onnx.ModelProto
+    quantizers: dict[str, onnx.NodeProto]
+    sources: dict[str, tuple[str, ...]]
+    operators: dict[str, tuple[onnx.NodeProto, ...]]
+
+    @property
+    def indices(self) -> tuple[str, ...]:
+        """The names of all selected indices, see :mod:`fxqat.onnx.selections`."""
+        return tuple(name for node in self.model.graph.node if (name := indices_of(node)))
+
+
+def read_units(model: onnx.ModelProto) -> QuantizedFile:
+    """Find the quantized activations of a file and what lies between them."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    quantizers = {
+        str(node.output[0]): node
+        for node in model.graph.node
+        if node.op_type == "QuantizeLinear" and node.input[0] not in constants and set(node.input[1:]) <= constants
+    }
+    reached: dict[str, tuple[dict[str, None], dict[str, onnx.NodeProto]]] = {}
+    sources, operators = {}, {}
+    for node in model.graph.node:
+        before: dict[str, None] = {}
+        between: dict[str, onnx.NodeProto] = {}
+        for name in node.input:
+            names, nodes = reached.get(name, ({}, {}))
+            before |= names
+            between |= nodes
+        result = str(node.output[0])
+        if result in quantizers:
+            sources[result], operators[result] = tuple(before), tuple(between.values())
+            reached[result] = ({result: None}, {})
+        else:
+            if node.op_type not in NO_OPERATORS:
+                between[result] = node
+            reached |= dict.fromkeys(node.output, (before, between))
+    for value in model.graph.output:
+        names, nodes = reached.get(value.name, ({}, {}))
+        sources[value.name], operators[value.name] = tuple(names), tuple(nodes.values())
+    return QuantizedFile(model, quantizers, sources, operators)
+
+
+def pairs(file: QuantizedFile) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Runs in which each pair of a quantized tensor and a reader of it occurs: the tensors left inside, the readers."""
+    rest = [(source, reader) for reader, found in file.sources.items() for source in found if source != reader]
+    runs = []
+    while rest:
+        inside: set[str] = set()
+        readers: set[str] = set()
+        left = []
+        for source, reader in rest:
+            if source in readers or reader in inside:
+                left.append((source, reader))
+            else:
+                inside.add(source)
+                readers.add(reader)
+        runs.append((frozenset(inside), frozenset(readers)))
+        rest = left
+    return runs
+
+
+def cut(
+    file: QuantizedFile, values: Mapping[str, np.ndarray], selections: Mapping[str, np.ndarray]
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A copy that reads chosen tensors from inputs, and outputs the integers that it computes for them.
+
+    Args:
+        file: the file.
+        values: the values of the chosen tensors, see :func:`given_values`.
+        selections: indices that the readers of selecting nodes get, by name.
+
+    Returns:
+        The copy, and what its new inputs get. The integers are in the outputs :func:`computed_name`.
+    """
+    result, feeds = with_integers_in(file.model, [], {}, selections)
+    nodes = list(result.graph.node)
+    del result.graph.node[:]
+    types = {tensor.name: tensor.data_type for tensor in file.model.graph.initializer}
+    readers, others, copies = [], [], []
+    for node in nodes:
+        name = node.output[0]
+        if name + GIVEN not in values:
+            others.append(node)
+            continue
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name, copy.output[0] = name + FOUND, computed_name(name)
+        copies.append(copy)
+        kind = types[node.input[2]]
+        if kind not in IN_NUMPY:
+            copy.output[0] = name + FOUND
+            copies.append(onnx.helper.make_node("Cast", [name + FOUND], [computed_name(name)], to=INT32))
+            kind = INT32
+        result.graph.output.append(onnx.helper.make_tensor_value_info(computed_name(name), kind, None))
+        node.input[0] = name + GIVEN
+        readers.append(node)
+        shape = values[name + GIVEN].shape
+        result.graph.input.append(onnx.helper.make_tensor_value_info(name + GIVEN, onnx.TensorProto.FLOAT, shape))
+    result.graph.node.extend([*readers, *others, *copies])
+    return result, {**feeds, **values}
+
+
+def computed_name(tensor: str) -> str:
+    """The output that has the integers computed for a chosen tensor."""
+    return tensor + COMPUTED
+
+
+def given_values(file: QuantizedFile, integers: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The values of tensors as inputs of a cut file: on the grid, ``(integer - zero_point) * scale``.
+
+    Args:
+        file: the file.
+        integers: the integers by the names of the Q nodes' results.
+    """
+    constants = {tensor.name: tensor for tensor in file.model.graph.initializer}
+    found = {}
+    for name, array in integers.items():
+        node = file.quantizers[name]
+        scale, zero = (numpy_helper.to_array(constants[place]).astype(np.float64) for place in node.input[1:3])
+        if scale.ndim:
+            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+            shape = [-1 if dim == axis % array.ndim else 1 for dim in range(array.ndim)]
+            scale, zero = scale.reshape(shape), zero.reshape(shape)
+        found[name + GIVEN] = ((array - zero) * scale).astype(np.float32)
+    return found
