@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,12 @@ class EngineReport:
         return head | {"report": asdict(self)}
 
     def __str__(self) -> str:
-        table = PrettyTable(
-            ["tensor", "computed by", "alone: off by 1", "2+", "of these ties", "together: off by 1", "2+ ", "verdict"],
-            align="l",
-        )
+        header = ["tensor", "computed by", "alone: off by 1", "of these ties", "2+"]
+        table = PrettyTable([*header, "together: off by 1", "of these ties ", "2+ ", "verdict"], align="l")
         off = [t for t in self.tensors if t.alone.off or t.together.off]
         for t in off:
-            alone = [t.alone.off_by_1, t.alone.off_by_2_plus, t.alone.ties]
-            shares = [f"{share:.4%}" for share in (*alone, t.together.off_by_1, t.together.off_by_2_plus)]
+            both = [share for s in (t.alone, t.together) for share in (s.off_by_1, s.ties, s.off_by_2_plus)]
+            shares = [f"{share:.4%}" for share in both]
             table.add_row([t.name, ", ".join(t.operators), *shares, "" if t.passed else "FAILED"])
         verdict = "passed" if self.passed else f"FAILED, first: {self.first_diverging}"
         lines = [
@@ -193,6 +191,7 @@ def verify(
     runs = _Runs(cut_file, made, feeds, free)
     alone = runs.alone()
     together = runs.together(alone)
+    shares = runs.shares(runs.truth, alone, runs.truth, *runs.cut(runs.truth))
     whole = made.compile(content)
     end_to_end = whole.run(feeds)
     names = {name: _texts(nodes) for name, nodes in cut_file.operators.items()}
@@ -207,7 +206,7 @@ def verify(
                 name=node.input[0],
                 operators=names[name],
                 size=runs.truth[name].size,
-                alone=runs.shares(name, alone),
+                alone=shares[name],
                 together=together.get(name, NOTHING),
             )
             for name, node in cut_file.quantizers.items()
@@ -251,17 +250,25 @@ class _Runs:
         """What the engine computes with the right integers of every tensor."""
         return self.on_engine(self.truth)
 
-    def shares(self, name: str, found: Mapping[str, np.ndarray]) -> Shares:
-        """What is off in a tensor, alone; with its ties if it is off at all."""
-        integers, node = found[computed_name(name)], self.file.quantizers[name]
-        result = shares_of(integers, self.truth[name], np.zeros((), bool))
-        if not result.off:
-            return result
-        model, feeds = self.cut(self.truth)
-        if node.input[0] not in feeds:
-            feeds = feeds | run(with_reals_out(model, [node.input[0]]), feeds, PLAIN)
-        at_tie = ties_of(self.file.model, [node], feeds)[node.input[0]]
-        return shares_of(integers, self.truth[name], at_tie)
+    def shares(
+        self,
+        names: Iterable[str],
+        found: Mapping[str, np.ndarray],
+        expected: Mapping[str, np.ndarray],
+        model: onnx.ModelProto,
+        feeds: Mapping[str, np.ndarray],
+    ) -> dict[str, Shares]:
+        """What is off in each tensor; with its ties, from a run of the cut model, if it is off at all."""
+        nodes = {name: self.file.quantizers[name] for name in names}
+        pairs_of = {name: (found[computed_name(name)], expected[name]) for name in nodes}
+        result = {name: shares_of(*pair, np.zeros((), bool)) for name, pair in pairs_of.items()}
+        off = [nodes[name] for name, shares in result.items() if shares.off_by_1]
+        reals = dict(feeds)
+        computed = [node.input[0] for node in off if node.input[0] not in reals]
+        if computed:
+            reals |= run(with_reals_out(model, computed), feeds, PLAIN)
+        ties = ties_of(self.file.model, off, reals)
+        return {name: shares_of(*pairs_of[name], ties.get(nodes[name].input[0], np.zeros((), bool))) for name in nodes}
 
     def together(self, alone: Mapping[str, np.ndarray]) -> dict[str, Shares]:
         """The worst shares of each tensor with the operators before its sources inside; fills ``outputs``."""
@@ -272,15 +279,13 @@ class _Runs:
             own = {name: alone[computed_name(name)] for name in inside}
             model, feeds = self.cut(rest | own)
             expected = run(model, feeds, PLAIN)
-            for name in readers:
-                if name in self.file.quantizers:
-                    key = computed_name(name)
-                    shares = shares_of(found[key], expected[key], np.zeros((), bool))
-                    worst[name] = max(worst.get(name, NOTHING), shares, key=lambda s: (s.off_by_2_plus, s.off_by_1))
-                else:
-                    difference = compare(found[name], expected[name])
-                    old = self.outputs.get(name, difference)
-                    self.outputs[name] = max(old, difference, key=lambda d: (d.mismatches, d.error))
+            integers = {name: expected[computed_name(name)] for name in readers if name in self.file.quantizers}
+            for name, shares in self.shares(integers, found, integers, model, feeds).items():
+                worst[name] = max(worst.get(name, NOTHING), shares, key=lambda s: (s.off_by_2_plus, s.off_by_1))
+            for name in readers - integers.keys():
+                difference = compare(found[name], expected[name])
+                old = self.outputs.get(name, difference)
+                self.outputs[name] = max(old, difference, key=lambda d: (d.mismatches, d.error))
         return worst
 
 
