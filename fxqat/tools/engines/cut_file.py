@@ -6,13 +6,15 @@ file; what the tensor's producer computes is quantized by a copy of the Q node a
 
 1. With all quantized tensors chosen, each unit is what lies between them.
 2. An engine also drops Q/DQ pairs, and moves them past other operators. This shows only around a pair whose integers
-   nobody looks at. So in some more runs part of the tensors is not chosen: each pair of a tensor and a reader of it is
-   in one of them, with the first left inside and the second chosen. For a chain these are two runs.
+   nobody looks at. So in some more runs part of the tensors is not chosen. Each pair of a tensor and a reader of it is
+   in one of them, with the first left inside and the second chosen; for a chain these are two runs. In one more run
+   only the ends of blocks are chosen: tensors that nothing is computed across, as behind a residual Add. Engines
+   compute such an Add in the memory of the shortcut, and only if they know that everything else has read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,10 +85,13 @@ def read_units(model: onnx.ModelProto) -> QuantizedFile:
     return QuantizedFile(model, quantizers, sources, operators)
 
 
-def pairs(file: QuantizedFile) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """Runs in which each pair of a quantized tensor and a reader of it occurs: the tensors left inside, the readers."""
+def runs_together(file: QuantizedFile) -> list[tuple[frozenset[str], frozenset[str]]]:
+    """Runs with part of the tensors left inside: these, and the tensors and outputs to look at.
+
+    First the blocks, in one run; then the pairs, in as few runs as a greedy choice finds.
+    """
     rest = [(source, reader) for reader, found in file.sources.items() for source in found if source != reader]
-    runs = []
+    runs = [_blocks(file, rest)]
     while rest:
         inside: set[str] = set()
         readers: set[str] = set()
@@ -99,7 +104,19 @@ def pairs(file: QuantizedFile) -> list[tuple[frozenset[str], frozenset[str]]]:
                 readers.add(reader)
         runs.append((frozenset(inside), frozenset(readers)))
         rest = left
-    return runs
+    return [found for found in dict.fromkeys(runs) if found[0]]
+
+
+def _blocks(file: QuantizedFile, edges: Sequence[tuple[str, str]]) -> tuple[frozenset[str], frozenset[str]]:
+    """What is inside of blocks, and their ends: the tensors that no pair of others reaches across."""
+    places = {name: place for place, name in enumerate(file.sources)}  # sources come before their readers
+    open_until = -1
+    ends, last_reader = set(), {source: places[reader] for source, reader in sorted(edges, key=lambda e: places[e[1]])}
+    for name, place in places.items():
+        if open_until <= place:
+            ends.add(name)
+        open_until = max(open_until, last_reader.get(name, place))
+    return frozenset(file.quantizers.keys() - ends), frozenset(ends)
 
 
 def cut(

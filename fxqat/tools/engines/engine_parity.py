@@ -4,8 +4,8 @@ The integers of ONNX Runtime without optimizations, which the parity certificate
 fake-quant model, are compared with the engine's, tensor by tensor:
 
 * *alone*: the engine computes each tensor from the right integers of the tensors before it;
-* *together*: the same, with the operators that compute these tensors inside. It shows what the engine fuses: it must
-  compute what the file says for the integers that the engine itself computed *alone*;
+* *together*: the same, with the operators that compute these tensors inside (:mod:`fxqat.tools.engines.cut_file`). It
+  shows what the engine fuses. It must compute what the file says; values that are off *alone* are off here, too;
 * *end to end*: the engine runs the whole file; its outputs are compared. Differences of one step grow in deep networks.
 
 Rule: alone and together no value is off by 2 steps or more, and at most ``MAX_OFF_BY_ONE`` of a tensor's values, or a
@@ -37,8 +37,8 @@ from fxqat.tools.engines.cut_file import (
     computed_name,
     cut,
     given_values,
-    pairs,
     read_units,
+    runs_together,
 )
 from fxqat.tools.engines.load import load_engine
 
@@ -270,15 +270,31 @@ class _Runs:
         ties = ties_of(self.file.model, off, reals)
         return {name: shares_of(*pairs_of[name], ties.get(nodes[name].input[0], np.zeros((), bool))) for name in nodes}
 
+    def expected(
+        self, given: Mapping[str, np.ndarray], inside: Iterable[str], alone: Mapping[str, np.ndarray]
+    ) -> tuple[onnx.ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """A cut model, its inputs, and what the engine should compute with some tensors inside.
+
+        What the engine computes alone may be off. Inside, the same values of each tensor are off by the same steps, and
+        what is computed from them changes as the file says.
+        """
+        off = {name: alone[computed_name(name)].astype(np.int64) - self.truth[name] for name in inside}
+        values = {name: self.truth[name] + change for name, change in off.items()}
+        while True:
+            model, feeds = self.cut({**given, **values})
+            result = run(model, feeds, PLAIN)
+            changed = {name: _shifted(result[computed_name(name)], change) for name, change in off.items()}
+            if all(np.array_equal(changed[name], values[name]) for name in off):
+                return model, feeds, result
+            values = changed
+
     def together(self, alone: Mapping[str, np.ndarray]) -> dict[str, Shares]:
-        """The worst shares of each tensor with the operators before its sources inside; fills ``outputs``."""
+        """The worst shares of each tensor with the operators before it inside; fills ``outputs``."""
         worst: dict[str, Shares] = {}
-        for inside, readers in pairs(self.file):
+        for inside, readers in runs_together(self.file):
             rest = {name: array for name, array in self.truth.items() if name not in inside}
             found = self.on_engine(rest)
-            own = {name: alone[computed_name(name)] for name in inside}
-            model, feeds = self.cut(rest | own)
-            expected = run(model, feeds, PLAIN)
+            model, feeds, expected = self.expected(rest, inside, alone)
             integers = {name: expected[computed_name(name)] for name in readers if name in self.file.quantizers}
             for name, shares in self.shares(integers, found, integers, model, feeds).items():
                 worst[name] = max(worst.get(name, NOTHING), shares, key=lambda s: (s.off_by_2_plus, s.off_by_1))
@@ -287,6 +303,13 @@ class _Runs:
                 old = self.outputs.get(name, difference)
                 self.outputs[name] = max(old, difference, key=lambda d: (d.mismatches, d.error))
         return worst
+
+
+def _shifted(integers: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Integers moved by some steps within the range of their type."""
+    limits = np.iinfo(integers.dtype)
+    moved: np.ndarray = np.clip(integers.astype(np.int64) + steps, limits.min, limits.max)
+    return moved
 
 
 def _read(file: str | os.PathLike[str]) -> tuple[bytes, onnx.ModelProto]:
