@@ -34,6 +34,7 @@ from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
+from fxqat.onnx.runtimes import passes_for
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
@@ -52,6 +53,7 @@ def save_checkpoint(
     file_path_onnx: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | Tensor | None = None,
     extra: dict[str, Any] | None = None,
+    runtime: str | None = None,
 ) -> None:
     """Save a prepared model, and on request its JSON and its ONNX file.
 
@@ -66,17 +68,22 @@ def save_checkpoint(
         file_path_onnx: the QDQ ONNX file, None for none; needs ``example_inputs``.
         example_inputs: the inputs for the ONNX export.
         extra: further state of the training (epoch, optimizer state); tensors and plain values only.
+        runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export.convert_export`.
 
     Raises:
         CheckpointError: the model is not a prepared one or is sharded (FSDP), two paths are the same file, a path
-            cannot be written, ``example_inputs`` is missing, or ``extra`` holds something that
-            ``torch.load(weights_only=True)`` would refuse.
+            cannot be written, ``example_inputs`` is missing, ``runtime`` is given without ``file_path_onnx``, or
+            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
         CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
-        ExportError: JSON or ONNX is requested of a model that cannot be exported; the ``.pth`` is written already.
+        ExportError: ``runtime`` is unknown; or JSON or ONNX is requested of a model that cannot be exported, then the
+            ``.pth`` is written already.
     """
     gm = prepared_model(model, CheckpointError)
     if file_path_onnx is not None and example_inputs is None:
         raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
+    if runtime is not None and file_path_onnx is None:
+        raise CheckpointError(f"runtime={runtime!r} needs file_path_onnx: it is how the ONNX file is written")
+    passes_for(runtime)
     paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": file_path_onnx}
     check_distinct(paths, CheckpointError)
     _check_whole(gm)
@@ -96,7 +103,7 @@ def save_checkpoint(
         append_digest(temporary)
     if file_path_onnx is not None:
         assert example_inputs is not None
-        convert_export(model, example_inputs, file_path_onnx, file_path_json)
+        convert_export(model, example_inputs, file_path_onnx, file_path_json, runtime=runtime)
     elif file_path_json is not None:
         require_calibrated(gm)
         tensors = lower(gm).tensors.values()
@@ -197,6 +204,8 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
             f"{len(surplus)} entries without a fake-quant {surplus[:4]}. "
             "Prepare the model with the backend and configuration of the exported model."
         )
+    if "runtime" in document:
+        entries = {key: _with_signs_of(wanted[key].scheme, entry) for key, entry in entries.items()}
     for key, quant in wanted.items():
         _check_entry(key, quant, entries[key], str(file_path_json))
     for key, quant in wanted.items():
@@ -314,6 +323,15 @@ def _check_whole(gm: nn.Module) -> None:
 
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
     return ("weight", name.removesuffix(".weight_fake_quant")) if quant.kind == WEIGHT else ("activation", name)
+
+
+def _with_signs_of(scheme: QuantizeScheme, entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a file for a runtime, which may store signed activations as unsigned, in the integers of the scheme."""
+    is_moved = scheme.signed and entry["dtype"] == "uint8" and entry["bit_width"] == scheme.bit_width
+    middle = 1 << (scheme.bit_width - 1)
+    moved = {key: entry[key] - middle for key in ("quant_min", "quant_max")}
+    moved |= {"signed": True, "zero_point": [zero_point - middle for zero_point in entry["zero_point"]]}
+    return entry | moved if is_moved else entry
 
 
 def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str, Any], path: str) -> None:

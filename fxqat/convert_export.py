@@ -27,6 +27,7 @@ from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
+from fxqat.onnx.runtimes import passes_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
@@ -91,6 +92,7 @@ def convert_export(
     verify: bool = True,
     weights: str = "integer",
     input_stats: InputStats | None = None,
+    runtime: str | None = None,
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
@@ -116,6 +118,8 @@ def convert_export(
             ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes x as uint8, in the layout of
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
             channel (dimension 1).
+        runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
+            the form that it runs fast and right. None keeps the form of the backend.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -135,6 +139,7 @@ def convert_export(
         check_opset(opset_version)
     check_weights(weights)
     check_names(input_names, output_names)
+    for_runtime = passes_for(runtime)
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
@@ -160,6 +165,7 @@ def convert_export(
         ConvertOpset(opset_version),
         StoreNarrow(),
         WriteClamps(),
+        *for_runtime,
     ]
     finished = run_passes(exported, passes)
     proto, named = ir.to_proto(finished), tensors_of(finished)
@@ -178,7 +184,7 @@ def convert_export(
         certificate = replace(certificate, end_to_end=figures)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
-    document = params_document(tensors, gm.provenance.backend, opset_version, raw)
+    document = params_document(tensors, gm.provenance.backend, opset_version, raw, runtime)
     report = _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
@@ -231,7 +237,11 @@ def _certify(
 ) -> ParityCertificate:
     """The certificate of the file on inputs on which the model computed what was captured."""
     activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
-    in_file = {named[path].name: captured.integers[t.name] for path, t in activations.items() if path in named}
+    in_file = {
+        named[path].name: captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0])
+        for path, t in activations.items()
+        if path in named
+    }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
     return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
 

@@ -194,11 +194,15 @@ def check_weights(gm: QuantGraphModule, model: onnx.ModelProto, document: dict[s
         assert stored.dtype == np.int8
         assert np.array_equal(stored, integers)
         assert not held[f"{path}.weight_zero_point"].any()
-    kinds = [entry["kind"] for entry in document["tensors"].values()]
+    entries = document["tensors"].values()
+    biases = [entry for entry in entries if entry["kind"] == "bias"]
+    per_tensor = {entry["module"] for entry in entries if entry["kind"] == "weight" and entry["axis"] is None}
+    assert all((entry["axis"] is None) == (entry["module"] in per_tensor) for entry in biases)
+    assert all(held[f"{path}.bias_scale"].ndim == 0 for path in per_tensor if f"{path}.bias_scale" in held)
     types = [array.dtype.name for array in held.values() if array.ndim]
-    axes = [entry["axis"] for entry in document["tensors"].values() if entry["kind"] == "weight"]
+    axes = [entry["axis"] for entry in entries if entry["kind"] == "weight"]
     assert types.count("int8") == 2 * len(axes) - axes.count(None)  # with its zero points, where there are several
-    assert types.count("int32") == 2 * kinds.count("bias")
+    assert types.count("int32") == 2 * len(biases) - sum(entry["axis"] is None for entry in biases)
     floats = sum(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d, nn.Linear)) for module in gm.modules())
     floats += sum(isinstance(module, nn.ConvTranspose1d) for module in gm.modules()) + hasattr(gm, "position")
     matrices = [name for name, array in held.items() if array.dtype == np.float32 and array.ndim > 1]

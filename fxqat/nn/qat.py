@@ -113,8 +113,8 @@ class QATLayer(nn.Module):
             input_fake_quant: the fake-quant of the layer's input, None if that is float.
 
         Returns:
-            ``(weight_scale, bias_scale)``: the first of the shape of the weight's scale, the second
-            ``(out_channels,)``, or None if the bias stays float.
+            ``(weight_scale, bias_scale)``: the first of the shape of the weight's scale; the second ``()`` if that has
+            one scale, else ``(out_channels,)``, or None if the bias stays float.
         """
         weight_scale = self.weight_fake_quant.used_scale()
         if bias is None or input_fake_quant is None:
@@ -123,9 +123,7 @@ class QATLayer(nn.Module):
         floor = floor_for(weight_scale, weight_scale_floor(bias, input_scale), self.op.groups)
         weight_scale = torch.maximum(weight_scale, floor)
         scale = input_scale * weight_scale
-        if scale.dim() == 0:
-            return weight_scale, scale.expand(bias.shape[0])
-        return weight_scale, scale if self.op.groups == 1 else scale.repeat(self.op.groups)
+        return weight_scale, scale.repeat(self.op.groups) if scale.dim() and self.op.groups > 1 else scale
 
     def _deployed_tensors(self, input_fake_quant: FakeQuantizeBase | None) -> tuple[Tensor, Tensor | None]:
         weight, bias = self.folded()

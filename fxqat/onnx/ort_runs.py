@@ -28,12 +28,16 @@ FOUND = ":found"
 def with_integers_out(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], indices: Iterable[str] = ()
 ) -> onnx.ModelProto:
-    """A copy of the model that also outputs the integers of these Q nodes, and these indices, as ``:computed``."""
+    """A copy of the model that also outputs the integers of these Q nodes, and these indices, as ``:computed``.
+
+    Integers that a Clip follows (``fxqat.onnx.integer_clamps``) are those after it, under the name of the Q node's.
+    """
     result = onnx.ModelProto()
     result.CopyFrom(model)
+    clipped = _clipped(model)
     names = [*((node.output[0], INT32) for node in quantizers), *((name, INT64) for name in indices)]
     for name, data_type in names:
-        result.graph.node.append(_cast(name, name + COMPUTED, data_type))
+        result.graph.node.append(_cast(clipped.get(name, name), name + COMPUTED, data_type))
         result.graph.output.append(_integers(name + COMPUTED, data_type=data_type))
     return result
 
@@ -51,17 +55,19 @@ def with_integers_in(
     """
     result = with_integers_out(model, [])
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    names = {node.output[0] for node in quantizers}
+    clipped = _clipped(model)
+    ends = {clipped.get(node.output[0], node.output[0]): node for node in quantizers}
     feeds, before, after = {}, [], []
     for node in result.graph.node:
-        name = node.output[0]
-        if node.op_type == "QuantizeLinear" and name in names:
-            feeds[name + GIVEN] = integers[node.input[0]].astype(np.int32, copy=False)
+        end = node.output[0]
+        if end in ends:
+            name, source = ends[end].output[0], ends[end].input
+            feeds[name + GIVEN] = integers[source[0]].astype(np.int32, copy=False)
             result.graph.input.append(_integers(name + GIVEN, feeds[name + GIVEN].shape))
             result.graph.output.append(_integers(name + COMPUTED))
-            before.append(_cast(name + GIVEN, name, types[node.input[2]]))
-            after.append(_cast(name + FOUND, name + COMPUTED, INT32))
-            node.output[0] = name + FOUND
+            before.append(_cast(name + GIVEN, end, types[source[2]]))
+            after.append(_cast(end + FOUND, name + COMPUTED, INT32))
+            node.output[0] = end + FOUND
         indices = indices_of(node)
         if indices in selections:
             feeds[indices + GIVEN] = selections[indices].astype(np.int64, copy=False)
@@ -77,6 +83,12 @@ def with_integers_in(
     result.graph.node.extend(nodes)
     del result.graph.value_info[:]
     return result, feeds
+
+
+def _clipped(model: onnx.ModelProto) -> dict[str, str]:
+    """The integers that a Clip of a Q node's integers gives, by the name of the Q node's."""
+    made = {node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"}
+    return {node.input[0]: node.output[0] for node in model.graph.node if node.op_type == "Clip" and node.input[0] in made}
 
 
 def _cast(source: str, result: str, data_type: int) -> onnx.NodeProto:

@@ -39,6 +39,7 @@ def params_document(
     backend: str,
     opset: int,
     raw_inputs: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    runtime: str | None = None,
 ) -> dict[str, Any]:
     """The document of an exported model; ``schema.json`` beside this file is its schema.
 
@@ -49,6 +50,7 @@ def params_document(
         backend: the backend's name.
         opset: opset of the file.
         raw_inputs: mean and std of each input that the file takes as uint8 and normalizes, by its name.
+        runtime: the runtime that the file was written for; None is left out.
     """
     raw = (raw_inputs or {}).items()
     return {
@@ -56,6 +58,7 @@ def params_document(
         "version": VERSION,
         "backend": backend,
         "opset": opset,
+        **({} if runtime is None else {"runtime": runtime}),
         "inputs": {name: {"dtype": "uint8", "mean": list(mean), "std": list(std)} for name, (mean, std) in raw},
         "tensors": {tensor.name: tensor.as_json() for tensor in tensors},
     }

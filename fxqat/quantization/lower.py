@@ -223,8 +223,9 @@ class _Lowering:
             return self._add(_Constant(bias))
         integers = quantize_bias(bias, scale)
         found = self._add(stored_bias(integers, scale))
+        axis = 0 if scale.dim() else None
         name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
-        self.tensors[found] = _record(name, "bias", path, "int32", None, 0, scale, torch.zeros_like(scale))
+        self.tensors[found] = _record(name, "bias", path, "int32", None, axis, scale, torch.zeros_like(scale))
         return found
 
     def _add(self, module: nn.Module) -> str:

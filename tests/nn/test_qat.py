@@ -388,7 +388,7 @@ def test_a_per_tensor_weight_is_repaired_as_a_whole() -> None:
     weight_scale, scale = qat.deployed_scales(qat.bias, source)
     assert weight_scale.dim() == 0
     assert weight_scale > qat.weight_fake_quant.used_scale()
-    assert scale.shape == (5,)
+    assert scale.shape == ()  # a vector for a weight of one scale computes garbage on QNN's HTP
     torch.testing.assert_close(qat(source(x), source), qat.bias.detach().expand(16, 5), rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,38 @@
+"""The runtimes that a file can be written for: which passes rewrite it.
+
+Every pass changes no value that the model computes; its docstring has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import onnx_ir as ir
+
+from fxqat.errors import ExportError
+from fxqat.onnx.add_branches import KeepAddBranches
+from fxqat.onnx.integer_clamps import ClampIntegers
+from fxqat.onnx.unsigned_activations import UnsignedActivations
+
+RUNTIMES: Mapping[str, tuple[type[ir.passes.InPlacePass], ...]] = MappingProxyType(
+    {
+        # its integer kernels take uint8 activations, and convolutions with a zero point at the end of a ReLU's range
+        "onnxruntime": (UnsignedActivations, ClampIntegers),
+        # it computes a signed Concat before a convolution wrongly, and drops the rounding of a branch (seen in 2026.4)
+        "openvino": (UnsignedActivations, KeepAddBranches),
+    }
+)
+
+
+def passes_for(runtime: str | None) -> list[ir.passes.InPlacePass]:
+    """The passes that rewrite a file for a runtime; none for None.
+
+    Raises:
+        ExportError: the runtime is unknown.
+    """
+    if runtime is None:
+        return []
+    if runtime not in RUNTIMES:
+        raise ExportError(f"runtime must be None or one of {', '.join(map(repr, RUNTIMES))}, got {runtime!r}")
+    return [each() for each in RUNTIMES[runtime]]
