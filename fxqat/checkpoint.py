@@ -352,9 +352,14 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
             f"{where}: scales of {scheme} must have at most {scheme.scale_bits} significant bits, found "
             f"{entry['scale'][:4]}. Prepare the model with scale_bits=24 to load any scale."
         )
-    middle = scheme.symmetric_zero_point
-    if scheme.symmetric and any(zero_point != middle for zero_point in entry["zero_point"]):
-        raise CheckpointError(f"{where}: zero points of {scheme} must be {middle}, found {entry['zero_point'][:4]}")
+    fixed, step = scheme.fixed_zero_point, scheme.zero_point_step
+    if fixed is not None and any(zero_point != fixed for zero_point in entry["zero_point"]):
+        raise CheckpointError(f"{where}: zero points of {scheme} must be {fixed}, found {entry['zero_point'][:4]}")
+    if any(zero_point % step for zero_point in entry["zero_point"]):
+        raise CheckpointError(
+            f"{where}: zero points of {scheme} must be even, found {entry['zero_point'][:4]}. The file was written "
+            "for a backend, or by a version of fxqat, without this rule: calibrate the model again."
+        )
     if not all(scheme.quant_min <= zero_point <= scheme.quant_max for zero_point in entry["zero_point"]):
         limits = f"[{scheme.quant_min}, {scheme.quant_max}]"
         raise CheckpointError(f"{where}: zero points must be within {limits}, found {entry['zero_point'][:4]}")

@@ -73,9 +73,23 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
     return pattern.view(torch.float32)
 
 
-def valid_zero_point(zero_point: Tensor, quant_min: int, quant_max: int) -> Tensor:
-    """The zero point in use: an integer within the range, so that 0 is exact; NaN becomes ``quant_min``."""
-    return torch.nan_to_num(zero_point, nan=float(quant_min)).round_().clamp_(quant_min, quant_max)
+def valid_zero_point(zero_point: Tensor, quant_min: int, quant_max: int, step: int = 1) -> Tensor:
+    """The zero point in use: an integer within the range, so that 0 is exact; NaN becomes the smallest one.
+
+    Args:
+        zero_point: any shape.
+        quant_min: smallest integer, inclusive.
+        quant_max: largest integer, inclusive.
+        step: the result is the nearest multiple of this number within the range.
+
+    Example:
+        >>> valid_zero_point(torch.tensor([2.6, 300.0, -1.0]), 0, 255, step=2).tolist()
+        [2.0, 254.0, 0.0]
+    """
+    zero_point = torch.nan_to_num(zero_point, nan=float(quant_min))
+    if step == 1:
+        return zero_point.round_().clamp_(quant_min, quant_max)
+    return zero_point.div_(step).round_().clamp_(-(-quant_min // step), quant_max // step).mul_(step)
 
 
 def per_axis(values: Tensor, dim: int, axis: int | None) -> Tensor:
@@ -158,7 +172,8 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
 
     The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
     zero_point)`` if symmetric, else ``(high - low) / (quant_max - quant_min)`` and ``zero_point = quant_min -
-    round(low / scale)``.
+    round(low / scale)``, rounded to an even number if the scheme wants one: that moves the range by a step at most.
+    If the scheme is for values that are never negative, ``low`` is 0.
 
     Args:
         min_val: smallest real value, ``()`` or ``(channels,)``.
@@ -182,17 +197,15 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
     """
     low = torch.clamp(min_val.float(), max=0.0)
     high = torch.clamp(max_val.float(), min=0.0)
-    quant_min, quant_max = scheme.quant_min, scheme.quant_max
+    quant_min, quant_max, fixed = scheme.quant_min, scheme.quant_max, scheme.fixed_zero_point
     if scheme.symmetric:
-        zero_point = torch.full_like(low, scheme.symmetric_zero_point)
-        steps_up = quant_max - scheme.symmetric_zero_point
-        scale = torch.maximum(-low, high) / steps_up
+        scale = torch.maximum(-low, high) / (quant_max - scheme.symmetric_zero_point)
     else:
-        scale = (high - low) / (quant_max - quant_min)
+        scale = (high if scheme.nonnegative else high - low) / (quant_max - quant_min)
     scale = valid_scale(scale, scheme.scale_bits, up=scheme.per_channel or scheme.scale_bits == 1)
-    if not scheme.symmetric:
-        zero_point = torch.clamp(quant_min - torch.round(low / scale), quant_min, quant_max)
-    return scale, zero_point
+    if fixed is not None:
+        return scale, torch.full_like(low, fixed)
+    return scale, valid_zero_point(quant_min - torch.round(low / scale), quant_min, quant_max, scheme.zero_point_step)
 
 
 def covered_range(scale: Tensor, zero_point: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,10 @@ class QuantizeScheme:
             integers and scales, and nearly all sums of them, are exact in float32, so every runtime computes the same
             sums in any order.
         fixed_range: the real range ``(low, high)`` if it is known without calibration (sigmoid, softmax).
+        even_zero_point: of an asymmetric scheme, the zero point is an even number. An engine that adds the zero point
+            before it rounds halves to even then rounds the same way as QuantizeLinear, which adds it afterwards.
+        nonnegative: of an asymmetric scheme, no value is negative (the result of a ReLU), and the zero point is fixed
+            at the smallest integer. Engines fuse a ReLU only then.
 
     Raises:
         ConfigError: ``bit_width`` is no integer from 2 to 16, ``scale_bits`` none from 1 to 24, or ``fixed_range`` is
@@ -60,6 +64,8 @@ class QuantizeScheme:
     narrow_range: bool = False
     scale_bits: int = FLOAT32_BITS
     fixed_range: tuple[float, float] | None = None
+    even_zero_point: bool = False
+    nonnegative: bool = False
 
     def __post_init__(self) -> None:
         limits = {"bit_width": (MIN_BIT_WIDTH, MAX_BIT_WIDTH), "scale_bits": (1, FLOAT32_BITS)}
@@ -85,6 +91,18 @@ class QuantizeScheme:
     def symmetric_zero_point(self) -> int:
         """The zero point of the scheme if it is symmetric."""
         return 0 if self.signed else 1 << (self.bit_width - 1)
+
+    @property
+    def fixed_zero_point(self) -> int | None:
+        """The zero point if the scheme fixes it, None if it depends on the range."""
+        if self.symmetric:
+            return self.symmetric_zero_point
+        return self.quant_min if self.nonnegative else None
+
+    @property
+    def zero_point_step(self) -> int:
+        """Zero points are multiples of this number; a fixed one may be any."""
+        return 2 if self.even_zero_point and self.fixed_zero_point is None else 1
 
     def storage_width(self, opset_version: int) -> int:
         """Bits of the integer type that stores a value in a file of the given opset.

@@ -6,7 +6,7 @@ inputs, and ``calibrated`` a prepared model that is ready to train or export. Al
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.ops import StochasticDepth
 
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.custom_quantizer.backend_type import backend_spec
+from fxqat.custom_quantizer.spec import BackendSpec
 
 BACKENDS = ("TSQAT", "Experimental", "ONNXRuntime", "TensorRT")
 FURTHER_BACKENDS = ("OpenVINO", "QNN", "Vitis", "ArmCPU", "X86")
@@ -494,6 +496,11 @@ def inputs(name: str, *, seed: int = 0) -> tuple[Tensor, ...]:
 def prepared(name: str, backend: Any = "TSQAT", config: Any = EVERY_LAYER, **options: Any) -> nn.Module:
     """A toy model after ``prepare_by_platform``."""
     return prepare_by_platform(build(name), backend, config, **options)
+
+
+def unlimited(backend: str) -> BackendSpec:
+    """The placement of a backend without the limits of its schemes, to see what a configuration does there."""
+    return replace(backend_spec(backend), legal_weights=(), legal_activations=())
 
 
 def calibrate(gm: nn.Module, *batches: tuple[Tensor, ...]) -> nn.Module:

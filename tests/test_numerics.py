@@ -1,6 +1,7 @@
 """The numerics contract: bit equality with ONNX Runtime, valid parameters, and the choice of parameters."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from fxqat.numerics import (
     SCALE_MAX,
     SCALE_MIN,
     choose_qparams,
+    covered_range,
     dequantize,
     fake_quantize,
     per_axis,
@@ -169,6 +171,35 @@ def test_chosen_parameters_follow_the_formula(scheme: QuantizeScheme, expected: 
     scale, zero_point = choose_qparams(torch.tensor(-1.0), torch.tensor(3.0), scheme)
     assert scale.item() == pytest.approx(expected[0], rel=1e-6)
     assert zero_point.item() == expected[1]
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_an_even_zero_point_moves_the_range_by_a_step_at_most(signed: bool) -> None:
+    scheme = QuantizeScheme(8, signed=signed, symmetric=False, scale_bits=12, even_zero_point=True)
+    low, high = -torch.rand(1000), torch.rand(1000)
+    scale, zero_point = choose_qparams(low, high, scheme)
+    free = choose_qparams(low, high, replace(scheme, even_zero_point=False))
+    assert torch.equal(scale, free[0])
+    assert not (zero_point % 2).any()
+    assert 0 < (zero_point - free[1]).abs().max() <= 1
+    again = choose_qparams(*covered_range(scale, zero_point, scheme), scheme)
+    assert torch.equal(again[0], scale)
+    assert torch.equal(again[1], zero_point)
+    assert not fake_quantize(torch.zeros(1000), scale, zero_point, scheme.quant_min, scheme.quant_max, 0).any()
+
+
+def test_even_zero_points_stay_within_the_range() -> None:
+    values = torch.tensor([float("nan"), -1e30, 1e30, 127.0, 125.0, -127.0])
+    assert valid_zero_point(values, -127, 127, 2).tolist() == [-126, -126, 126, 126, 124, -126]
+    assert values.isnan().sum() == 1  # not changed
+
+
+@pytest.mark.parametrize(("signed", "expected"), [(False, 0), (True, -128)])
+def test_values_that_are_never_negative_have_the_smallest_integer_as_zero_point(signed: bool, expected: int) -> None:
+    scheme = QuantizeScheme(8, signed=signed, symmetric=False, nonnegative=True)
+    scale, zero_point = choose_qparams(torch.tensor([0.0, -0.5]), torch.tensor([2.55, 2.55]), scheme)
+    torch.testing.assert_close(scale, torch.full((2,), 0.01))
+    assert zero_point.tolist() == [expected, expected]
 
 
 def test_power_of_two_scales_are_exact_and_cover() -> None:

@@ -69,6 +69,26 @@ def test_empty_fixed_range_is_refused(fixed_range: tuple[float, float]) -> None:
     assert str(fixed_range) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "zero_point", "step"),
+    [
+        ({}, 0, 1),
+        ({"signed": False}, 128, 1),
+        ({"signed": False, "symmetric": False}, None, 1),
+        ({"signed": False, "symmetric": False, "even_zero_point": True}, None, 2),
+        ({"signed": False, "symmetric": False, "even_zero_point": True, "nonnegative": True}, 0, 1),
+        ({"symmetric": False, "nonnegative": True}, -128, 1),
+        ({"even_zero_point": True, "nonnegative": True}, 0, 1),
+    ],
+)
+def test_zero_points_are_fixed_or_multiples_of_a_step(
+    scheme: dict[str, bool], zero_point: int | None, step: int
+) -> None:
+    found = QuantizeScheme(**scheme)
+    assert found.fixed_zero_point == zero_point
+    assert found.zero_point_step == step
+
+
 def test_text_names_every_choice() -> None:
     scheme = QuantizeScheme(4, signed=False, symmetric=False, per_channel=True, narrow_range=True, scale_bits=1)
     assert str(scheme) == "uint4 asym per-channel narrow pot"

@@ -26,6 +26,7 @@ SCHEME_SPELLINGS = {
     "scale_bits": "scale_bits",
     "pot_scale": "scale_bits",
     "fixed_range": "fixed_range",
+    "even_zero_point": "even_zero_point",
 }
 MODULE_SPELLINGS = {
     "observer": "observer",

@@ -8,12 +8,13 @@ from dataclasses import replace
 from torch import fx
 
 from fxqat.config.overrides import Match, Override, TensorChange
+from fxqat.custom_quantizer.legal_schemes import check_legal
 from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.ops.families import LOOKUP, WEIGHTED
 from fxqat.quantization.annotation import ValueQuant
-from fxqat.scheme import QConfig
+from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 
 
@@ -47,7 +48,7 @@ class Overrides:
                 if tensor == "value" or not can_change(request, tensor, node):
                     continue
                 config = getattr(request, tensor) or defaults[tensor]
-                setattr(request, tensor, None if change is None else change.applied_to(config))
+                setattr(request, tensor, None if change is None else self._changed(config, change, tensor, rank, node))
                 setattr(request, f"{tensor}_rank", rank)
                 self._note(node, request, rank, tensor, change)
         return request
@@ -68,7 +69,7 @@ class Overrides:
                     continue
                 self._note(node, request, number, "value", change if number > rank else None)
                 if number > rank:
-                    config, rank = change.applied_to(config), number
+                    config, rank = self._changed(config, change, "value", number, node), number
         return config, rank
 
     def applied(self) -> tuple[Override, ...]:
@@ -104,6 +105,16 @@ class Overrides:
                     f"{where}: fixed_range for {node.name!r} has no effect: the value shares its scale with others "
                     "(see the groups of the report), or a later rule observes it. Drop it."
                 )
+
+    def _changed(
+        self, config: TensorQConfig, change: TensorChange, tensor: str, rank: int, node: fx.Node
+    ) -> TensorQConfig:
+        """The changed configuration of a tensor, if the backend can run its scheme."""
+        changed = change.applied_to(config)
+        if change.scheme:
+            where = f"{self.overrides[rank - 1].match.where}: {tensor}"
+            check_legal(self.spec, tensor, changed.scheme, where, node.name)
+        return changed
 
     def _note(self, node: fx.Node, request: Request, rank: int, tensor: str, change: TensorChange | None) -> None:
         """Remember that an override has an effect on a node."""

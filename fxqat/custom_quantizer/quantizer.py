@@ -11,6 +11,8 @@ from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
+from fxqat.custom_quantizer.legal_schemes import check_legal
+from fxqat.custom_quantizer.nonnegative import nonnegative_values
 from fxqat.custom_quantizer.override_rules import (
     Overrides,
     can_change,
@@ -102,10 +104,11 @@ class BackendQuantizer:
             request.operands = [operand for operand in request.operands if (operand, node) not in left_float]
         values, asked = self._values(requests, kinds, left_float, overrides)
         applied = overrides.applied()
-        groups = share_scales(requests, values, left_float)
+        nonnegative = nonnegative_values(gm.graph)
+        groups = share_scales(requests, values, left_float, nonnegative)
         _drop_unused(values, kinds)
         check_additions(requests, values.keys(), config.additional)
-        _number_groups(values, asked, groups, untrained(gm))
+        _number_groups(values, asked, groups, untrained(gm), nonnegative)
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():
             if node.op != "output":
@@ -228,6 +231,9 @@ class BackendQuantizer:
             config, rank = max(asked, key=precedence)
             if request.output is not None and request.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=request.output.scheme.fixed_range)
+            rule = requests[op_around(node, self.spec) or node].rule
+            if rule is not None and rank == 0:
+                config = config.with_scheme(scale_bits=max(rule.scale_bits, config.scheme.scale_bits))
             followed[node] = overrides.value_config(node, request, (config, rank))
             values[node] = ValueQuant(followed[node][0], group=-1, readers=names)
         return values, followed
@@ -241,18 +247,32 @@ def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:
             del values[node]
 
 
-def _number_groups(values: Values, asked: dict[fx.Node, RankedConfig], groups: Groups, untrained: set[fx.Node]) -> None:
+def _number_groups(
+    values: Values,
+    asked: dict[fx.Node, RankedConfig],
+    groups: Groups,
+    untrained: set[fx.Node],
+    nonnegative: set[fx.Node],
+) -> None:
     """Give the values of each group one configuration and a number, in execution order."""
     members: dict[str, list[fx.Node]] = {}
     for node in values:
         members.setdefault(groups.find(node.name), []).append(node)
     for number, nodes in enumerate(members.values()):
         of_group = {node: values[node] for node in nodes}
-        config = group_config(of_group, [asked[node] for node in nodes if node in asked], untrained)
+        config = group_config(of_group, [asked[node] for node in nodes if node in asked], untrained, nonnegative)
         values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
 
 
 def _configured(spec: BackendSpec, config: PrepareConfig) -> BackendSpec:
-    """The backend with the user's changes to its weights and activations."""
+    """The backend with the user's changes to its weights and activations.
+
+    Raises:
+        ConfigError: the backend cannot run the changed scheme.
+    """
     spec = spec.with_configs(config.weight.applied_to, config.activation.applied_to)
+    for tensor, letter, change in (("weight", "w", config.weight), ("activation", "a", config.activation)):
+        own = spec.weights.values() if tensor == "weight" else ()
+        for changed in (getattr(spec, tensor), *own) if change.scheme else ():
+            check_legal(spec, tensor, changed.scheme, f"extra_qconfig_dict: {letter}_qscheme")
     return spec if config.least_work is None else replace(spec, least_work=config.least_work)

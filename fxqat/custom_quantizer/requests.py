@@ -64,9 +64,9 @@ class Request:
         return self.op.family in (PASS_THROUGH, IDENTITY)
 
 
-def precedence(asked: RankedConfig) -> tuple[int, int]:
+def precedence(asked: RankedConfig) -> tuple[int, int, int]:
     """The key that orders requests about one value: the latest override wins; among equals the widest scheme."""
-    return asked[1], asked[0].scheme.bit_width
+    return asked[1], asked[0].scheme.bit_width, asked[0].scheme.scale_bits
 
 
 def fused_activation(node: fx.Node, op: Op, spec: BackendSpec) -> fx.Node | None:

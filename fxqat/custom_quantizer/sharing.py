@@ -46,17 +46,23 @@ class Groups:
 
 
 def share_scales(
-    requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant], left_float: Container[Read]
+    requests: dict[fx.Node, Request],
+    values: dict[fx.Node, ValueQuant],
+    left_float: Container[Read],
+    nonnegative: set[fx.Node],
 ) -> Groups:
     """Find the values that share a scale; ops that move a quantized value get a value too, in ``values``.
 
     1. An op that moves values takes the scale of its operand, if it reads it quantized or leads to a quantized value.
     2. The operands of an op whose rule shares have one scale, and its result with them.
+    3. If the rule keeps ReLUs apart, operands that are never negative do not share with others that can be. A common
+       zero point would not be the smallest integer, and engines fuse a ReLU only then.
 
     Args:
         requests: of all nodes.
         values: how the values are quantized; changed by case 1.
         left_float: the reads that stay float.
+        nonnegative: the nodes whose value is never negative.
     """
     groups = Groups()
     leading = _leading_to_quantized(requests, values)
@@ -78,6 +84,8 @@ def share_scales(
             groups.join(source.name, node.name)
             continue
         shared = [operand for operand in inputs if reads_quantized(node, values.get(operand))]
+        if request.rule.keeps_relu_apart:
+            shared = _those_that_share(shared, values, nonnegative)
         for operand in shared[1:]:
             groups.join(shared[0].name, operand.name)
         if shared and request.rule.share == "all" and node in values:
@@ -85,6 +93,14 @@ def share_scales(
             if request.op.family == CONCAT and set(inputs) <= set(shared):
                 values[node] = replace(values[node], on_grid=True)
     return groups
+
+
+def _those_that_share(
+    operands: list[fx.Node], values: dict[fx.Node, ValueQuant], nonnegative: set[fx.Node]
+) -> list[fx.Node]:
+    """The operands without those that are never negative, if others can be; all if their zero point is fixed."""
+    rest = [it for it in operands if it not in nonnegative or values[it].config.scheme.symmetric]
+    return rest or operands
 
 
 def reads_quantized(node: fx.Node, value: ValueQuant | None) -> bool:
@@ -103,16 +119,21 @@ def _leading_to_quantized(requests: dict[fx.Node, Request], values: dict[fx.Node
 
 
 def group_config(
-    values: dict[fx.Node, ValueQuant], asked: list[RankedConfig], untrained: set[fx.Node]
+    values: dict[fx.Node, ValueQuant],
+    asked: list[RankedConfig],
+    untrained: set[fx.Node],
+    nonnegative: set[fx.Node],
 ) -> TensorQConfig:
     """The one configuration of the values of a group: the request with the highest precedence.
 
     A known range holds for a value alone. A scale is learned where training moves a value: the range of the model's
     input is that of the data, and a gradient for its scale would cost a backward pass through the first layer.
+    The zero point of values that are never negative is the smallest integer, whatever is learned.
     """
     config, rank = max(asked, key=precedence)
     sources = [node for node, value in values.items() if not value.on_grid]
     alone = values[sources[0]].config.scheme.fixed_range if len(sources) == 1 else None
     if rank == 0 and untrained.issuperset(sources):
         config = not_learned(config)
-    return config.with_scheme(fixed_range=alone)
+    positive = not config.scheme.symmetric and nonnegative.issuperset(sources)
+    return config.with_scheme(fixed_range=alone, nonnegative=positive)

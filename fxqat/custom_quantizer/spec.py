@@ -7,7 +7,53 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from fxqat.scheme import TensorQConfig
+from fxqat.scheme import FLOAT32_BITS, QuantizeScheme, TensorQConfig
+
+
+@dataclass(frozen=True)
+class LegalSchemes:
+    """Schemes that a target can run; None allows both.
+
+    Args:
+        bit_widths: the bit widths.
+        symmetric: whether they are symmetric.
+        signed: whether their integers are signed.
+        per_channel: whether they have a scale for each channel; activations never have.
+        scale_bits: the largest number of significant bits of a scale; 1 for powers of two.
+        even_zero_point: whether zero points that depend on the range must be even.
+
+    Example:
+        >>> legal = LegalSchemes(frozenset({8}), symmetric=True, signed=True)
+        >>> QuantizeScheme(8) in legal, QuantizeScheme(3) in legal
+        (True, False)
+        >>> print(legal)
+        int8 sym
+    """
+
+    bit_widths: frozenset[int]
+    symmetric: bool | None = None
+    signed: bool | None = None
+    per_channel: bool | None = None
+    scale_bits: int = FLOAT32_BITS
+    even_zero_point: bool = False
+
+    def __contains__(self, scheme: QuantizeScheme) -> bool:
+        """Whether a scheme is one of them."""
+        exact = ((getattr(self, name), getattr(scheme, name)) for name in ("symmetric", "signed", "per_channel"))
+        zero_point = scheme.fixed_zero_point is not None or scheme.even_zero_point or not self.even_zero_point
+        fits = scheme.bit_width in self.bit_widths and scheme.scale_bits <= self.scale_bits and zero_point
+        return fits and all(wanted in (None, found) for wanted, found in exact)
+
+    def __str__(self) -> str:
+        types = {None: ("int", "uint"), True: ("int",), False: ("uint",)}[self.signed]
+        narrow, wide = min(self.bit_widths), max(self.bit_widths)
+        every = wide - narrow > 1 and len(self.bit_widths) == wide - narrow + 1
+        widths = [f"{narrow}-{wide}"] if every else sorted(self.bit_widths)
+        words = ["/".join(f"{name}{bits}" for name in types for bits in widths)]
+        choices = ((self.symmetric, "sym", "asym"), (self.per_channel, "per-channel", "per-tensor"))
+        words += [yes if flag else no for flag, yes, no in choices if flag is not None]
+        words += ["with an even zero point"] * self.even_zero_point + ["pot"] * (self.scale_bits == 1)
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -20,6 +66,10 @@ class Rule:
         output: whether the value the op produces is quantized; False leaves that to the ops that read it.
         share: ``"all"``: operands and result have one scale; ``"inputs"``: the operands have one scale;
             ``"none"``. Pass-through ops only share with an operand that is quantized.
+        keeps_relu_apart: operands that are never negative (results of a ReLU) do not share with others that can be, so
+            that their zero point stays the smallest integer; for engines that convert between scales where they join.
+        scale_bits: the scale of the result has at least so many significant bits. An engine that multiplies by a ratio
+            of scales, where QuantizeLinear divides, rounds exact halves differently; with many bits there are none.
         reason: why the op computes in integers, for the report.
         why_float_output: with ``output=False``, why a value that no quantized op reads stays float, for the report.
     """
@@ -27,6 +77,8 @@ class Rule:
     inputs: Literal["all", "none", "residual"] = "all"
     output: bool = True
     share: Literal["none", "inputs", "all"] = "none"
+    keeps_relu_apart: bool = False
+    scale_bits: int = 1
     reason: str = ""
     why_float_output: str = ""
 
@@ -45,6 +97,8 @@ class BackendSpec:
         fuses_into: families of the ops that can run such an activation.
         fixed_ranges: real range of the ops whose range is known, by op name.
         left_float: why ops without a rule stay float, by op name or family; the name wins.
+        legal_weights: the schemes that the target can run for weights; empty: all of them.
+        legal_activations: the same for activations.
         least_work: a layer beside a float op stays float too, unless it has this many multiply-accumulates for each
             value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
         source: the public documents that the table is taken from.
@@ -59,6 +113,8 @@ class BackendSpec:
     fixed_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
     weights: Mapping[str, TensorQConfig] = field(default_factory=lambda: MappingProxyType({}))
     left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    legal_weights: tuple[LegalSchemes, ...] = ()
+    legal_activations: tuple[LegalSchemes, ...] = ()
     least_work: int = 0
     source: str = ""
 
@@ -73,6 +129,15 @@ class BackendSpec:
     def weight_of(self, name: str) -> TensorQConfig:
         """Scheme, observer and fake-quant of the weight of an op."""
         return self.weights.get(name, self.weight)
+
+    def legal(self, tensor: str) -> tuple[LegalSchemes, ...]:
+        """The schemes for ``"weight"``, or for any other tensor, which is an activation; empty: all of them."""
+        return self.legal_weights if tensor == "weight" else self.legal_activations
+
+    def takes(self, tensor: str, scheme: QuantizeScheme) -> bool:
+        """Whether the target can run a tensor with a scheme."""
+        legal = self.legal(tensor)
+        return not legal or any(scheme in schemes for schemes in legal)
 
     def with_configs(
         self,

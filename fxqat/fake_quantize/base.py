@@ -90,7 +90,7 @@ class FakeQuantizeBase(KeepsDtype):
         self.fake_quant_enabled = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
-        self.has_zero_point = not (scheme.symmetric and scheme.symmetric_zero_point == 0)
+        self.has_zero_point = scheme.fixed_zero_point != 0
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
             observer.min_val.fill_(low)
@@ -158,10 +158,11 @@ class FakeQuantizeBase(KeepsDtype):
 
         Returns:
             ``(scale, zero_point)``, both float32: the scale within ``[SCALE_MIN, SCALE_MAX]``, the zero point an
-            integer within ``[quant_min, quant_max]``.
+            integer within ``[quant_min, quant_max]``, even if the scheme wants that.
         """
         with torch.no_grad():
-            zero_point = valid_zero_point(self.zero_point, self.scheme.quant_min, self.scheme.quant_max)
+            scheme = self.scheme
+            zero_point = valid_zero_point(self.zero_point, scheme.quant_min, scheme.quant_max, scheme.zero_point_step)
             return self.used_scale(), zero_point
 
     @torch.no_grad()
@@ -199,6 +200,7 @@ class FakeQuantizeBase(KeepsDtype):
             self.grad_scale(x),
             self.scale_bits,
             input_kept,
+            scheme.zero_point_step,
         )
 
     def grad_scale(self, x: Tensor) -> float:
@@ -240,7 +242,8 @@ class FakeQuantizeBase(KeepsDtype):
         """Scale and zero point before calibration: from the fixed range if there is one, else scale 1."""
         if self.scheme.fixed_range is not None:
             return choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
-        zero_point = self.scheme.symmetric_zero_point if self.scheme.symmetric else self.scheme.quant_min
+        fixed = self.scheme.fixed_zero_point
+        zero_point = self.scheme.quant_min if fixed is None else fixed
         shape = self.observer.min_val.shape
         return torch.ones(shape), torch.full(shape, float(zero_point))
 

@@ -1,4 +1,4 @@
-"""Learnable: trains the scale (LSQ) and, for asymmetric schemes, the zero point (LSQ+)."""
+"""Learnable: trains the scale (LSQ) and, where the scheme does not fix it, the zero point (LSQ+)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         self.grad_factor = grad_factor
         scale, zero_point = self.initial_qparams()
         self.scale = nn.Parameter(scale)
-        if scheme.symmetric:
+        if scheme.fixed_zero_point is not None:
             self.register_buffer("zero_point", zero_point)
         else:
             self.zero_point = nn.Parameter(zero_point)

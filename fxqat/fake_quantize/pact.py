@@ -28,7 +28,7 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
 
     * symmetric schemes: ``clip(x, -alpha, alpha)``; both sides contribute to alpha's gradient;
     * asymmetric schemes: ``clip(x, -beta, alpha)``, both learned. After a ReLU beta is calibrated to 0 and gets no
-      gradient: this is the paper's quantizer.
+      gradient: this is the paper's quantizer. A scheme for values that are never negative has no beta.
 
     Values are clipped at the largest integer times the scale, which differs slightly from alpha when the scale has few
     significant bits (21 at most). alpha and beta learn only from clipped values. The paper therefore adds an L2 penalty
@@ -39,7 +39,7 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
 
     Attributes:
         alpha: ``()`` or ``(channels,)``, real units; its sign is ignored.
-        beta: of the same shape, None for symmetric schemes.
+        beta: of the same shape, None where the scheme fixes the zero point.
     """
 
     learned = True
@@ -49,7 +49,7 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
         self.scale_bits = min(scheme.scale_bits, SCALE_BITS)
         scale, zero_point = self.initial_qparams()
         self.alpha = nn.Parameter(torch.empty_like(scale))
-        self.beta = None if scheme.symmetric else nn.Parameter(torch.empty_like(scale))
+        self.beta = None if scheme.fixed_zero_point is not None else nn.Parameter(torch.empty_like(scale))
         self.store(scale, zero_point)
 
     @property
@@ -57,15 +57,22 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
         """``alpha / n``, or ``(alpha + beta) / n``, before it is rounded to its significant bits."""
         scheme, alpha = self.scheme, self.alpha.detach().abs()
         if self.beta is None:
-            return alpha / (scheme.quant_max - scheme.symmetric_zero_point)
+            return alpha / (scheme.quant_max - self._fixed_zero_point)
         return (alpha + self.beta.detach().abs()) / (scheme.quant_max - scheme.quant_min)
 
     @property
     def zero_point(self) -> Tensor:  # type: ignore[override]
         """The integer that represents 0."""
         if self.beta is None:
-            return torch.full_like(self.alpha.detach(), self.scheme.symmetric_zero_point)
+            return torch.full_like(self.alpha.detach(), self._fixed_zero_point)
         return self.scheme.quant_min + torch.round(self.beta.detach().abs() / self.used_scale())
+
+    @property
+    def _fixed_zero_point(self) -> int:
+        """The zero point where no beta is learned."""
+        fixed = self.scheme.fixed_zero_point
+        assert fixed is not None
+        return fixed
 
     @torch.no_grad()
     def store(self, scale: Tensor, zero_point: Tensor) -> None:

@@ -29,7 +29,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
     The gradients of scale and zero point are multiplied by ``grad_scale``. NaN and infinity in them become 0, so that
     one bad batch cannot destroy a learned parameter. Everything is computed in float32, also for half-precision x; the
     result has x's dtype. ``factor`` and ``used_scale`` are constants here. The gradient passes straight through the
-    rounding of the scale to its significant bits.
+    rounding of the scale to its significant bits, and through that of the zero point to a multiple of
+    ``zero_point_step``.
 
     ``input_kept`` means that another op keeps x after the forward pass. If none does, ``x_hat - x`` is saved in
     bfloat16 instead of x in float32; the backward pass then knows x to 1/500 of a step. A small x is saved as it is,
@@ -53,11 +54,12 @@ class FakeQuantizeSTE(torch.autograd.Function):
         grad_scale: float,
         scale_bits: int = FLOAT32_BITS,
         input_kept: bool = True,
+        zero_point_step: int = 1,
     ) -> Tensor:
         if used_scale is None:
             used_scale = valid_scale(scale, scale_bits)
         grid = used_scale if factor is None else used_scale / factor
-        offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max)
+        offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max, zero_point_step)
         x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
         # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
         full_precision = x.dtype == torch.float32
@@ -103,7 +105,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # chain rule through s = |scale| / factor: the factor cancels
         grad_s = _sum_like(_sum_like(scratch, grid, axis).div_(torch.copysign(used_scale, scale)), scale, 0)
         grad_s = grad_s.mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
-    return grad_x if full_precision else grad_x.to(dtype), grad_s, grad_z, *[None] * 8
+    return grad_x if full_precision else grad_x.to(dtype), grad_s, grad_z, *[None] * 9
 
 
 _gradients_once = once_differentiable(_gradients)

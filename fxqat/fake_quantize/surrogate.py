@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.soft_gradients import finite_gradient, learned_grid, straight_through
-from fxqat.numerics import fake_quantize, per_axis, valid_zero_point
+from fxqat.numerics import fake_quantize, per_axis
 
 
 class SurrogateFakeQuantize(FakeQuantizeBase):
@@ -58,7 +58,7 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
         """
         scheme, multiplier = self.scheme, self.grad_scale(x)
         grid = learned_grid(self.scale, used_scale, multiplier)
-        zero_point = valid_zero_point(self.zero_point.detach(), scheme.quant_min, scheme.quant_max)
+        zero_point = self.qparams()[1]
         if self.zero_point.requires_grad:
             zero_point = straight_through(finite_gradient(self.zero_point, multiplier), zero_point)
         grid, zero_point = (per_axis(values, x.dim(), self.axis) for values in (grid, zero_point))

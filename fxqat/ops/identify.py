@@ -107,8 +107,7 @@ def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 
 def _interpolate(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
-    mode = module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest")
-    return replace(op, family=PASS_THROUGH) if str(mode).startswith("nearest") else op
+    return replace(op, family=PASS_THROUGH) if interpolation_mode(node).startswith("nearest") else op
 
 
 def _max_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
@@ -241,6 +240,12 @@ def poles(node: fx.Node, op: Op) -> list[Any]:
     if op.name == "pow" and len(found) > 1 and isinstance(found[1], (int, float)) and found[1] < 1:
         return found[:1]
     return [found[position] for position in op.poles if position < len(found)]
+
+
+def interpolation_mode(node: fx.Node) -> str:
+    """The mode of a call of ``interpolate`` or of a module ``Upsample``."""
+    module = called_module(node)
+    return str(module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest"))
 
 
 def works_in_place(node: fx.Node) -> bool:

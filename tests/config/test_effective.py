@@ -12,7 +12,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.pact import PACTFakeQuantize
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.observer.mse import MSEObserver
-from tests.models import BACKENDS, TOYS, build, prepared
+from tests.models import BACKENDS, TOYS, build, prepared, unlimited
 
 USERS = {
     "extra_qconfig_dict": {"w_qscheme": {"bit": 4}, "a_observer": "MSE", "a_observer_extra_args": {"p": 3.0}},
@@ -69,10 +69,11 @@ def test_a_users_configuration_is_in_it(backend, tmp_path):
     users = copy.deepcopy(USERS)
     if backend == "Vitis":
         users["overrides"][2]["output"].pop("fake_quantize")
-    gm = prepared("residual", backend, users)
+    spec = unlimited(backend)
+    gm = prepared("residual", spec, users)
     config = effective_config(gm, tmp_path / "effective.yaml")
-    assert_the_same(gm, prepared("residual", backend, config))
-    assert_the_same(gm, prepared("residual", backend, str(tmp_path / "effective.yaml")))
+    assert_the_same(gm, prepared("residual", spec, config))
+    assert_the_same(gm, prepared("residual", spec, str(tmp_path / "effective.yaml")))
     assert not any("weight" in rule and "bit_width" not in rule["weight"] for rule in config["overrides"])
 
 
@@ -83,14 +84,15 @@ def rule_of(config, **match):
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
 def test_an_edited_width_changes_exactly_that_tensor(backend, tmp_path):
-    gm = prepared("residual", backend)
+    spec = unlimited(backend)
+    gm = prepared("residual", spec)
     path = tmp_path / "effective.yaml"
     count = len(effective_config(gm, path)["overrides"])
     for index in range(count):
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         rule = config["overrides"][index]
         (rule.get("weight") or rule["value"])["bit_width"] = 5
-        again = prepared("residual", backend, config)
+        again = prepared("residual", spec, config)
         changed = [
             (b[4], a[4]) if a[4] != b[4] else (b[3], a[3])
             for b, a in zip(decided(gm), decided(again), strict=True)
@@ -111,7 +113,7 @@ def test_everything_of_a_tensor_is_written():
     config = effective_config(prepared("residual", "TSQAT", USERS))
     assert rule_of(config, module="fc")["weight"] == {
         **{"bit_width": 8, "symmetric": True, "signed": True, "per_channel": True, "narrow_range": True},
-        **{"scale_bits": 5, "observer": "MinMax", "fake_quantize": "Learnable"},
+        **{"scale_bits": 5, "even_zero_point": False, "observer": "MinMax", "fake_quantize": "Learnable"},
     }
     assert rule_of(config, module="stem")["weight"]["observer"] == "MSE"
     last = rule_of(config, node="fc")["value"]

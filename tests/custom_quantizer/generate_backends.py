@@ -28,8 +28,12 @@ A backend is a table (:doc:`add_a_backend`). This page is generated from the tab
 ``backend=`` takes a ``BackendType`` or its name, such as ``"OpenVINO_AVX2"``. A name with an underscore is a variant:
 the table of the backend before the underscore with other schemes.
 
+A value that a ReLU ends, or that is computed from such values only, has the smallest integer as its zero point on every
+backend with asymmetric activations: engines fuse a ReLU only then.
+
 """
 READS = {"all": "all operands", "none": "what is already quantized", "residual": "all operands except a layer's output"}
+APART = "; results of a ReLU only among themselves"
 SHARES = {"none": "no", "inputs": "the operands have one scale", "all": "operands and result have one scale"}
 FAMILIES_NOTE = """The family of an op depends on its arguments: nearest-neighbour interpolation only moves values, and
 padding with anything but zeros is not an op of the table. On every backend recurrent layers, ops outside the table,
@@ -43,7 +47,8 @@ def scheme_of(config: TensorQConfig) -> str:
     """The words for a scheme with its range."""
     scheme = config.scheme
     bits = {1: "powers of two", FLOAT32_BITS: "any float32"}.get(scheme.scale_bits, f"{scheme.scale_bits} bits")
-    return f"{scheme}: {scheme.quant_min} to {scheme.quant_max}; scales: {bits}"
+    zero_points = "; zero points: even" if scheme.even_zero_point else ""
+    return f"{scheme}: {scheme.quant_min} to {scheme.quant_max}; scales: {bits}{zero_points}"
 
 
 def modules_of(config: TensorQConfig) -> str:
@@ -84,7 +89,8 @@ def rows_of_rules(spec: BackendSpec) -> Iterator[tuple[str, ...]]:
         moves = rule.inputs == "none" and rule.share == "all"
         output = "as the operand" if moves else "yes" if rule.output else "where a quantized op reads it"
         why = "; ".join(words for words in (rule.reason, rule.why_float_output) if words)
-        yield names_of(ops), READS[rule.inputs], output, SHARES[rule.share], why
+        share = SHARES[rule.share] + APART * rule.keeps_relu_apart
+        yield names_of(ops), READS[rule.inputs], output, share, why
 
 
 def rows_of_float(spec: BackendSpec) -> Iterator[tuple[str, str]]:
@@ -106,6 +112,9 @@ def rows_of_schemes(spec: BackendSpec) -> Iterator[tuple[str, str, str]]:
     yield "activations", scheme_of(spec.activation), modules_of(spec.activation)
     for name, (low, high) in spec.fixed_ranges.items():
         yield f"output of ``{name}``", f"the range {low:g} to {high:g} is known", "not calibrated"
+    for tensor in ("weight", "activation"):
+        legal = " or ".join(map(str, spec.legal(tensor))) or "every scheme, 2 to 16 bits"
+        yield f"possible for {tensor}s", legal, "other schemes are refused" if spec.legal(tensor) else ""
 
 
 def list_table(header: Sequence[str], widths: Sequence[int], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from fxqat import prepare_by_platform
 from fxqat.config.effective import effective_config
 from fxqat.errors import ConfigError
 from fxqat.scheme import QConfig
-from tests.models import prepared
+from tests.models import prepared, unlimited
 
 
 def decided(gm):
@@ -39,16 +39,16 @@ def test_a_function_is_written_out_as_the_rules_it_stands_for():
         {"match": {"module": "*conv*"}, "weight": {"bit": 6}},
         lambda path, current: {"activation": None} if current.weight and current.weight.scheme.bit_width == 6 else None,
     ]
-    gm = prepared("residual", "TensorRT", {"overrides": rules})
+    gm = prepared("residual", unlimited("TensorRT"), {"overrides": rules})
     found = effective_config(gm)
     assert {"match": {"node": "layer1_0_conv1"}, "activation": None} in found["overrides"]
-    assert decided(prepared("residual", "TensorRT", found)) == decided(gm)
+    assert decided(prepared("residual", unlimited("TensorRT"), found)) == decided(gm)
 
 
 def test_value_changes_how_and_not_where():
-    before = prepared("residual", "TensorRT")
+    before = prepared("residual", unlimited("TensorRT"))
     rules = [{"match": {"node": "*"}, "value": {"bit": 6}}]
-    after = prepared("residual", "TensorRT", {"overrides": rules})
+    after = prepared("residual", unlimited("TensorRT"), {"overrides": rules})
     assert [row[0] for row in decided(after) if row[2]] == [row[0] for row in decided(before) if row[2]]
     assert {row[2] for row in decided(after)} == {"", "int6 sym per-tensor"}
     assert [(n.name, str(n.args)) for n in after.graph.nodes] == [(n.name, str(n.args)) for n in before.graph.nodes]

@@ -436,7 +436,7 @@ def test_backends_do_not_influence_each_other(name):
     alone = {backend: prepared(name, backend).quant_report.to_text() for backend in NAMES}
     interleaved = {}
     for backend in (*NAMES, *reversed(NAMES)):
-        config = {"extra_qconfig_dict": {"w_qscheme": {"bit": 4}, "a_observer": "MSE"}}
+        config = {"extra_qconfig_dict": {"w_qscheme": {"narrow_range": False}, "a_observer": "MSE"}}
         prepared(name, backend, config)
         interleaved[backend] = prepared(name, backend).quant_report.to_text()
     assert interleaved == alone
@@ -446,9 +446,9 @@ def test_backends_do_not_influence_each_other(name):
 def test_preparing_changes_no_table():
     before = {kind: (spec, repr(spec)) for kind, spec in BACKENDS.items()}
     for backend in NAMES:
-        calibrated("residual", backend, {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}}})
+        calibrated("residual", backend, {"extra_qconfig_dict": {"w_qscheme": {"narrow_range": False}}})
     assert {kind: (spec, repr(spec)) for kind, spec in BACKENDS.items()} == before
-    assert TSQAT.weight.scheme.bit_width == ONNXRUNTIME.weight.scheme.bit_width == 8
+    assert TSQAT.weight.scheme.narrow_range is ONNXRUNTIME.weight.scheme.narrow_range is True
 
 
 def test_two_models_of_one_backend_share_no_quantizer():
@@ -545,9 +545,9 @@ def test_the_weight_of_a_linear_layer_has_one_scale_on_qnn():
         ({"extra_qconfig_dict": {"w_qscheme": {"bit": 4}}}, "int4 sym per-channel", "int4 sym per-tensor"),
         ({"extra_qconfig_dict": {"w_qscheme": {"per_channel": True}}}, "int8 sym per-channel", "int8 sym per-channel"),
         (
-            {"overrides": [{"match": {"type": "Linear"}, "weight": {"bit": 6}}]},
+            {"overrides": [{"match": {"type": "Linear"}, "weight": {"bit": 4}}]},
             "int8 sym per-channel",
-            "int6 sym per-tensor",
+            "int4 sym per-tensor",
         ),
     ],
     ids=["bit", "per_channel", "override"],

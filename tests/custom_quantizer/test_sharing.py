@@ -3,8 +3,14 @@
 import random
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from fxqat import prepare_by_platform
 from fxqat.custom_quantizer.sharing import Groups
+from fxqat.fake_quantize.state import named_fake_quants
+from tests.models import EVERY_LAYER, calibrate, unlimited
 
 
 def test_a_name_alone_stands_for_itself():
@@ -39,3 +45,58 @@ def test_groups_equal_connected_components(seed):
     for name in names:
         assert {other for other in names if groups.find(other) == groups.find(name)} == neighbours[name]
     assert len({groups.find(name) for name in names}) == len({frozenset(group) for group in neighbours.values()})
+
+
+class Joined(nn.Module):
+    """Joins results of ReLUs with each other, and with values that can be negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()) for _ in "ab")
+        self.signed = nn.Conv2d(3, 4, 1)
+        self.last = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x):
+        positive = torch.cat([self.a(x), self.b(x)], 1)
+        return self.last(torch.cat([F.max_pool2d(positive, 1), self.signed(x)], 1))
+
+
+@pytest.mark.parametrize("backend", ["ONNXRuntime", "OpenVINO", "QNN"])
+def test_results_of_a_relu_keep_the_smallest_integer_as_zero_point(backend):
+    gm = prepare_by_platform(Joined(), backend, EVERY_LAYER).eval()
+    groups = {row.node: row.group for row in gm.quant_report}
+    assert groups["a_0"] == groups["b_0"] == groups["cat"] == groups["max_pool2d"] != groups["cat_1"]
+    assert groups["signed"] == groups["cat_1"]
+    calibrate(gm, (torch.randn(8, 3, 4, 4),))
+    positive, joined = gm.a_0_act_fake_quant, gm.signed_act_fake_quant
+    assert positive.scheme.nonnegative
+    assert not positive.zero_point.requires_grad
+    assert positive.qparams()[1] == 0 < joined.qparams()[1]
+    assert not joined.scheme.nonnegative
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "Experimental", unlimited("ONNXRuntime")], ids=["TSQAT", "asym", "sym"])
+def test_all_operands_share_where_integers_are_copied_or_the_zero_point_is_fixed(backend):
+    symmetric = {"extra_qconfig_dict": {"a_qscheme": {"symmetry": True, "signed": True}}} | EVERY_LAYER
+    gm = prepare_by_platform(Joined(), backend, symmetric if backend not in ("TSQAT", "Experimental") else None)
+    groups = {row.node: row.group for row in gm.quant_report}
+    assert len({groups[name] for name in ("a_0", "b_0", "cat", "max_pool2d", "signed", "cat_1")}) == 1
+
+
+def test_sums_have_scales_of_many_bits_where_the_engine_multiplies_by_ratios():
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.last((y + self.second(y)).relu() + x)
+
+    bits = {}
+    for backend in ("ONNXRuntime", "OpenVINO", "TSQAT"):
+        gm = prepare_by_platform(Sums(), backend, EVERY_LAYER)
+        quants = {name.removesuffix("_act_fake_quant"): quant for name, quant in named_fake_quants(gm)}
+        bits[backend] = {name: quants[name].scheme.scale_bits for name in ("first", "relu", "add_1") if name in quants}
+    assert bits["ONNXRuntime"] == bits["OpenVINO"] == {"first": 4, "relu": 12, "add_1": 12}
+    assert set(bits["TSQAT"].values()) == {4}

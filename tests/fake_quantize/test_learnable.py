@@ -1,6 +1,7 @@
 """Learnable: what it learns, with which gradient scale, and that no training breaks it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,28 @@ def test_scale_is_learned_and_the_zero_point_of_asymmetric_schemes(scheme: Quant
     quant(x).sum().backward()
     assert all(parameter.grad is not None for parameter in quant.parameters())
     assert quant.scale.grad != 0
+
+
+def test_an_even_zero_point_is_rounded_in_the_forward_pass_and_has_the_same_gradient() -> None:
+    even = calibrate(make_fake_quant(replace(UINT8, even_zero_point=True)), torch.tensor([-1.0, 1.0]))
+    free = calibrate(make_fake_quant(UINT8), torch.tensor([-1.0, 1.0]))
+    x = torch.linspace(-1.5, 1.5, 301)
+    for quant, learned in ((even, 126.6), (free, 126.0)):
+        with torch.no_grad():
+            quant.zero_point.fill_(learned)
+        quant(x).square().sum().backward()
+    assert even.qparams()[1] == free.qparams()[1] == 126
+    assert torch.equal(even(x), free(x))
+    for name in ("scale", "zero_point"):
+        assert getattr(even, name).grad == getattr(free, name).grad != 0
+
+
+def test_the_zero_point_of_values_that_are_never_negative_is_not_learned() -> None:
+    quant = calibrate(make_fake_quant(replace(UINT8, nonnegative=True)), torch.tensor([0.0, 2.55]))
+    assert [name for name, _ in quant.named_parameters()] == ["scale"]
+    quant(torch.tensor([0.0, 1.0, 9.0])).sum().backward()
+    assert (quant.qparams()[1], quant.has_zero_point) == (0, False)
+    assert quant(torch.tensor([-1.0, 9.0])).tolist() == pytest.approx([0.0, 2.55])
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""ArmCPU: the int8 kernels of Paddle-Lite on ARM processors, one scale per tensor."""
+"""ArmCPU: the int8 kernels of Paddle-Lite on ARM processors."""
 
 from __future__ import annotations
 
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT_PER_TENSOR
+from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT, ONLY_INT8
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
@@ -18,7 +18,7 @@ NOT_LISTED = "not in the platform's list of quantized ops"
 
 ARM_CPU = BackendSpec(
     name="ArmCPU",
-    weight=TensorQConfig(INT8_WEIGHT_PER_TENSOR, observer="MinMax", fake_quantize="Learnable"),
+    weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(INT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType({"conv2d": READS, "linear": READS, "pass_through": FOLLOWS, "identity": FOLLOWS}),
     left_float=MappingProxyType(
@@ -31,6 +31,8 @@ ARM_CPU = BackendSpec(
             NOT_LISTED,
         )
     ),
-    source="PaddleSlim's quantization FAQ, table of platforms, row ARM (Paddle-Lite): weights abs_max, activations "
-    "moving_average_abs_max, ops conv2d, depthwise_conv2d, mul",
+    legal_weights=ONLY_INT8,
+    legal_activations=ONLY_INT8,
+    source="PaddleSlim's quantization FAQ, table of platforms, row ARM (Paddle-Lite): weights channel_wise_abs_max or "
+    "abs_max, activations moving_average_abs_max, ops conv2d, depthwise_conv2d, mul",
 )

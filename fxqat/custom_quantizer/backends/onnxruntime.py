@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, UINT8_ACTIVATION
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.backends.schemes import INT8_WEIGHT, SCALE_BITS_OF_SUMS, UINT8_ACTIVATION_EVEN
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
 INT8_WEIGHT_CLOSE_RANGE = replace(INT8_WEIGHT, scale_bits=6)
@@ -15,19 +15,25 @@ INT8_WEIGHT_CLOSE_RANGE = replace(INT8_WEIGHT, scale_bits=6)
 LEAST_WORK = 128
 """Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI: ``docs/ort_latency.rst``."""
 
+UP_TO_8_BITS = frozenset(range(2, 9))
+
 CONV = Rule(reason="QLinearConv: integers in and out")
 GEMM = Rule(
     output=False, reason="QGemm or MatMulIntegerToFloat: integers in", why_float_output="the kernel gives floats"
 )
-ADD = Rule(reason="QLinearAdd: integers in and out")
+ADD = Rule(scale_bits=SCALE_BITS_OF_SUMS, reason="QLinearAdd: integers in and out")
 AVERAGE = Rule(reason="QLinearGlobalAveragePool or QLinearAveragePool: integers in and out")
-CONCAT = Rule(share="all", reason="QLinearConcat: copies integers, operands and result have one scale")
+CONCAT = Rule(
+    share="all",
+    keeps_relu_apart=True,
+    reason="QLinearConcat: copies integers, or converts those that have a scale of their own",
+)
 MOVES = Rule(inputs="none", share="all", reason="moves values: copies the integers of its input")
 
 ONNXRUNTIME = BackendSpec(
     name="ONNXRuntime",
     weight=TensorQConfig(INT8_WEIGHT_CLOSE_RANGE, observer="MinMax", fake_quantize="Learnable"),
-    activation=TensorQConfig(UINT8_ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    activation=TensorQConfig(UINT8_ACTIVATION_EVEN, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         {
             "conv1d": CONV,
@@ -39,7 +45,7 @@ ONNXRUNTIME = BackendSpec(
             "adaptive_avg_pool2d": AVERAGE,
             "avg_pool2d": AVERAGE,
             "concat": CONCAT,
-            "where": Rule(share="all", reason="QLinearWhere: integers in and out"),
+            "where": Rule(share="all", keeps_relu_apart=True, reason="QLinearWhere: integers in and out"),
             "pass_through": MOVES,
             "identity": MOVES,
         }
@@ -51,14 +57,20 @@ ONNXRUNTIME = BackendSpec(
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
+    legal_weights=(LegalSchemes(UP_TO_8_BITS),),
+    legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
     least_work=LEAST_WORK,
-    source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc",
+    source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc and "
+    "qdq_selectors.cc (8-bit activations; weights of fewer bits run in float); core/providers/cpu/quantization/"
+    "qlinearconv.cc (no zero points per channel) and core/mlas/lib/qladd.cpp (adds the zero "
+    "point before it rounds)",
 )
 
 ONNXRUNTIME_AVX2 = replace(
     ONNXRUNTIME,
     name="ONNXRuntime_AVX2",
     weight=ONNXRUNTIME.weight.with_scheme(bit_width=7),
+    legal_weights=(LegalSchemes(UP_TO_8_BITS - {8}),),
     source=f"{ONNXRUNTIME.source}; ONNX Runtime documentation, 'Quantize ONNX models', reduce_range: weights of 7 bits "
     "on CPUs without VNNI; microsoft/onnxruntime#14642",
 )

@@ -11,14 +11,14 @@ from fxqat.custom_quantizer.backends.schemes import (
     UINT8_ACTIVATION,
     UINT16_ACTIVATION,
 )
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="QNN computes it in integers")
 RESIZES = Rule(
     share="all", reason="QNN computes it in integers; stays within the range of its input and keeps its encoding"
 )
-JOINS = Rule(share="all", reason="copies integers: operands and result have one encoding")
+JOINS = Rule(share="all", keeps_relu_apart=True, reason="copies integers: operands and result have one encoding")
 MOVES = Rule(share="all", reason="moves values: keeps the encoding of its input")
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
@@ -48,9 +48,12 @@ QNN = BackendSpec(
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
+    legal_weights=(LegalSchemes(frozenset({4, 8}), symmetric=True, signed=True),),
+    legal_activations=(LegalSchemes(frozenset({8, 16}), signed=False),),
     source="ONNX Runtime documentation, 'QNN Execution Provider', supported operators; onnxruntime/quantization/"
     "execution_providers/qnn/quant_config.py (MatMul per tensor; sigmoid and tanh on fixed scales); ExecuTorch, "
-    "backends/qualcomm/builders (ops) and quantizer/qconfig.py (int8 weights -127 to 127, uint8 or uint16 activations)",
+    "backends/qualcomm/builders (ops) and quantizer/qconfig.py (int4 or int8 weights without the smallest integer, "
+    "uint8 or uint16 activations)",
 )
 
 QNN_A16 = replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
+from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT, ONLY_INT8
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
@@ -43,5 +43,8 @@ TENSORRT = BackendSpec(
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
-    source="NVIDIA TensorRT documentation, 'Working with quantized types', Q/DQ placement recommendations",
+    legal_weights=ONLY_INT8,
+    legal_activations=ONLY_INT8,
+    source="NVIDIA TensorRT documentation, 'Working with quantized types': Q/DQ placement recommendations; symmetric "
+    "int8, weights per tensor or per channel (int4 only for weights in blocks)",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from fxqat.custom_quantizer.backends.schemes import INT8_POWER_OF_TWO
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="runs on the DPU, in integers")
@@ -20,6 +20,8 @@ MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 LEAST_SQUARES = TensorQConfig(
     INT8_POWER_OF_TWO, observer="MSE", fake_quantize="TQT", observer_args=MappingProxyType({"p": 2.0})
 )
+
+LEGAL = (LegalSchemes(frozenset({8}), symmetric=True, signed=True, per_channel=False, scale_bits=1),)
 
 VITIS = BackendSpec(
     name="Vitis",
@@ -39,6 +41,8 @@ VITIS = BackendSpec(
         )
         | {"matmul": "the DPU multiplies by constant weights only: runs on the host processor"}
     ),
+    legal_weights=LEGAL,
+    legal_activations=LEGAL,
     source="AMD PG338 and PG389 (features of the DPU), UG1414 'Operators supported by PyTorch' (fused activations) and "
     "'Quantizing with float scale' (power-of-two, symmetric, per tensor); MQBench documentation, 'Vitis' (-128 to 127)",
 )

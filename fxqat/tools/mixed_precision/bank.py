@@ -14,7 +14,8 @@ from torch import nn
 from fxqat.calibrate import calibrate
 from fxqat.config.config import parse_config
 from fxqat.config.effective import effective_config
-from fxqat.custom_quantizer.backend_type import BackendType
+from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
+from fxqat.custom_quantizer.legal_schemes import check_legal
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -46,7 +47,8 @@ class WidthBank:
         model: the prepared model with its fake-quants off, which computes what the float model computes.
 
     Raises:
-        ConfigError: no batches, an invalid width, an unknown name; or as ``prepare_by_platform``.
+        ConfigError: no batches, a width that is invalid or that the backend cannot run, an unknown name; or as
+            ``prepare_by_platform``.
     """
 
     def __init__(
@@ -73,9 +75,12 @@ class WidthBank:
         self._quants: dict[tuple[str, int], FakeQuantizeBase] = {}
         self.widths: dict[str, tuple[int, ...]] = {}
         for name, unit in self.units.items():
-            default = quant_at(first, unit.path).scheme.bit_width
-            choice = (default,) if name in keep else tuple(weight_widths if unit.is_weight else value_widths)
-            self.widths[name] = tuple(sorted(set(choice)))
+            scheme = quant_at(first, unit.path).scheme
+            tensor, given = ("weight", weight_widths) if unit.is_weight else ("value", value_widths)
+            self.widths[name] = tuple(sorted({scheme.bit_width} if name in keep else set(given)))
+            for bits in self.widths[name]:
+                where = f"WidthBank: {tensor}_widths"
+                check_legal(backend_spec(backend), tensor, replace(scheme, bit_width=bits), where, name)
         for step in range(max(map(len, self.widths.values()))):
             widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
             gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=example).eval()

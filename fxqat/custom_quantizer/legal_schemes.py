@@ -1,0 +1,33 @@
+"""Refuses schemes that a backend cannot run, and names the backends that can."""
+
+from __future__ import annotations
+
+from fxqat.custom_quantizer.backend_type import TABLES
+from fxqat.custom_quantizer.spec import BackendSpec
+from fxqat.errors import ConfigError
+from fxqat.scheme import QuantizeScheme
+
+
+def check_legal(spec: BackendSpec, tensor: str, scheme: QuantizeScheme, where: str, node: str = "") -> None:
+    """Check that a backend can run a scheme that the user asks for.
+
+    Args:
+        spec: the backend.
+        tensor: ``"weight"``, or any other tensor, which is an activation.
+        scheme: what is asked for.
+        where: the configuration entry that asks for it.
+        node: the node whose tensor it is, if it is only one.
+
+    Raises:
+        ConfigError: it cannot; the message says what it takes, and which backends take the scheme.
+    """
+    if spec.takes(tensor, scheme):
+        return
+    others = [table.name for table in TABLES if table.takes(tensor, scheme)]
+    kind = "weights" if tensor == "weight" else "activations"
+    odd = "" if scheme.fixed_zero_point is not None or scheme.even_zero_point else " with any zero point"
+    raise ConfigError(
+        f"{where}: {spec.name} cannot run {scheme}{odd}{f' (of {node!r})' if node else ''}. For {kind} it takes "
+        f"{' or '.join(map(str, spec.legal(tensor)))}. Choose one of these, or one of the backends that can run it: "
+        f"{', '.join(others)}."
+    )

@@ -1,0 +1,40 @@
+"""OpenVINO computes the integers of the fake-quant model. Skipped where the package openvino is not installed."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fxqat import convert_export, prepare_by_platform
+from tests.models import EVERY_LAYER, calibrate
+
+openvino = pytest.importorskip("openvino")
+
+
+class Residual(nn.Module):
+    """Two residual sums of what layers compute, and a join with results of a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.second = (nn.Conv2d(i, 8, 3, padding=1) for i in (3, 8, 8))
+        self.last = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.first(x)
+        return self.last(torch.cat([x, self.second(x).relu()], 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_residual_sums_and_joins_are_those_of_the_fake_quant_model(seed, tmp_path):
+    torch.manual_seed(seed)
+    model, x = Residual().eval(), torch.randn(4, 3, 16, 16)
+    gm = calibrate(prepare_by_platform(model, "OpenVINO", EVERY_LAYER, example_inputs=(x,)), (x,))
+    convert_export(gm, (x,), tmp_path / "model.onnx", verify=False)
+    compiled = openvino.Core().compile_model(str(tmp_path / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found, expected = compiled([x.numpy()])[0], gm(x).detach().numpy()
+    off = np.abs(found - expected) > 1e-5
+    assert off.mean() < 0.005  # before even zero points and unrounded branches: a quarter or more
+    operations = [operation.get_rt_info() for operation in compiled.get_runtime_model().get_ordered_ops()]
+    convolutions = [info for info in operations if info["layerType"].astype(str) == "Convolution"]
+    assert [info["runtimePrecision"].astype(str) for info in convolutions] == ["u8"] * 4
