@@ -3,6 +3,7 @@
 from fxqat.calibrate import calibrate
 from fxqat.checkpoint import load_checkpoint, load_quant_params, save_checkpoint
 from fxqat.convert_export import ExportReport, convert_export
+from fxqat.export_tflite import TfliteReport, export_tflite
 from fxqat.fake_quantize.state import (
     disable_all,
     enable_all,
@@ -18,6 +19,7 @@ from fxqat.version import __version__
 __all__ = [
     "BackendType",
     "ExportReport",
+    "TfliteReport",
     "__version__",
     "calibrate",
     "compare_with_float",
@@ -28,6 +30,7 @@ __all__ = [
     "enable_calibration_quantization",
     "enable_calibration_woquantization",
     "enable_quantization",
+    "export_tflite",
     "load_checkpoint",
     "load_quant_params",
     "prepare_by_platform",

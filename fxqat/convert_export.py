@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from fxqat.quantization.lower import Lowered, lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
-from fxqat.utils.files import atomic_path
+from fxqat.utils.files import write_all
 from fxqat.utils.tensors import flatten_tensors
 
 
@@ -149,7 +148,7 @@ def convert_export(
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
     captured = capture(gm, inputs, normalizers)
-    warnings = _told(captured)
+    warnings = not_in_file(captured)
     second = None
     if dynamic_batch:
         second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
@@ -185,13 +184,16 @@ def convert_export(
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
     document = params_document(tensors, gm.provenance.backend, opset_version, raw, runtime)
-    report = _write(proto, document, certificate, Path(file_path), file_path_json, tensors)
+    parity = None if certificate is None else certificate.as_json()
+    onnx_path = Path(file_path)
+    written = write_files(onnx_path, proto.SerializeToString(), file_path_json, document, parity)
+    report = ExportReport(onnx_path, *written, opset_of(proto), certificate, tensors)
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
     return replace(report, warnings=warnings, buffers_not_updated=captured.updated)
 
 
-def _told(captured: Captured) -> tuple[str, ...]:
+def not_in_file(captured: Captured) -> tuple[str, ...]:
     """What the file does not have of the model."""
     told = []
     if captured.hooks:
@@ -246,22 +248,32 @@ def _certify(
     return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
 
 
-def _write(
-    proto: onnx.ModelProto,
-    document: dict[str, Any],
-    certificate: ParityCertificate | None,
-    onnx_path: Path,
+def write_files(
+    path: Path,
+    content: bytes,
     json_path: str | os.PathLike[str] | None,
-    tensors: tuple[QuantizedTensor, ...],
-) -> ExportReport:
-    """Write all files or none."""
+    document: dict[str, Any],
+    parity: dict[str, Any] | None,
+    ending: str = ".parity.json",
+) -> tuple[Path | None, Path | None]:
+    """Write a model, its parameters and its certificate: all files or none.
+
+    Args:
+        path: the file of the model.
+        content: its content.
+        json_path: the parameter file, None for none.
+        document: its content.
+        parity: the certificate, None for none.
+        ending: ending of the certificate's file name.
+
+    Returns:
+        The paths of the parameter file and of the certificate, None for a file that is not written.
+    """
     json_path = None if json_path is None else Path(json_path)
-    certificate_path = None if certificate is None else (json_path or onnx_path).with_suffix(".parity.json")
-    with ExitStack() as stack:
-        stack.enter_context(atomic_path(onnx_path, ExportError)).write_bytes(proto.SerializeToString())
-        if json_path is not None:
-            stack.enter_context(atomic_path(json_path, ExportError)).write_text(json.dumps(document, indent=1))
-        if certificate is not None and certificate_path is not None:
-            text = json.dumps(certificate.as_json(), indent=1)
-            stack.enter_context(atomic_path(certificate_path, ExportError)).write_text(text)
-    return ExportReport(onnx_path, json_path, certificate_path, opset_of(proto), certificate, tensors)
+    certificate_path = None if parity is None else (json_path or path).with_suffix(ending)
+    contents: dict[Path, bytes | str] = {path: content}
+    for target, entries in ((json_path, document), (certificate_path, parity)):
+        if target is not None:
+            contents[target] = json.dumps(entries, indent=1)
+    write_all(contents, ExportError)
+    return json_path, certificate_path

@@ -21,7 +21,7 @@ from fxqat.custom_quantizer.backend_type import backend_spec
 from fxqat.custom_quantizer.spec import BackendSpec
 
 BACKENDS = ("TSQAT", "Experimental", "ONNXRuntime", "TensorRT")
-FURTHER_BACKENDS = ("OpenVINO", "QNN", "Vitis", "ArmCPU", "X86")
+FURTHER_BACKENDS = ("OpenVINO", "QNN", "Vitis", "ArmCPU", "X86", "LiteRT")
 VARIANTS = {"ONNXRuntime_AVX2": "ONNXRuntime", "OpenVINO_AVX2": "OpenVINO", "QNN_A16": "QNN"}
 """Backends that differ from another one in a scheme only."""
 EVERY_LAYER = MappingProxyType({"extra_quantizer_dict": {"least_work": 0}})

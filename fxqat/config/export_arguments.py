@@ -79,7 +79,7 @@ def check_paths(*paths: str | os.PathLike[str] | None) -> None:
     """
     given = [Path(path).resolve() for path in paths if path is not None]
     if len(set(given)) != len(given):
-        raise ExportError(f"the ONNX file and the parameter file have the same path {given[0]}")
+        raise ExportError(f"the model file and the parameter file have the same path {given[0]}")
     for path in paths:
         if path is not None:
             check_writable(path, ExportError)

@@ -7,6 +7,7 @@ from enum import Enum
 
 from fxqat.custom_quantizer.backends.arm_cpu import ARM_CPU
 from fxqat.custom_quantizer.backends.experimental import EXPERIMENTAL
+from fxqat.custom_quantizer.backends.litert import LITERT
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_AVX2
 from fxqat.custom_quantizer.backends.openvino import OPENVINO, OPENVINO_AVX2
 from fxqat.custom_quantizer.backends.qnn import QNN, QNN_A16
@@ -33,13 +34,14 @@ class BackendType(Enum):
     Vitis = "Vitis"
     ArmCPU = "ArmCPU"
     X86 = "X86"
+    LiteRT = "LiteRT"
     ONNXRuntime_AVX2 = "ONNXRuntime_AVX2"
     OpenVINO_AVX2 = "OpenVINO_AVX2"
     QNN_A16 = "QNN_A16"
 
 
 TABLES = (
-    *(TSQAT, EXPERIMENTAL, ONNXRUNTIME, TENSORRT, OPENVINO, QNN, VITIS, ARM_CPU, X86),
+    *(TSQAT, EXPERIMENTAL, ONNXRUNTIME, TENSORRT, OPENVINO, QNN, VITIS, ARM_CPU, X86, LITERT),
     *(ONNXRUNTIME_AVX2, OPENVINO_AVX2, QNN_A16),
 )
 BACKENDS: dict[BackendType, BackendSpec] = {BackendType(spec.name): spec for spec in TABLES}

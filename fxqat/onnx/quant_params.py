@@ -37,7 +37,7 @@ ENTRY_TYPES: dict[str, type] = {
 def params_document(
     tensors: Iterable[QuantizedTensor],
     backend: str,
-    opset: int,
+    opset: int | None,
     raw_inputs: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
     runtime: str | None = None,
 ) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def params_document(
     Args:
         tensors: the quantized tensors.
         backend: the backend's name.
-        opset: opset of the file.
+        opset: opset of the file, None for a .tflite file.
         raw_inputs: mean and std of each input that the file takes as uint8 and normalizes, by its name.
         runtime: the runtime that the file was written for; None is left out.
     """

@@ -351,9 +351,9 @@ def _compare_tensors(
             name, expected = node.input[0], integers[node.input[0]]
             at_tie = ties.get(name, np.zeros((), bool))
             both = (run[node.output[0] + COMPUTED] for run in (step, free))
-            shares = [shares_of(found, expected, at_tie) for found in both]
-            result.append(TensorParity(name, expected.size, shares[0], shares[1], not is_tainted))
-            is_tainted = is_tainted or shares[1].off > 0
+            step_shares, free_shares = (shares(found, expected, at_tie) for found in both)
+            result.append(TensorParity(name, expected.size, step_shares, free_shares, not is_tainted))
+            is_tainted = is_tainted or free_shares.off > 0
         selected = indices.get(indices_of(node))
         if selected is not None and not np.array_equal(free[indices_of(node) + COMPUTED], selected):
             is_tainted = True
@@ -380,8 +380,8 @@ def ties_of(
     return result
 
 
-def shares_of(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray) -> Shares:
-    """Compare the integers of a tensor; ``at_tie`` says which of them lie on a rounding boundary."""
+def shares(found: np.ndarray, expected: np.ndarray, at_tie: np.ndarray | bool = False) -> Shares:
+    """The shares of the values that are off, ``at_tie`` says which of them lie on a rounding boundary."""
     difference = np.abs(found.astype(np.int64) - expected)
     size, off_by_1 = max(1, difference.size), difference == 1
     counts = (off_by_1.sum(), (difference >= 2).sum(), (off_by_1 & at_tie).sum())

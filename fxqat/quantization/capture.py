@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Captured:
         hooks: the user's hooks that the file does not have.
         updated: names of the buffers that the run changed.
         carried: those of them whose new values change the outputs of the next run.
+        reals: float32 arrays by tensor name: the values before they were rounded. Empty unless asked for.
     """
 
     integers: dict[str, np.ndarray]
@@ -52,16 +53,23 @@ class Captured:
     hooks: tuple[str, ...]
     updated: tuple[str, ...]
     carried: tuple[str, ...]
+    reals: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def capture(gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence[Normalize | None] = ()) -> Captured:
+def capture(
+    gm: QuantGraphModule,
+    inputs: tuple[Any, ...],
+    normalizers: Sequence[Normalize | None] = (),
+    with_reals: bool = False,
+) -> Captured:
     """Run a deployed copy and record every quantized value.
 
     Args:
         gm: the prepared model; not changed.
         inputs: inputs of the file, raw where there is a normalizer.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
+        with_reals: keep the values before they are rounded, too.
 
     Raises:
         ExportError: the model does not run on the inputs, a hook changes its outputs, or an output is complex.
@@ -70,12 +78,15 @@ def capture(gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence
     hooks = lost_hooks(work)
     drop_hooks(work)
     integers: dict[str, np.ndarray] = {}
+    reals: dict[str, np.ndarray] = {}
 
     def record(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
         scale, zero_point = quant.qparams()  # type: ignore[operator]
         scheme: Any = quant.scheme
         q = quantize(args[0], scale, zero_point, scheme.quant_min, scheme.quant_max)
         integers[kwargs["tensor_name"]] = q.to(torch.int32).numpy()
+        if with_reals:
+            reals[kwargs["tensor_name"]] = args[0].float().numpy().copy()
 
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
@@ -98,7 +109,7 @@ def capture(gm: QuantGraphModule, inputs: tuple[Any, ...], normalizers: Sequence
 
     carried = tuple(name for name in updated if carries(name))
     arrays = [output.detach().numpy() for output in outputs]
-    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried)
+    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, reals)
 
 
 class _Selections(TorchFunctionMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fxqat.errors import FxqatError
@@ -68,6 +68,22 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
         raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_all(contents: Mapping[Path, bytes | str], error: type[FxqatError]) -> None:
+    """Write all files or none.
+
+    Args:
+        contents: the contents by path.
+        error: the class of the error to raise.
+
+    Raises:
+        FxqatError: the class ``error``, if a folder is missing or cannot be written, or a path is a folder.
+    """
+    with ExitStack() as stack:
+        for path, content in contents.items():
+            temporary = stack.enter_context(atomic_path(path, error))
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _temporary_beside(target: Path, error: type[FxqatError]) -> Path:

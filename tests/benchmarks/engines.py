@@ -99,7 +99,7 @@ class Case:
 
 
 CASES = (
-    Case("openvino", "OpenVINO"),
+    Case("openvino", "OpenVINO", "openvino"),
     Case("onnxruntime", "ONNXRuntime"),
     Case("onnxruntime", "TSQAT", "onnxruntime"),
     Case("qnn", "QNN"),

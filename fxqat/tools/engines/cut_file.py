@@ -27,6 +27,9 @@ from fxqat.onnx.selections import indices_of
 IN_NUMPY = tuple(getattr(onnx.TensorProto, name) for name in ("INT8", "UINT8", "INT16", "UINT16"))
 """Types of integers that an output may have; others are cast, because numpy has no types of 4 and 2 bits."""
 
+CLIPPED, CAST = ":clipped", ":cast"
+"""Endings of copies of what follows a Q node."""
+
 NO_OPERATORS = ("QuantizeLinear", "DequantizeLinear", "Constant")
 """Nodes that compute nothing of the model."""
 
@@ -38,6 +41,7 @@ class QuantizedFile:
     Args:
         model: the file.
         quantizers: the Q node of every quantized activation, by the name of its result.
+        clips: by the same names, the Clip that follows on its integers (``fxqat.onnx.integer_clamps``).
         sources: by the name of a Q node's result or of an output of the file: the results of the Q nodes that it is
             computed from, with no other Q node between.
         operators: by the same names: the nodes between.
@@ -45,6 +49,7 @@ class QuantizedFile:
 
     model: onnx.ModelProto
     quantizers: dict[str, onnx.NodeProto]
+    clips: dict[str, onnx.NodeProto]
     sources: dict[str, tuple[str, ...]]
     operators: dict[str, tuple[onnx.NodeProto, ...]]
 
@@ -62,6 +67,9 @@ def read_units(model: onnx.ModelProto) -> QuantizedFile:
         for node in model.graph.node
         if node.op_type == "QuantizeLinear" and node.input[0] not in constants and set(node.input[1:]) <= constants
     }
+    clips = {
+        str(node.input[0]): node for node in model.graph.node if node.op_type == "Clip" and node.input[0] in quantizers
+    }
     reached: dict[str, tuple[dict[str, None], dict[str, onnx.NodeProto]]] = {}
     sources, operators = {}, {}
     for node in model.graph.node:
@@ -76,13 +84,13 @@ def read_units(model: onnx.ModelProto) -> QuantizedFile:
             sources[result], operators[result] = tuple(before), tuple(between.values())
             reached[result] = ({result: None}, {})
         else:
-            if node.op_type not in NO_OPERATORS:
+            if node.op_type not in NO_OPERATORS and node.input[0] not in clips:
                 between[result] = node
             reached |= dict.fromkeys(node.output, (before, between))
     for value in model.graph.output:
         names, nodes = reached.get(value.name, ({}, {}))
         sources[value.name], operators[value.name] = tuple(names), tuple(nodes.values())
-    return QuantizedFile(model, quantizers, sources, operators)
+    return QuantizedFile(model, quantizers, clips, sources, operators)
 
 
 def runs_together(file: QuantizedFile) -> list[tuple[frozenset[str], frozenset[str]]]:
@@ -142,15 +150,16 @@ def cut(
         if name + GIVEN not in values:
             others.append(node)
             continue
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copy.name, copy.output[0] = name + FOUND, computed_name(name)
-        copies.append(copy)
+        copies.append(_copy(node, [*node.input], name + FOUND))
+        if name in file.clips:
+            clip = file.clips[name]
+            copies.append(_copy(clip, [name + FOUND, *clip.input[1:]], name + CLIPPED))
         kind = types[node.input[2]]
         if kind not in IN_NUMPY:
-            copy.output[0] = name + FOUND
-            copies.append(onnx.helper.make_node("Cast", [name + FOUND], [computed_name(name)], to=INT32))
+            copies.append(_copy(onnx.NodeProto(op_type="Cast"), [copies[-1].output[0]], name + CAST))
+            copies[-1].attribute.append(onnx.helper.make_attribute("to", INT32))
             kind = INT32
+        copies[-1].output[0] = computed_name(name)
         result.graph.output.append(onnx.helper.make_tensor_value_info(computed_name(name), kind, None))
         node.input[0] = name + GIVEN
         readers.append(node)
@@ -158,6 +167,15 @@ def cut(
         result.graph.input.append(onnx.helper.make_tensor_value_info(name + GIVEN, onnx.TensorProto.FLOAT, shape))
     result.graph.node.extend([*readers, *others, *copies])
     return result, {**feeds, **values}
+
+
+def _copy(node: onnx.NodeProto, inputs: Sequence[str], result: str) -> onnx.NodeProto:
+    """A node with the same operator that reads and computes other tensors."""
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    copy.name = result
+    copy.input[:], copy.output[:] = inputs, [result]
+    return copy
 
 
 def computed_name(tensor: str) -> str:

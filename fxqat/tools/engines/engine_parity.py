@@ -29,7 +29,7 @@ from prettytable import PrettyTable
 from fxqat.errors import ExportError
 from fxqat.onnx.ort_runs import COMPUTED, run, with_integers_out, with_reals_out
 from fxqat.onnx.output_parity import MAX_ERROR, Difference, compare
-from fxqat.onnx.verify import Shares, shares_of, ties_of
+from fxqat.onnx.verify import Shares, shares, ties_of
 from fxqat.tools.engines.base import Engine, Operator, node_name
 from fxqat.tools.engines.cut_file import (
     NO_OPERATORS,
@@ -143,8 +143,8 @@ class EngineReport:
         off = [t for t in self.tensors if t.alone.off or t.together.off]
         for t in off:
             both = [share for s in (t.alone, t.together) for share in (s.off_by_1, s.ties, s.off_by_2_plus)]
-            shares = [f"{share:.4%}" for share in both]
-            table.add_row([t.name, ", ".join(t.operators), *shares, "" if t.passed else "FAILED"])
+            texts = [f"{share:.4%}" for share in both]
+            table.add_row([t.name, ", ".join(t.operators), *texts, "" if t.passed else "FAILED"])
         verdict = "passed" if self.passed else f"FAILED, first: {self.first_diverging}"
         lines = [
             f"{self.engine} {self.version}: {verdict}",
@@ -191,7 +191,7 @@ def verify(
     runs = _Runs(cut_file, made, feeds, free)
     alone = runs.alone()
     together = runs.together(alone)
-    shares = runs.shares(runs.truth, alone, runs.truth, *runs.cut(runs.truth))
+    off = runs.shares(runs.truth, alone, runs.truth, *runs.cut(runs.truth))
     whole = made.compile(content)
     end_to_end = whole.run(feeds)
     names = {name: _texts(nodes) for name, nodes in cut_file.operators.items()}
@@ -206,7 +206,7 @@ def verify(
                 name=node.input[0],
                 operators=names[name],
                 size=runs.truth[name].size,
-                alone=shares[name],
+                alone=off[name],
                 together=together.get(name, NOTHING),
             )
             for name, node in cut_file.quantizers.items()
@@ -261,14 +261,13 @@ class _Runs:
         """What is off in each tensor; with its ties, from a run of the cut model, if it is off at all."""
         nodes = {name: self.file.quantizers[name] for name in names}
         pairs_of = {name: (found[computed_name(name)], expected[name]) for name in nodes}
-        result = {name: shares_of(*pair, np.zeros((), bool)) for name, pair in pairs_of.items()}
-        off = [nodes[name] for name, shares in result.items() if shares.off_by_1]
+        off = [nodes[name] for name, pair in pairs_of.items() if shares(*pair).off_by_1]
         reals = dict(feeds)
         computed = [node.input[0] for node in off if node.input[0] not in reals]
         if computed:
             reals |= run(with_reals_out(model, computed), feeds, PLAIN)
         ties = ties_of(self.file.model, off, reals)
-        return {name: shares_of(*pairs_of[name], ties.get(nodes[name].input[0], np.zeros((), bool))) for name in nodes}
+        return {name: shares(*pairs_of[name], ties.get(nodes[name].input[0], False)) for name in nodes}
 
     def expected(
         self, given: Mapping[str, np.ndarray], inside: Iterable[str], alone: Mapping[str, np.ndarray]
@@ -296,8 +295,8 @@ class _Runs:
             found = self.on_engine(rest)
             model, feeds, expected = self.expected(rest, inside, alone)
             integers = {name: expected[computed_name(name)] for name in readers if name in self.file.quantizers}
-            for name, shares in self.shares(integers, found, integers, model, feeds).items():
-                worst[name] = max(worst.get(name, NOTHING), shares, key=lambda s: (s.off_by_2_plus, s.off_by_1))
+            for name, off in self.shares(integers, found, integers, model, feeds).items():
+                worst[name] = max(worst.get(name, NOTHING), off, key=lambda s: (s.off_by_2_plus, s.off_by_1))
             for name in readers - integers.keys():
                 difference = compare(found[name], expected[name])
                 old = self.outputs.get(name, difference)

@@ -1,0 +1,51 @@
+"""LiteRT: the int8 kernels of LiteRT (TensorFlow Lite), as its 8-bit quantization specification says."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.scheme import QuantizeScheme, TensorQConfig
+
+WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
+ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=False)
+"""Float32 scales: LiteRT adds integers, so sums are exact in any case. With scales of few bits many results would lie
+on a rounding boundary, where LiteRT rounds up and torch to even."""
+
+CONV = Rule(reason="CONV_2D or DEPTHWISE_CONV_2D: integers in and out")
+COMPUTES = Rule(reason="LiteRT has an int8 kernel for it")
+ONE_SCALE = Rule(share="all", reason="LiteRT has an int8 kernel for it, whose inputs and output have one scale")
+JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
+MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
+
+LITERT = BackendSpec(
+    name="LiteRT",
+    weight=TensorQConfig(WEIGHT, observer="MinMax", fake_quantize="Learnable"),
+    activation=TensorQConfig(ACTIVATION, observer="EMAMinMax", fake_quantize="Learnable"),
+    rules=MappingProxyType(
+        dict.fromkeys(("conv1d", "conv2d"), CONV)
+        | dict.fromkeys(("conv_transpose2d", "linear", "matmul", "mean", "sum"), COMPUTES)
+        | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
+        | dict.fromkeys(("relu", "relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
+        | dict.fromkeys(("adaptive_avg_pool2d", "avg_pool2d", "maximum", "minimum", "interpolate"), ONE_SCALE)
+        | {"cat": JOINS, "stack": JOINS, "where": JOINS, "pass_through": MOVES, "identity": MOVES}
+    ),
+    fixed_ranges=MappingProxyType(
+        {
+            "sigmoid": (0.0, 255 / 256),  # scale 1/256, zero point -128
+            "softmax": (0.0, 255 / 256),
+            "tanh": (-1.0, 127 / 128),  # 1/128, 0
+            "log_softmax": (-255 / 16, 0.0),  # 1/16, 127
+        }
+    ),
+    left_float=MappingProxyType(
+        dict.fromkeys(
+            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize"),
+            "LiteRT's 8-bit specification has no such operator",
+        )
+        | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
+    ),
+    source="LiteRT documentation, 'LiteRT 8-bit quantization specification' (schemes, shared scales, fixed ranges); "
+    "google-ai-edge/ai-edge-quantizer, default_policy.py, static_wi8_ai8 (BATCH_MATMUL, CONV_2D_TRANSPOSE, GELU, "
+    "HARD_SWISH, SELECT_V2, FULLY_CONNECTED per channel)",
+)

@@ -1,0 +1,184 @@
+"""From torch to .tflite: LiteRT's converter runs on the lowered graph.
+
+The converter makes an operator of integers of each float operator between ``quantized_decomposed`` operators, the form
+of torch's PT2E quantization:
+
+1. each Q/DQ pair becomes such a pair;
+2. a stored weight becomes its real values and such a pair, because the converter takes no integers as weights;
+3. a stored bias becomes its real values: the converter rounds them at the scale of the products, as fxqat does;
+4. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxqat.errors import ExportError
+from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor
+from fxqat.quantization.lower import Lowered
+from fxqat.scheme import QuantizedTensor
+from fxqat.tflite.flatbuffer import missing
+
+
+def run_converter(lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequence[bool]) -> bytes:
+    """Convert a lowered model.
+
+    Args:
+        lowered: the graph, lowered with ``weights="float"``; changed by this.
+        inputs: example inputs in the file's layout.
+        channels_last: for each input, whether its layout is ``(N, ..., C)``.
+
+    Returns:
+        The file. Inputs and outputs that are quantized are int8.
+
+    Raises:
+        ExportError: the packages are missing, a tensor has a scheme that LiteRT lacks, or the converter fails.
+    """
+    try:
+        import litert_torch
+        from litert_torch.quantize.pt2e_quantizer import PT2EQuantizer, get_symmetric_quantization_config
+        from litert_torch.quantize.quant_config import QuantConfig
+    except ImportError as cause:
+        raise missing(cause) from cause
+    module = _ChannelsLast(_to_pt2e(lowered), channels_last).eval()
+    static = PT2EQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    with _without_progress(litert_torch.config):
+        try:
+            model = litert_torch.convert(module, inputs, quant_config=QuantConfig(pt2e_quantizer=static))
+            return bytes(model.model_content())
+        except Exception as cause:  # the converter raises errors of every kind
+            raise ExportError(f"LiteRT's converter failed: {type(cause).__name__}: {cause}") from cause
+
+
+def litert_versions() -> dict[str, str]:
+    """The versions of LiteRT's converter and runtime.
+
+    Raises:
+        ExportError: a package is missing.
+    """
+    try:
+        import litert_torch  # noqa: F401
+
+        return {name: version(name) for name in ("litert-torch", "ai-edge-litert")}
+    except ImportError as cause:  # a missing distribution, too
+        raise missing(cause) from cause
+
+
+def check_schemes(tensors: Iterable[QuantizedTensor]) -> None:
+    """Check that LiteRT has the scheme of every tensor.
+
+    Raises:
+        ExportError: an activation is not int8, or a weight is unsigned, asymmetric or has more than 8 bits.
+    """
+    for tensor in tensors:
+        scheme = tensor.scheme
+        if scheme is None:
+            continue
+        is_weight = tensor.kind == "weight"
+        bits_fit = scheme.bit_width <= 8 if is_weight else scheme.bit_width == 8 and not scheme.narrow_range
+        if not bits_fit or not scheme.signed or (is_weight and not scheme.symmetric):
+            raise ExportError(
+                f"{tensor.name}: LiteRT has no {tensor.kind} of the scheme {scheme}. It has int8 activations and "
+                "symmetric signed weights of up to 8 bits. Prepare the model for the backend 'LiteRT', or change the "
+                "override that gives this scheme."
+            )
+
+
+class _Pair(nn.Module):
+    """A Q/DQ pair of ``quantized_decomposed`` operators on signed integers."""
+
+    def __init__(self, pair: QuantizeDequantize) -> None:
+        super().__init__()
+        self.limits = pair.range
+        self.axis = pair.axis
+        self.constants = (float(pair.scale), int(pair.zero_point)) if pair.axis is None else None
+        self.register_buffer("scale", pair.scale)
+        self.register_buffer("zero_point", pair.zero_point.to(torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Round ``x`` to the grid."""
+        ops, limits = torch.ops.quantized_decomposed, (*self.limits, torch.int8)
+        if self.constants is not None:
+            q = ops.quantize_per_tensor(x, *self.constants, *limits)
+            return ops.dequantize_per_tensor(q, *self.constants, *limits)  # type: ignore[no-any-return]
+        parameters = (self.scale, self.zero_point, self.axis)
+        q = ops.quantize_per_channel(x, *parameters, *limits)
+        return ops.dequantize_per_channel(q, *parameters, *limits)  # type: ignore[no-any-return]
+
+
+class _Weight(nn.Module):
+    """The real values of a stored weight, and a Q/DQ pair that rounds none of them."""
+
+    values: Tensor
+
+    def __init__(self, weight: RoundedTensor) -> None:
+        super().__init__()
+        self.register_buffer("values", weight())
+        self.pair = _Pair(weight.pair)
+
+    def forward(self) -> Tensor:
+        """The values."""
+        values: Tensor = self.pair(self.values)
+        return values
+
+
+class _Bias(nn.Module):
+    """The real values of a stored bias."""
+
+    values: Tensor
+
+    def __init__(self, bias: StoredTensor) -> None:
+        super().__init__()
+        self.register_buffer("values", bias())
+
+    def forward(self) -> Tensor:
+        """The values."""
+        return self.values
+
+
+FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
+    QuantizeDequantize: _Pair,  # case 1
+    RoundedTensor: _Weight,  # case 2
+    StoredTensor: _Bias,  # case 3
+}
+
+
+@torch.no_grad()
+def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
+    """Cases 1 to 3."""
+    check_schemes(lowered.tensors.values())
+    for path in lowered.tensors:
+        module = lowered.module.get_submodule(path)
+        lowered.module.set_submodule(path, FORMS[type(module)](module))
+    return lowered.module
+
+
+class _ChannelsLast(nn.Module):
+    """Case 4: a model whose inputs have the layout ``(N, ..., C)``."""
+
+    def __init__(self, model: nn.Module, channels_last: Sequence[bool]) -> None:
+        super().__init__()
+        self.model = model
+        self.channels_last = tuple(channels_last)
+
+    def forward(self, *inputs: Any) -> Any:
+        """The model's outputs."""
+        pairs = zip(inputs, self.channels_last, strict=True)
+        return self.model(*(x.movedim(-1, 1) if is_last else x for x, is_last in pairs))
+
+
+@contextmanager
+def _without_progress(config: Any) -> Iterator[None]:
+    """Keep the converter from printing what it does."""
+    shown = config.show_progress
+    config.show_progress = False
+    try:
+        yield
+    finally:
+        config.show_progress = shown

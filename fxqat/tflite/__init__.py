@@ -1,0 +1,1 @@
+"""Read, run and check .tflite files: bytes in, bytes out, no torch."""
