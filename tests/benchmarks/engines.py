@@ -16,7 +16,6 @@ missing are left out. QNN runs only if it is asked for, with ``--engines qnn``.
 from __future__ import annotations
 
 import argparse
-import inspect
 import io
 import json
 import logging
@@ -69,7 +68,8 @@ os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
 YOLO = "yolov5n"
 NAMES = (*parity.MODELS, YOLO)
 TIMED = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", YOLO)
-LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL")
+WAYS = ("in_integers", "in_float")
 SIDE, YOLO_SIDE, PHOTO_SIDE = 64, 320, 224
 PHOTOS = {"mobilenet_v2": 300, YOLO: 64}
 """Photos on which the classes are compared."""
@@ -91,20 +91,28 @@ class Case:
         engine: name of the engine.
         backend: name of the backend.
         runtime: the ``runtime`` of ``convert_export``, empty for none.
+        precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
     """
 
     engine: str
     backend: str
     runtime: str = ""
+    precision: str = ""
+
+    def load(self) -> engines.Engine:
+        """The engine."""
+        return engines.load_engine(self.engine, **({"precision": self.precision} if self.precision else {}))
 
 
 CASES = (
+    Case("openvino", "OpenVINO", "openvino", "f32"),
     Case("openvino", "OpenVINO", "openvino"),
     Case("onnxruntime", "ONNXRuntime"),
     Case("onnxruntime", "TSQAT", "onnxruntime"),
+    Case("litert", "LiteRT"),
     Case("qnn", "QNN"),
 )
-DEFAULT_ENGINES = ("openvino", "onnxruntime")
+DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
 
 
 @dataclass(frozen=True)
@@ -193,14 +201,10 @@ def quantized(case: Case, found: Material, path: Path) -> nn.Module:
     gm = found.prepare(case.backend)
     fxqat.calibrate(gm, found.calibration, progress=False)
     fxqat.enable_quantization(gm)
-    options = {"runtime": case.runtime} if case.runtime and has_runtime() else {}
-    fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], **options)
+    if case.engine != "litert":
+        runtime = case.runtime or None
+        fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
     return gm
-
-
-def has_runtime() -> bool:
-    """Whether this version of fxqat has the argument ``runtime``."""
-    return "runtime" in inspect.signature(fxqat.convert_export).parameters
 
 
 def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
@@ -210,51 +214,69 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         gm = quantized(case, found, path)
-        engine = engines.load_engine(case.engine)
-        report = engines.verify(path, found.example.numpy(), engine)
-        result = figures(report) | {"version": engine.version}
+        engine = case.load()
+        if case.engine == "litert":
+            certificate = fxqat.export_tflite(gm, (found.example,), path).certificate
+            assert certificate is not None
+            result, output = tflite_figures(certificate, engine.compile(path.read_bytes())), ""
+        else:
+            result = figures(engines.verify(path, found.example.numpy(), engine))
+            output = onnx.load(path).graph.output[0].name
         if found.tests is not None:
-            result |= agreement(gm, found, engine.compile(path.read_bytes()), path)
-    return result
+            result |= agreement(gm, found, engine.compile(path.read_bytes()), output)
+    return result | {"version": engine.version}
+
+
+def tflite_figures(certificate: Any, compiled: engines.CompiledFile) -> dict[str, Any]:
+    """What the page shows of LiteRT's certificate, default kernels; it compares *alone* only."""
+    tensors = certificate.kernels["default"].tensors
+    result = shares_of([(t.step, t.name, (), t.size) for t in tensors])
+    kinds = {
+        way: Counter(op.kind for op in compiled.operators() if op.integers == (way == "in_integers")) for way in WAYS
+    }
+    cosine = min(output.cosine for output in certificate.kernels["default"].outputs)
+    return {"tensors": len(tensors), "alone": result, "together": result, "cosine": cosine} | kinds
 
 
 def figures(report: engines.EngineReport) -> dict[str, Any]:
     """What the page shows of a report."""
-    values = sum(t.size for t in report.tensors)
     result: dict[str, Any] = {"tensors": len(report.tensors), "first_diverging": report.first_diverging}
     for way in ("alone", "together"):
-        shares = [(getattr(t, way), t) for t in report.tensors]
-        off, worst = max(shares, key=lambda pair: (pair[0].off_by_2_plus, pair[0].off_by_1), default=(None, None))
-        result[way] = {
-            "share": sum(s.off_by_1 * t.size for s, t in shares) / values,
-            "ties": sum(s.ties * t.size for s, t in shares) / values,
-            "off_by_2_plus": sum(s.off_by_2_plus * t.size for s, t in shares) / values,
-            "tensors": sum(s.off_by_1 > max(MAX_OFF_BY_ONE, 1 / t.size) or s.off_by_2_plus > 0 for s, t in shares),
-            "beside_ties": sum(
-                s.off_by_1 - s.ties > max(MAX_OFF_BY_ONE, 1 / t.size) or s.off_by_2_plus > 0 for s, t in shares
-            ),
-            "worst": None if worst is None else [worst.name, *worst.operators, off.off_by_1, off.off_by_2_plus],
-            "kinds": dict(
-                Counter(
-                    " ".join(sorted({o.partition(" ")[0] for o in t.operators}))
-                    for s, t in shares
-                    if s.off_by_1 > max(MAX_OFF_BY_ONE, 1 / t.size)
-                )
-            ),
-        }
-    kinds = {way: Counter(n.partition(" ")[0] for n in getattr(report, way)) for way in ("in_integers", "in_float")}
-    result |= {way: dict(counts) for way, counts in kinds.items()}
-    result["cosine"] = min(o.end_to_end.cosine for o in report.outputs)
-    return result
+        result[way] = shares_of([(getattr(t, way), t.name, t.operators, t.size) for t in report.tensors])
+    result |= {way: dict(Counter(node.partition(" ")[0] for node in getattr(report, way))) for way in WAYS}
+    return result | {"cosine": min(output.end_to_end.cosine for output in report.outputs)}
+
+
+def shares_of(tensors: list[tuple[Any, str, tuple[str, ...], int]]) -> dict[str, Any]:
+    """Of shares, names, operators and sizes: the share of all values, and how many tensors are over the limit."""
+    values = sum(size for *_, size in tensors)
+
+    def total(what: str) -> float:
+        return sum(getattr(shares, what) * size for shares, _, _, size in tensors) / values
+
+    def over(shares: Any, size: int, ties: float = 0.0) -> bool:
+        return shares.off_by_1 - ties > max(MAX_OFF_BY_ONE, 1 / size) or shares.off_by_2_plus > 0
+
+    worst, name, operators, _ = max(tensors, key=lambda t: (t[0].off_by_2_plus, t[0].off_by_1))
+    wrong = [operators for shares, _, operators, size in tensors if over(shares, size)]
+    return {
+        "share": total("off_by_1"),
+        "ties": total("ties"),
+        "off_by_2_plus": total("off_by_2_plus"),
+        "tensors": len(wrong),
+        "beside_ties": sum(over(shares, size, shares.ties) for shares, _, _, size in tensors),
+        "worst": [name, *operators, worst.off_by_1, worst.off_by_2_plus],
+        "kinds": dict(Counter(" ".join(sorted({text.partition(" ")[0] for text in texts})) for texts in wrong)),
+    }
 
 
 @torch.no_grad()
-def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, path: Path) -> dict[str, Any]:
+def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str) -> dict[str, Any]:
     """The share of classes that the engine has in common with the fake-quant model, and with the float model."""
-    output = onnx.load(path, load_external_data=False).graph.output[0].name
     counts = Counter[str]()
     for image in found.tests.split(1):  # type: ignore[union-attr]
-        ours = found.classes(compiled.run({"x": image.numpy()})[output])
+        outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
+        ours = found.classes(outputs[output] if output else next(iter(outputs.values())))
         for name, model in (("fake_quant", gm), ("float", found.model)):
             result = model(image)
             theirs = found.classes((result if isinstance(result, Tensor) else result[0]).numpy())
@@ -283,10 +305,9 @@ def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> d
         export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
         torch.onnx.export(found.model, (found.example,), path, **export)
         compiled = {"float": made.compile(path.read_bytes()), "peer": peer(made, path, found, Path(folder))}
-        for case in CASES:
-            if case.engine == engine:
-                quantized(case, found, path)
-                compiled[case.backend] = made.compile(path.read_bytes())
+        for case in {case.backend: case for case in CASES if case.engine == engine}.values():
+            quantized(case, found, path)
+            compiled[case.backend] = made.compile(path.read_bytes())
     counts = {kind: Counter(op.integers for op in file.operators()) for kind, file in compiled.items()}
     milliseconds: dict[str, list[float]] = {kind: [] for kind in compiled}
     order = list(compiled)
@@ -357,7 +378,8 @@ def row(arguments: argparse.Namespace) -> None:
     if arguments.latency:
         result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
     else:
-        result = compare(arguments.model, Case(arguments.engine, arguments.backend, arguments.runtime), data)
+        case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
+        result = compare(arguments.model, case, data)
     print(json.dumps(result | {"seconds": time.perf_counter() - start}))
 
 
@@ -378,7 +400,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def latency(arguments: argparse.Namespace) -> None:
     """Measure the latencies that have no result yet."""
-    kept = [name for name in arguments.engines if name != "qnn" and available(name)]
+    kept = [name for name in arguments.engines if name not in ("qnn", "litert") and available(name)]
     keys = [{"model": name, "engine": engine} for name in arguments.models for engine in kept]
     for key in missing(arguments.results, keys):
         flags = ["--model", key["model"], "--engine", key["engine"], "--latency"]
@@ -428,7 +450,8 @@ def compared_table(results: list[dict[str, Any]]) -> str:
     table = PrettyTable(header, align="l", hrules=1)
     for line in results:
         name = line["model"] + (" (real)" if line["real"] else "")
-        backend = line["backend"] + (f", runtime {line['runtime']}" if line["runtime"] else "")
+        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        backend = ", ".join([line["backend"], *settings])
         if "error" in line:
             table.add_row([name, backend, line["error"], *[""] * (len(header) - 3)])
             continue
@@ -468,7 +491,12 @@ def latency_table(results: list[dict[str, Any]]) -> str:
 
 def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
     """The documentation page."""
-    names = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime", "qnn": "QNN on its x86 simulator"}
+    names = {
+        "openvino": "OpenVINO",
+        "onnxruntime": "ONNX Runtime",
+        "litert": "LiteRT",
+        "qnn": "QNN on its x86 simulator",
+    }
     parts = []
     for engine, title in names.items():
         rows = [line for line in compared if line["engine"] == engine]
@@ -528,7 +556,7 @@ def main() -> None:
         command.add_argument("--results", type=Path, default=results)
         command.set_defaults(function=function)
     single = commands.add_parser("row", help="print the figures of one row")
-    for option in ("model", "engine", "backend", "runtime"):
+    for option in ("model", "engine", "backend", "runtime", "precision"):
         single.add_argument(f"--{option}", default="")
     single.add_argument("--latency", action="store_true")
     single.set_defaults(function=row)

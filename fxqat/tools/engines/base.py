@@ -45,6 +45,10 @@ class CompiledFile(ABC):
         """
 
     @abstractmethod
+    def input_names(self) -> list[str]:
+        """The names of the inputs, in the order of the file."""
+
+    @abstractmethod
     def operators(self) -> tuple[Operator, ...]:
         """The operators that it runs; constants, inputs and outputs are left out."""
 

@@ -181,6 +181,10 @@ def verify(
         ExportError: the file cannot be read or has no quantized tensors, the inputs do not fit, the engine's package is
             not installed, or the engine cannot run the file.
     """
+    if engine == "litert":
+        raise ExportError(
+            "LiteRT reads .tflite files: export one with export_tflite, whose certificate compares it step by step"
+        )
     made = engine if isinstance(engine, Engine) else load_engine(engine, **settings)
     content, model = _read(file)
     feeds = _by_name(model, inputs)

@@ -7,19 +7,22 @@ from typing import Any
 
 from fxqat.errors import ExportError
 from fxqat.tools.engines.base import Engine
+from fxqat.tools.engines.litert_engine import LiteRtEngine
 from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeEngine
 from fxqat.tools.engines.openvino_engine import OpenVinoEngine
 from fxqat.tools.engines.qnn_engine import QnnEngine
 from fxqat.utils.nearest_name import nearest
 
-ENGINES: dict[str, type[Engine]] = {kind.name: kind for kind in (OnnxRuntimeEngine, OpenVinoEngine, QnnEngine)}
+ENGINES: dict[str, type[Engine]] = {
+    kind.name: kind for kind in (OnnxRuntimeEngine, OpenVinoEngine, LiteRtEngine, QnnEngine)
+}
 
 
 def load_engine(name: str, **settings: Any) -> Engine:
     """An engine by its name.
 
     Args:
-        name: ``"onnxruntime"``, ``"openvino"`` or ``"qnn"``.
+        name: ``"onnxruntime"``, ``"openvino"``, ``"litert"`` or ``"qnn"``.
         settings: ``threads``, and the engine's own, see its class.
 
     Raises:

@@ -34,6 +34,10 @@ class OnnxRuntimeFile(CompiledFile):
         with explained():
             return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
 
+    def input_names(self) -> list[str]:
+        """The names of the inputs, in the order of the file."""
+        return [value.name for value in self.session.get_inputs()]
+
     def operators(self) -> tuple[Operator, ...]:
         """The nodes of the optimized graph, except conversions between integers and floats."""
         known = known_names(self.content)

@@ -32,6 +32,10 @@ class OpenVinoFile(CompiledFile):
             found = self.compiled(dict(inputs), share_outputs=False)
             return {name: found[output] for output in self.compiled.outputs for name in output.names}
 
+    def input_names(self) -> list[str]:
+        """The names of the inputs, in the order of the file."""
+        return [value.get_any_name() for value in self.compiled.inputs]
+
     def operators(self) -> tuple[Operator, ...]:
         """The operators of the compiled graph; a fused one names all nodes that it computes."""
         found, known = [], known_names(self.content)

@@ -28,6 +28,10 @@ class QnnFile(CompiledFile):
         with explained():
             return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
 
+    def input_names(self) -> list[str]:
+        """The names of the inputs, in the order of the file."""
+        return [value.name for value in self.session.get_inputs()]
+
     def operators(self) -> tuple[Operator, ...]:
         """The nodes as they are assigned: those of QNN run on integers."""
         known, found = known_names(self.content), []
