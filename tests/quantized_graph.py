@@ -107,3 +107,26 @@ def one_scale() -> onnx.ModelProto:
     graph = QuantizedGraph()
     x = graph.quantize("x", 1 / 32, 128)
     return graph.model(graph.quantize(graph.conv(x, 1 / 32, "conv", scalar=True), 0.25, 128))
+
+
+def narrow() -> onnx.ModelProto:
+    """A ReLU between values of 4 bits, whose integers numpy has no type for."""
+    graph = QuantizedGraph()
+    x = graph.quantize("x", 0.5, 8)
+    model = graph.model(graph.quantize(graph.op("Relu", [x], "relu"), 0.25, 0))
+    for tensor in model.graph.initializer:
+        if tensor.name.endswith("_zero"):
+            tensor.CopyFrom(
+                helper.make_tensor(tensor.name, TensorProto.UINT4, [], [int(numpy_helper.to_array(tensor))])
+            )
+    model.opset_import[0].version = 21
+    return model
+
+
+def selecting() -> onnx.ModelProto:
+    """Indices of the largest channel, many of them equal, that choose rows of a quantized table."""
+    graph = QuantizedGraph()
+    x = graph.quantize("x", 1.0, 128)
+    indices = graph.op("ArgMax", [x], "argmax", axis=1, keepdims=0)
+    table = graph.constant(np.arange(8), np.float32, "table")
+    return graph.model(graph.quantize(graph.op("Gather", [table, indices], "gather"), 0.5, 0))
