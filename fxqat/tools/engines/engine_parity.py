@@ -14,6 +14,7 @@ single one, is off by 1; outputs follow rule 3 of :mod:`fxqat.onnx.verify`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ from fxqat.tools.engines.cut_file import (
     runs_together,
 )
 from fxqat.tools.engines.load import load_engine
+from fxqat.utils.files import atomic_path
 
 MAX_OFF_BY_ONE = 0.0005
 PLAIN = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -229,6 +231,27 @@ def verify(
         in_integers=on_integers,
         in_float=in_float,
     )
+
+
+def add_to_certificate(report: EngineReport, certificate: str | os.PathLike[str]) -> None:
+    """Write a report into the document of a parity certificate, under ``"engines"`` and the engine's name.
+
+    Args:
+        report: the report of the certificate's file.
+        certificate: the ``<stem>.parity.json`` that ``convert_export`` wrote.
+
+    Raises:
+        ExportError: the certificate cannot be read or written, or is none.
+    """
+    try:
+        document = json.loads(Path(certificate).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ExportError(f"cannot read the certificate {certificate}: {cause}") from cause
+    if not isinstance(document, dict) or document.get("format") != "fxqat.parity":
+        raise ExportError(f"{certificate} is no parity certificate: its format is not fxqat.parity")
+    document["engines"] = document.get("engines", {}) | {report.engine: report.as_json()}
+    with atomic_path(certificate, ExportError) as path:
+        path.write_text(json.dumps(document, indent=1), encoding="utf-8")
 
 
 class _Runs:

@@ -1,6 +1,8 @@
 """An engine that computes what the file says passes; one that does not is seen, and the tensor is named."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from onnx import numpy_helper
 
 from fxqat.errors import ExportError
 from fxqat.onnx.ort_runs import open_session
-from fxqat.tools.engines import Engine, EngineReport, verify
+from fxqat.tools.engines import Engine, EngineReport, add_to_certificate, verify
 from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
 from tests.quantized_graph import clipped, concat, example, narrow, residual, selecting
 
@@ -105,6 +107,22 @@ def test_the_report_is_written_as_json(tmp_path: Path) -> None:
     tensor = document["report"]["tensors"][2]
     assert (tensor["name"], tensor["operators"]) == ("branch", ("Conv branch",))
     assert tensor["alone"]["off_by_2_plus"] > 0.1
+
+
+def test_the_report_goes_into_the_certificate(tmp_path: Path) -> None:
+    report, path = report_of(residual(), tmp_path, ChangedEngine(drop_pairs)), tmp_path / "model.parity.json"
+    path.write_text(json.dumps({"format": "fxqat.parity", "passed": True}))
+    add_to_certificate(report, path)
+    add_to_certificate(replace(report, engine="other"), path)
+    document = json.loads(path.read_text())
+    assert document["passed"]
+    assert list(document["engines"]) == ["changed", "other"]
+    assert document["engines"]["changed"]["first_diverging"] == "add (Add add)"
+    path.write_text("{}")
+    with pytest.raises(ExportError, match="is no parity certificate"):
+        add_to_certificate(report, path)
+    with pytest.raises(ExportError, match="cannot read the certificate"):
+        add_to_certificate(report, tmp_path / "none.json")
 
 
 def test_ties_are_told_apart(tmp_path: Path) -> None:
