@@ -125,7 +125,7 @@ class Material:
         calibration: batches.
         example: the input of the step-by-step comparison, one image.
         tests: images to compare classes on; None with random weights.
-        classes: the classes in an output, -1 where none is compared.
+        classes: the classes in an output, and which of them count.
     """
 
     model: nn.Module
@@ -133,7 +133,7 @@ class Material:
     calibration: list[Tensor]
     example: Tensor
     tests: Tensor | None
-    classes: Callable[[np.ndarray], np.ndarray]
+    classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def material(name: str, data: Path | None, side: int | None = None) -> Material:
@@ -156,7 +156,14 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
     def prepare(backend: str) -> nn.Module:
         return fxqat.prepare_by_platform(model, backend, example_inputs=(example,), check="off", is_qat=False)
 
-    return Material(model, prepare, calibration, example, tests, lambda output: output.argmax(-1))
+    return Material(
+        model,
+        prepare,
+        calibration,
+        example,
+        tests,
+        lambda output: (output.argmax(-1), np.ones(output.shape[:-1], bool)),
+    )
 
 
 def yolo(data: Path | None, side: int) -> Material:
@@ -176,9 +183,9 @@ def yolo(data: Path | None, side: int) -> Material:
     def prepare(backend: str) -> nn.Module:
         return prepared(model, {"img": side, "backend": backend, "quant_config": None})
 
-    def classes(boxes: np.ndarray) -> np.ndarray:
+    def classes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scores = boxes[..., 4:5] * boxes[..., 5:]
-        return np.where(scores.max(-1) >= CONFIDENT, scores.argmax(-1), -1)
+        return scores.argmax(-1), scores.max(-1) >= CONFIDENT
 
     return Material(model, prepare, calibration, example, tests, classes)
 
@@ -276,11 +283,10 @@ def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, ou
     counts = Counter[str]()
     for image in found.tests.split(1):  # type: ignore[union-attr]
         outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
-        ours = found.classes(outputs[output] if output else next(iter(outputs.values())))
+        ours, _ = found.classes(outputs[output] if output else next(iter(outputs.values())))
         for name, model in (("fake_quant", gm), ("float", found.model)):
             result = model(image)
-            theirs = found.classes((result if isinstance(result, Tensor) else result[0]).numpy())
-            there = theirs >= 0
+            theirs, there = found.classes((result if isinstance(result, Tensor) else result[0]).numpy())
             counts[name] += int((ours[there] == theirs[there]).sum())
             counts[f"{name} of"] += int(there.sum())
     return {
