@@ -17,6 +17,7 @@ def read_version() -> str:
     return match.group(1)
 
 
+ENGINES = ["openvino>=2026.4"]
 EXAMPLE = ["scikit-learn", "matplotlib", "pycocotools", "tensorboard"]
 
 setup(
@@ -58,9 +59,11 @@ setup(
     entry_points={"console_scripts": ["fxqat = fxqat.cli.main:run"]},
     extras_require={
         "example": EXAMPLE,
-        # The tests run the examples; ruff and mypy are bounded because their verdicts change between versions.
+        "engines": ENGINES,
+        # The tests run the examples and OpenVINO, which installs in less than a minute; ruff and mypy are bounded because their verdicts change between versions.
         "test": [
             *EXAMPLE,
+            *ENGINES,
             "pytest>=8.2,<9.2",  # with 9.2, pytest-xdist 3.8 runs the tests of an xdist_group in several processes
             "pytest-xdist",
             "hypothesis",

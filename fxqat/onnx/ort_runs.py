@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -114,15 +115,28 @@ def run(
 
 
 def open_session(
-    model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int | None = None
+    model: onnx.ModelProto | bytes,
+    level: ort.GraphOptimizationLevel,
+    threads: int | None = None,
+    optimized: Path | None = None,
 ) -> ort.InferenceSession:
-    """A session on the CPU whose threads sleep while they wait; by default with ONNX Runtime's number of threads."""
+    """A session on the CPU whose threads sleep while they wait; by default with ONNX Runtime's number of threads.
+
+    Args:
+        model: the model, or the content of its file.
+        level: the optimization level.
+        threads: number of threads.
+        optimized: where to write the optimized model, None for nowhere.
+    """
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    content = model if isinstance(model, bytes) else model.SerializeToString()
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def verify(
         suspects = [node for node in quantizers if node.input[0] in doubtful]
         given = feeds | step_feeds
         reals = given | run(with_reals_out(step_model, doubtful - given.keys()), given, plain)
-        tensors = _compare_tensors(model, step, free, integers, indices, _ties(model, suspects, reals))
+        tensors = _compare_tensors(model, step, free, integers, indices, ties_of(model, suspects, reals))
     off = sum(t.free.off * t.size for t in tensors)
     names = [value.name for value in model.graph.output]
     return ParityCertificate(
@@ -371,7 +371,7 @@ def _compare_tensors(
     return tuple(result)
 
 
-def _ties(
+def ties_of(
     model: onnx.ModelProto, quantizers: Sequence[onnx.NodeProto], reals: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Which values of each tensor lie on a rounding boundary, by the name of the tensor."""

@@ -211,7 +211,7 @@ def test_for_size_the_bias_of_a_float_layer_stays_float():
 def test_for_size_overrides_win():
     rules = [
         {"match": {"module": "small"}, "weight": {"bit": 4}},
-        {"match": {"module": "after"}, "activation": {"bit": 7}},
+        {"match": {"module": "after"}, "activation": {"observer": "MSE"}},
         {"match": {"module": "up"}, "weight": None},
     ]
     rows = statuses(Light(), 50, SIZE | {"overrides": rules})

@@ -84,20 +84,25 @@ def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
     paths = {kind: folder / f"{name}_{kind}.onnx" for kind in ("float", "quantize_static", "fxqat")}
     export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
     torch.onnx.export(model, (batches[0],), paths["float"], **export)
-    prepared = folder / "prepared.onnx"
-    quant_pre_process(str(paths["float"]), str(prepared), skip_symbolic_shape=True)
+    write_static(paths["float"], paths["quantize_static"], batches)
+    gm = ptq(model, batches, "ONNXRuntime")
+    fxqat.convert_export(gm, (batches[0],), paths["fxqat"], input_names=["x"])
+    return paths
+
+
+def write_static(path: Path, target: Path, batches: list[Tensor]) -> None:
+    """Quantize a float file with ``quantize_static``."""
+    prepared = target.with_name("prepared.onnx")
+    quant_pre_process(str(path), str(prepared), skip_symbolic_shape=True)
     quantize_static(
         str(prepared),
-        str(paths["quantize_static"]),
+        str(target),
         Batches(batches),
         quant_format=QuantFormat.QDQ,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         per_channel=True,
     )
-    gm = ptq(model, batches, "ONNXRuntime")
-    fxqat.convert_export(gm, (batches[0],), paths["fxqat"], input_names=["x"])
-    return paths
 
 
 def session_of(path: Path, threads: int, folder: Path | None = None) -> ort.InferenceSession:

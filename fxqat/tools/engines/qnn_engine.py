@@ -1,0 +1,75 @@
+"""Qualcomm's QNN on its x86 simulator of the Hexagon tensor processor. See ``docs/engines.rst`` for its licence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from fxqat.errors import ExportError
+from fxqat.onnx.ort_runs import explained
+from fxqat.tools.engines.base import CompiledFile, Engine, Operator, known_names, needed, nodes_in
+
+INSTALL = "pip install onnxruntime-qnn, after reading Qualcomm's licence in it"
+PROVIDER = "QNNExecutionProvider"
+
+
+class QnnFile(CompiledFile):
+    """A session whose nodes run on QNN where it takes them, else on the CPU."""
+
+    def __init__(self, session: ort.InferenceSession, content: bytes) -> None:
+        self.session, self.content = session, content
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The outputs by name; ``ExportError`` if QNN cannot run the file."""
+        names = [value.name for value in self.session.get_outputs()]
+        with explained():
+            return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
+
+    def input_names(self) -> list[str]:
+        """The names of the inputs, in the order of the file."""
+        return [value.name for value in self.session.get_inputs()]
+
+    def operators(self) -> tuple[Operator, ...]:
+        """The nodes as they are assigned: those of QNN run on integers."""
+        known, found = known_names(self.content), []
+        for part in self.session.get_provider_graph_assignment_info():
+            for node in part.get_nodes():
+                if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+                    nodes = nodes_in([node.name], known, "_token_")
+                    found.append(Operator(node.name, node.op_type, part.ep_name == PROVIDER, nodes))
+        return tuple(found)
+
+
+class QnnEngine(Engine):
+    """ONNX Runtime with Qualcomm's provider, on the simulated Hexagon tensor processor."""
+
+    name = "qnn"
+
+    def __init__(self, threads: int = 1) -> None:
+        super().__init__(threads)
+        with needed("onnxruntime-qnn", self.name, INSTALL):
+            import onnxruntime_qnn
+        self.package: Any = onnxruntime_qnn
+
+    @property
+    def version(self) -> str:
+        """The version of onnxruntime-qnn."""
+        return str(self.package.__version__)
+
+    def compile(self, content: bytes) -> CompiledFile:
+        """A session on QNN; ``ExportError`` if there is no QNN device, or it cannot load the file."""
+        with explained():
+            if all(device.ep_name != PROVIDER for device in ort.get_ep_devices()):
+                ort.register_execution_provider_library(PROVIDER, self.package.get_library_path())
+            devices = [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
+            if not devices:
+                raise ExportError("onnxruntime-qnn finds no device on this machine")
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = self.threads
+            options.log_severity_level = 3
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+            options.add_provider_for_devices(devices[:1], {"backend_path": self.package.get_qnn_htp_path()})
+            return QnnFile(ort.InferenceSession(content, options), content)

@@ -1,0 +1,584 @@
+"""Exported files on the engines that they are meant for: equality step by step, operators on integers, latency.
+
+Each row, one model of one backend on one engine, runs in a process of its own and adds a line to a file in ``results``;
+rows that have a line there are skipped. ``run`` compares, ``latency`` measures time: run nothing else meanwhile.
+
+    pip install -e ".[example,engines]"
+    python tests/benchmarks/engines.py run --data DIR
+    pip install nncf
+    python tests/benchmarks/engines.py latency --data DIR
+    python tests/benchmarks/engines.py report
+
+DIR is the folder of ``README.rst``; without ``--data`` all weights are random. Rows of an engine whose package is
+missing are left out. QNN runs only if it is asked for, with ``--engines qnn``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from PIL import Image
+from prettytable import PrettyTable
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import fxqat
+from fxqat.errors import FxqatError
+from fxqat.tools import engines
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDERS = (
+    HERE / "zoo",
+    HERE / "accuracy",
+    HERE / "performance",
+    ROOT / "example/yolov5_example",
+    ROOT / "example/common",
+)
+sys.path[:0] = [str(folder) for folder in FOLDERS]
+
+import experiments  # noqa: E402
+import mobilenet_v2_imagenet as photos  # noqa: E402
+import ort_latency  # noqa: E402
+import parity  # noqa: E402
+from detector import open_detector, prepared  # noqa: E402
+from model import Yolo  # noqa: E402
+
+os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
+
+YOLO = "yolov5n"
+NAMES = (*parity.MODELS, YOLO)
+TIMED = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", YOLO)
+LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL")
+WAYS = ("in_integers", "in_float")
+SIDE, YOLO_SIDE, PHOTO_SIDE = 64, 320, 224
+PHOTOS = {"mobilenet_v2": 300, YOLO: 64}
+"""Photos on which the classes are compared."""
+
+CALIBRATION = 32
+CONFIDENT = 0.25
+"""Boxes of a lower score are not compared."""
+
+MAX_OFF_BY_ONE = 0.0005
+RESULTS = HERE / "results" / "engines.jsonl"
+LATENCY = HERE / "results" / "engines_latency.jsonl"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend's files on an engine.
+
+    Args:
+        engine: name of the engine.
+        backend: name of the backend.
+        runtime: the ``runtime`` of ``convert_export``, empty for none.
+        precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
+    """
+
+    engine: str
+    backend: str
+    runtime: str = ""
+    precision: str = ""
+
+    def load(self) -> engines.Engine:
+        """The engine."""
+        return engines.load_engine(self.engine, **({"precision": self.precision} if self.precision else {}))
+
+
+CASES = (
+    Case("openvino", "OpenVINO", "openvino", "f32"),
+    Case("openvino", "OpenVINO", "openvino"),
+    Case("onnxruntime", "ONNXRuntime"),
+    Case("onnxruntime", "TSQAT", "onnxruntime"),
+    Case("litert", "LiteRT"),
+    Case("qnn", "QNN"),
+)
+DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
+
+
+@dataclass(frozen=True)
+class Material:
+    """A model, its data, and how to compare its classes.
+
+    Args:
+        model: in float.
+        prepare: gives the prepared model for a backend.
+        calibration: batches.
+        example: the input of the step-by-step comparison, one image.
+        tests: images to compare classes on; None with random weights.
+        classes: the classes in an output, and which of them count.
+    """
+
+    model: nn.Module
+    prepare: Callable[[str], nn.Module]
+    calibration: list[Tensor]
+    example: Tensor
+    tests: Tensor | None
+    classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def material(name: str, data: Path | None, side: int | None = None) -> Material:
+    """A model with its real weights and photos where there are some, else with random ones."""
+    if name == YOLO:
+        return yolo(data, side or YOLO_SIDE)
+    if name == "mobilenet_v2" and data is not None:
+        images, _ = photos.load_photos(data)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+        images = photos.normalised(images[order[: CALIBRATION + PHOTOS[name]]])
+        model, tests = photos.load_model(data), images[CALIBRATION:]
+        calibration, example = list(images[:CALIBRATION].split(16)), tests[:1]
+    else:
+        side = side or SIDE
+        model, tests = parity.build(name, side).eval(), None
+        torch.manual_seed(1)
+        calibration = [torch.randn(4, 3, side, side) for _ in range(2)]
+        example = torch.randn(1, 3, side, side)
+
+    def prepare(backend: str) -> nn.Module:
+        return fxqat.prepare_by_platform(model, backend, example_inputs=(example,), check="off", is_qat=False)
+
+    return Material(
+        model,
+        prepare,
+        calibration,
+        example,
+        tests,
+        lambda output: (output.argmax(-1), np.ones(output.shape[:-1], bool)),
+    )
+
+
+def yolo(data: Path | None, side: int) -> Material:
+    """YOLOv5n of the example, with boxes as its first output."""
+    torch.manual_seed(0)
+    tests = None
+    if data is None:
+        model: nn.Module = Yolo("n").eval()
+        calibration, example = [torch.rand(4, 3, side, side)], torch.rand(1, 3, side, side)
+    else:
+        weights = data / "yolov5n" / "yolov5n_state_dict_fp16.pt"
+        model = open_detector(weights, torch.device("cpu")).model.eval()  # type: ignore[attr-defined]
+        calibration = list(coco(data, "train2017", CALIBRATION, side).split(16))
+        tests = coco(data, "val2017", PHOTOS[YOLO], side)
+        example = tests[:1]
+
+    def prepare(backend: str) -> nn.Module:
+        return prepared(model, {"img": side, "backend": backend, "quant_config": None})
+
+    def classes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scores = boxes[..., 4:5] * boxes[..., 5:]
+        return scores.argmax(-1), scores.max(-1) >= CONFIDENT
+
+    return Material(model, prepare, calibration, example, tests, classes)
+
+
+def coco(data: Path, part: str, count: int, side: int) -> Tensor:
+    """Photos of COCO on a gray square, 0 to 1."""
+    found = []
+    with zipfile.ZipFile(data / "coco128" / f"{part}_128.zip") as archive:
+        for name in [name for name in sorted(archive.namelist()) if name.endswith(".jpg")][:count]:
+            photo = Image.open(io.BytesIO(archive.read(name))).convert("RGB")
+            photo.thumbnail((side, side))
+            square = Image.new("RGB", (side, side), (114, 114, 114))
+            square.paste(photo, ((side - photo.width) // 2, (side - photo.height) // 2))
+            found.append(torch.from_numpy(np.array(square)).permute(2, 0, 1) / 255)
+    return torch.stack(found)
+
+
+def quantized(case: Case, found: Material, path: Path) -> nn.Module:
+    """Calibrate, export without a certificate, and return the fake-quant model."""
+    gm = found.prepare(case.backend)
+    fxqat.calibrate(gm, found.calibration, progress=False)
+    fxqat.enable_quantization(gm)
+    if case.engine != "litert":
+        runtime = case.runtime or None
+        fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
+    return gm
+
+
+def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
+    """The figures of one row."""
+    torch.set_num_threads(1)
+    found = material(name, data)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        gm = quantized(case, found, path)
+        engine = case.load()
+        if case.engine == "litert":
+            certificate = fxqat.export_tflite(gm, (found.example,), path).certificate
+            assert certificate is not None
+            result, output = tflite_figures(certificate, engine.compile(path.read_bytes())), ""
+        else:
+            result = figures(engines.verify(path, found.example.numpy(), engine))
+            output = onnx.load(path).graph.output[0].name
+        if found.tests is not None:
+            result |= agreement(gm, found, engine.compile(path.read_bytes()), output)
+    return result | {"version": engine.version}
+
+
+def tflite_figures(certificate: Any, compiled: engines.CompiledFile) -> dict[str, Any]:
+    """What the page shows of LiteRT's certificate, default kernels; it compares *alone* only."""
+    tensors = certificate.kernels["default"].tensors
+    result = shares_of([(t.step, t.name, (), t.size) for t in tensors])
+    kinds = {
+        way: Counter(op.kind for op in compiled.operators() if op.integers == (way == "in_integers")) for way in WAYS
+    }
+    cosine = min(output.cosine for output in certificate.kernels["default"].outputs)
+    return {"tensors": len(tensors), "alone": result, "together": result, "cosine": cosine} | kinds
+
+
+def figures(report: engines.EngineReport) -> dict[str, Any]:
+    """What the page shows of a report."""
+    result: dict[str, Any] = {"tensors": len(report.tensors), "first_diverging": report.first_diverging}
+    for way in ("alone", "together"):
+        result[way] = shares_of([(getattr(t, way), t.name, t.operators, t.size) for t in report.tensors])
+    result |= {way: dict(Counter(node.partition(" ")[0] for node in getattr(report, way))) for way in WAYS}
+    return result | {"cosine": min(output.end_to_end.cosine for output in report.outputs)}
+
+
+def shares_of(tensors: list[tuple[Any, str, tuple[str, ...], int]]) -> dict[str, Any]:
+    """Of shares, names, operators and sizes: the share of all values, and how many tensors are over the limit."""
+    values = sum(size for *_, size in tensors)
+
+    def total(what: str) -> float:
+        return sum(getattr(shares, what) * size for shares, _, _, size in tensors) / values
+
+    def over(shares: Any, size: int, ties: float = 0.0) -> bool:
+        return shares.off_by_1 - ties > max(MAX_OFF_BY_ONE, 1 / size) or shares.off_by_2_plus > 0
+
+    worst, name, operators, _ = max(tensors, key=lambda t: (t[0].off_by_2_plus, t[0].off_by_1))
+    wrong = [operators for shares, _, operators, size in tensors if over(shares, size)]
+    return {
+        "share": total("off_by_1"),
+        "ties": total("ties"),
+        "off_by_2_plus": total("off_by_2_plus"),
+        "tensors": len(wrong),
+        "beside_ties": sum(over(shares, size, shares.ties) for shares, _, _, size in tensors),
+        "worst": [name, *operators, worst.off_by_1, worst.off_by_2_plus],
+        "kinds": dict(Counter(" ".join(sorted({text.partition(" ")[0] for text in texts})) for texts in wrong)),
+    }
+
+
+@torch.no_grad()
+def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str) -> dict[str, Any]:
+    """The share of classes that the engine has in common with the fake-quant model, and with the float model."""
+    counts = Counter[str]()
+    for image in found.tests.split(1):  # type: ignore[union-attr]
+        outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
+        ours, _ = found.classes(outputs[output] if output else next(iter(outputs.values())))
+        for name, model in (("fake_quant", gm), ("float", found.model)):
+            result = model(image)
+            theirs, there = found.classes((result if isinstance(result, Tensor) else result[0]).numpy())
+            counts[name] += int((ours[there] == theirs[there]).sum())
+            counts[f"{name} of"] += int(there.sum())
+    return {
+        "agreement": counts["fake_quant"] / counts["fake_quant of"],
+        "agreement_float": counts["float"] / counts["float of"],
+        "compared": counts["fake_quant of"],
+    }
+
+
+# Latency
+
+
+def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> dict[str, Any]:
+    """Ratios of the latency of each file to that of the float file, on one thread, in turns."""
+    torch.set_num_threads(1)
+    side = {YOLO: YOLO_SIDE}.get(name, PHOTO_SIDE)
+    found = material(name, data, side)
+    made = engines.load_engine(engine)
+    feeds = {"x": found.example.numpy()}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "float.onnx"
+        export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
+        torch.onnx.export(found.model, (found.example,), path, **export)
+        compiled = {"float": made.compile(path.read_bytes()), "peer": peer(made, path, found, Path(folder))}
+        for case in {case.backend: case for case in CASES if case.engine == engine}.values():
+            quantized(case, found, path)
+            compiled[case.backend] = made.compile(path.read_bytes())
+    counts = {kind: Counter(op.integers for op in file.operators()) for kind, file in compiled.items()}
+    milliseconds: dict[str, list[float]] = {kind: [] for kind in compiled}
+    order = list(compiled)
+    for turn in range(turns + 1):
+        for kind in order:
+            taken = []
+            for _ in range(runs):
+                start = time.perf_counter()
+                compiled[kind].run(feeds)
+                taken.append(1e3 * (time.perf_counter() - start))
+            if turn:  # the first warms up
+                milliseconds[kind].append(statistics.median(taken))
+        order.append(order.pop(0))
+
+    def ratio(kind: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(milliseconds[kind], milliseconds[other], strict=True))
+
+    ours = [kind for kind in compiled if kind not in ("float", "peer")]
+    return {
+        "version": made.version,
+        "milliseconds": {kind: statistics.median(found) for kind, found in milliseconds.items()},
+        "to_float": {kind: ratio(kind, "float") for kind in (*ours, "peer")},
+        "to_peer": {kind: ratio(kind, "peer") for kind in ours},
+        "in_float": {kind: count[False] for kind, count in counts.items()},
+    }
+
+
+def peer(engine: engines.Engine, path: Path, found: Material, folder: Path) -> engines.CompiledFile:
+    """The float file quantized by the engine's own quantizer: NNCF for OpenVINO, quantize_static for ONNX Runtime."""
+    batches = [image for batch in found.calibration for image in batch.split(1)]
+    if engine.name == "onnxruntime":
+        ort_latency.write_static(path, folder / "static.onnx", batches)
+        return engine.compile((folder / "static.onnx").read_bytes())
+    import nncf  # noqa: PLC0415
+    import openvino  # noqa: PLC0415
+
+    from fxqat.tools.engines.openvino_engine import OpenVinoEngine, OpenVinoFile  # noqa: PLC0415
+
+    assert isinstance(engine, OpenVinoEngine)
+    transformer = any(isinstance(module, nn.MultiheadAttention) for module in found.model.modules())
+    model = nncf.quantize(
+        openvino.Core().read_model(path),
+        nncf.Dataset([{"x": batch.numpy()} for batch in batches]),
+        preset=nncf.QuantizationPreset.MIXED,
+        model_type=nncf.ModelType.TRANSFORMER if transformer else None,
+        subset_size=len(batches),
+    )
+    return OpenVinoFile(openvino.Core().compile_model(model, "CPU", engine.settings), path.read_bytes())
+
+
+# Rows in processes of their own
+
+
+def in_a_process(arguments: list[str]) -> dict[str, Any]:
+    """Run this script on one row; its figures, or the error."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])  # type: ignore[no-any-return]
+    return {"error": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]}
+
+
+def row(arguments: argparse.Namespace) -> None:
+    """Print the figures of one row."""
+    logging.getLogger("fxqat").setLevel(logging.ERROR)
+    start = time.perf_counter()
+    data = arguments.data
+    if arguments.latency:
+        result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
+    else:
+        case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
+        result = compare(arguments.model, case, data)
+    print(json.dumps(result | {"seconds": time.perf_counter() - start}))
+
+
+def missing(path: Path, keys: list[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """The rows without a line in a file of results."""
+    there = [{key: line[key] for key in keys[0]} for line in experiments.read(path)] if keys else []
+    yield from tqdm([key for key in keys if key not in there])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Compare the rows that have no result yet."""
+    cases = [case for case in CASES if case.engine in arguments.engines and available(case.engine)]
+    keys = [{"model": name} | asdict(case) for name in arguments.models for case in cases]
+    for key in missing(arguments.results, keys):
+        flags = [part for name, value in key.items() for part in (f"--{name}", value)]
+        add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
+
+
+def latency(arguments: argparse.Namespace) -> None:
+    """Measure the latencies that have no result yet."""
+    kept = [name for name in arguments.engines if name not in ("qnn", "litert") and available(name)]
+    keys = [{"model": name, "engine": engine} for name in arguments.models for engine in kept]
+    for key in missing(arguments.results, keys):
+        flags = ["--model", key["model"], "--engine", key["engine"], "--latency"]
+        flags += ["--turns", str(arguments.turns), "--runs", str(arguments.runs)]
+        add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
+
+
+def add(arguments: argparse.Namespace, path: Path, key: dict[str, str], found: dict[str, Any]) -> None:
+    """Add the line of a row."""
+    experiments.add(path, key | {"real": bool(arguments.data) and key["model"] in PHOTOS} | found)
+
+
+def data_flags(arguments: argparse.Namespace) -> list[str]:
+    """The option ``--data`` for a row."""
+    return ["--data", str(arguments.data)] if arguments.data else []
+
+
+def available(engine: str) -> bool:
+    """Whether the engine's package is installed."""
+    try:
+        engines.load_engine(engine)
+    except FxqatError as error:
+        tqdm.write(str(error))
+        return False
+    return True
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Write the page."""
+    compared, timed = experiments.read(arguments.results), experiments.read(arguments.latencies)
+    arguments.output.write_text(page(compared, timed), encoding="utf-8")
+    print(arguments.output)
+
+
+# The page
+
+
+def percent(share: float) -> str:
+    """A share with enough digits for small ones."""
+    return "0" if share == 0 else f"{share:.3%}"
+
+
+def compared_table(results: list[dict[str, Any]]) -> str:
+    """The comparisons as a table."""
+    header = ["model", "backend", "tensors", "alone: off by 1", "of these ties", "2+", "together: off by 1", "2+ "]
+    header += ["tensors over the limit", "layers on integers", "other operators in float", "cosine", "same class"]
+    table = PrettyTable(header, align="l", hrules=1)
+    for line in results:
+        name = line["model"] + (" (real)" if line["real"] else "")
+        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        backend = ", ".join([line["backend"], *settings])
+        if "error" in line:
+            table.add_row([name, backend, line["error"], *[""] * (len(header) - 3)])
+            continue
+        alone, together = line["alone"], line["together"]
+        layers = [sum(line[way].get(kind, 0) for kind in LAYERS) for way in ("in_integers", "in_float")]
+        floats = [f"{count} {kind}" for kind, count in sorted(line["in_float"].items()) if kind not in LAYERS]
+        over = f"{alone['tensors']}, {together['tensors']}" + (
+            f" ({alone['beside_ties']} beside ties)" if alone["tensors"] else ""
+        )
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted((alone["kinds"]).items()))
+        shares = [percent(alone[key]) for key in ("share", "ties", "off_by_2_plus")]
+        shares += [percent(together[key]) for key in ("share", "off_by_2_plus")]
+        same = f"{line['agreement']:.1%} of {line['compared']}" if "agreement" in line else ""
+        table.add_row(
+            [name, backend, line["tensors"], *shares, f"{over} {kinds}".strip(), f"{layers[0]} of {sum(layers)}"]
+            + [", ".join(floats), f"{line['cosine']:.5f}", same]
+        )
+    return table.get_string()
+
+
+def latency_table(results: list[dict[str, Any]]) -> str:
+    """The latencies as a table."""
+    header = ["model", "backend", "float ms", "own quantizer ms", "ms", "to float", "to own quantizer"]
+    header += ["operators in float: backend", "own quantizer"]
+    table = PrettyTable(header, align="l", hrules=1)
+    for line in results:
+        if "error" in line:
+            table.add_row([line["model"], line["error"], *[""] * (len(header) - 2)])
+            continue
+        plain, own = (f"{line['milliseconds'][kind]:.1f}" for kind in ("float", "peer"))
+        for backend, ratio in line["to_peer"].items():
+            figures = [f"{line['milliseconds'][backend]:.1f}", f"{line['to_float'][backend]:.3f}", f"{ratio:.3f}"]
+            floats = [line["in_float"][kind] for kind in (backend, "peer")]
+            table.add_row([line["model"], backend, plain, own, *figures, *floats])
+    return table.get_string()
+
+
+def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
+    """The documentation page."""
+    names = {
+        "openvino": "OpenVINO",
+        "onnxruntime": "ONNX Runtime",
+        "litert": "LiteRT",
+        "qnn": "QNN on its x86 simulator",
+    }
+    parts = []
+    for engine, title in names.items():
+        rows = [line for line in compared if line["engine"] == engine]
+        order = {name: place for place, name in enumerate(NAMES)}
+        rows.sort(key=lambda line: (order[line["model"]], line["backend"], line["precision"]))
+        clocks = [line for line in timed if line["engine"] == engine]
+        clocks.sort(key=lambda line: order[line["model"]])
+        if not rows:
+            continue
+        version = next((line["version"] for line in rows if "version" in line), "")
+        good = [line for line in rows if "error" not in line]
+        held = sum(not line["alone"]["tensors"] and not line["together"]["tensors"] for line in good)
+        beside = sum(not line["alone"]["beside_ties"] and not line["together"]["beside_ties"] for line in good)
+        layers = sum(not any(line["in_float"].get(kind) for kind in LAYERS) for line in good)
+        parts.append(
+            f"{title}\n{'-' * len(title)}\n\n{title} {version}. {len(good)} of {len(rows)} rows compile and run; in "
+            f"{layers} of them every layer runs on integers. {held} are within the limit in every tensor, {beside} if "
+            f"ties are not counted.\n\n{compared_table(rows)}\n"
+        )
+        if clocks:
+            parts.append(f"Milliseconds on one thread:\n\n{latency_table(clocks)}\n")
+    return f"""Exported files on real engines
+==============================
+
+Each file of a backend, on the engine that the backend is meant for: {len(parity.MODELS)} models of torchvision with
+random weights at {SIDE} px, MobileNetV2 with real weights at {PHOTO_SIDE} px, and YOLOv5n of the example at
+{YOLO_SIDE} px, calibrated and not trained. :doc:`engines` has the function that compares.
+
+* *precision* f32: what stays float in OpenVINO is float32; without it, OpenVINO's default, bfloat16 where the processor
+  has it, as here. LiteRT's figures are those of the certificate of ``export_tflite``, *alone* only.
+* *alone*, *together*: the share of all quantized values that the engine computes differently from the file, by one step
+  and by two or more: each tensor from the right integers of the tensors before it; and with the operators that compute
+  these inside. *ties*: values that lie exactly between two steps.
+* *tensors over the limit*: how many, alone and together, have more than {MAX_OFF_BY_ONE:.2%} and more than one of their
+  values off by one, or any by two; and which operators compute them.
+* *layers on integers*: convolutions, linear layers and products of matrices that read quantized values only, and run on
+  integers. *other operators in float*: those that the file lets the engine run on integers, too.
+* *cosine*: end to end, to ONNX Runtime without optimizations. *same class*: share of photos, of YOLOv5n of the boxes
+  with a score of {CONFIDENT} on {PHOTOS[YOLO]} photos, to which the engine gives the class of the fake-quant model.
+* *to float*, *to own quantizer*: latency over that of the float file, and over that of the file of NNCF (OpenVINO,
+  preset mixed) or ``quantize_static`` (ONNX Runtime): medians of the ratios of turns, below 1 is faster. *operators in
+  float* count what the engine runs in float, in fxqat's file and in the other one.
+
+Written by ``tests/benchmarks/engines.py`` with torch {experiments.torch_versions(compared)} on {date.today()}; do not
+edit.
+
+{chr(10).join(parts)}"""
+
+
+def main() -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, function, models, results in (("run", run, NAMES, RESULTS), ("latency", latency, TIMED, LATENCY)):
+        command = commands.add_parser(name, help=str(function.__doc__))
+        command.add_argument("--models", nargs="*", default=models, choices=NAMES)
+        command.add_argument("--engines", nargs="*", default=DEFAULT_ENGINES, choices=[case.engine for case in CASES])
+        command.add_argument("--results", type=Path, default=results)
+        command.set_defaults(function=function)
+    single = commands.add_parser("row", help="print the figures of one row")
+    for option in ("model", "engine", "backend", "runtime", "precision"):
+        single.add_argument(f"--{option}", default="")
+    single.add_argument("--latency", action="store_true")
+    single.set_defaults(function=row)
+    for command in commands.choices.values():
+        command.add_argument("--data", type=Path, help="folder with real weights and photos")
+        command.add_argument("--turns", type=int, default=30)
+        command.add_argument("--runs", type=int, default=5)
+    reports = commands.add_parser("report", help=str(report.__doc__))
+    reports.add_argument("--results", type=Path, default=RESULTS)
+    reports.add_argument("--latencies", type=Path, default=LATENCY)
+    reports.add_argument("--output", type=Path, default=experiments.DOCS / "engines_measured.rst")
+    reports.set_defaults(function=report)
+    arguments = parser.parse_args()
+    arguments.function(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What OpenVINO makes of small files: those that fxqat writes for it are exact, and the others are seen to differ.
+
+Needs ``pip install -e ".[engines]"``.
+"""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+
+from fxqat.errors import ExportError
+from fxqat.onnx.add_branches import KeepAddBranches
+from fxqat.tools.engines import EngineReport, load_engine, verify
+from tests.quantized_graph import clipped, concat, example, one_scale, residual
+
+
+@pytest.fixture(autouse=True)
+def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first import of OpenVINO reports no use of it."""
+    monkeypatch.setenv("CI", "true")
+    pytest.importorskip("openvino")
+
+
+def report_of(model: onnx.ModelProto, folder: Path, **settings: object) -> EngineReport:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    return verify(path, example(), "openvino", **settings)
+
+
+def keeping_branches(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the pass that ``convert_export(runtime="openvino")`` runs for sums."""
+    found = ir.from_proto(model)
+    KeepAddBranches()(found)
+    return ir.to_proto(found)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [concat(False), concat(False, relu=True), clipped(), one_scale()],
+    ids=["concat", "concat with relu", "clip behind Q", "one scale"],
+)
+def test_files_that_are_exact(model: onnx.ModelProto, tmp_path: Path) -> None:
+    report = report_of(model, tmp_path)
+    assert report.passed
+    assert all(t.alone.off == t.together.off == 0 for t in report.tensors)
+    assert min(o.end_to_end.cosine for o in report.outputs) > 1 - 1e-6
+    assert report.in_float == ()
+
+
+def test_the_rounding_of_a_residual_branch_is_dropped_unless_the_file_keeps_it(tmp_path: Path) -> None:
+    plain, kept = report_of(residual(), tmp_path), report_of(keeping_branches(residual()), tmp_path)
+    assert plain.first_diverging == "add (Add add)"
+    add = next(t for t in plain.tensors if t.name == "add")
+    assert add.alone.off == 0
+    assert add.together.off_by_1 > 0.1
+    assert kept.passed
+    assert min(o.end_to_end.cosine for o in kept.outputs) > 1 - 1e-6
+
+
+def test_a_sum_with_an_odd_zero_point_rounds_ties_the_other_way(tmp_path: Path) -> None:
+    odd, even = (report_of(keeping_branches(residual(zero)), tmp_path) for zero in (127, 128))
+    add = next(t for t in odd.tensors if t.name == "add")
+    assert add.alone.ties == add.alone.off_by_1 > 0
+    assert all(t.alone.off == 0 for t in even.tensors)
+
+
+def test_signed_integers_before_concat_and_convolution_are_wrong(tmp_path: Path) -> None:
+    """``convert_export(runtime="openvino")`` writes them unsigned, which is exact."""
+    signed = report_of(concat(True), tmp_path)
+    last = next(t for t in signed.tensors if t.name == "last")
+    assert signed.first_diverging == "last (Conv last)"
+    assert last.alone.off == 0
+    assert last.together.off_by_1 > 0.1
+
+
+def test_settings_reach_the_engine() -> None:
+    settings = load_engine("openvino", threads=2, precision="f32").settings
+    assert settings == {"INFERENCE_NUM_THREADS": 2, "INFERENCE_PRECISION_HINT": "f32"}
+    with pytest.raises(ExportError, match="OpenVINO cannot run the file"):
+        load_engine("openvino").compile(onnx.ModelProto().SerializeToString())
