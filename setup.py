@@ -60,7 +60,8 @@ setup(
     extras_require={
         "example": EXAMPLE,
         "engines": ENGINES,
-        # The tests run the examples and OpenVINO, which installs in less than a minute; ruff and mypy are bounded because their verdicts change between versions.
+        # The tests run the examples and OpenVINO, which installs in less than a minute. The verdicts of ruff and mypy
+        # change between versions, so they are bounded.
         "test": [
             *EXAMPLE,
             *ENGINES,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from torch import Tensor, nn
@@ -248,7 +249,7 @@ def _certify(
     """The certificate of the file on inputs on which the model computed what was captured."""
     activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
     in_file = {
-        named[path].name: captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0])
+        named[path].name: np.asarray(captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0]))
         for path, t in activations.items()
         if path in named
     }

@@ -46,6 +46,8 @@ class Weight(NamedTuple):
 def products_to_linear(gm: fx.GraphModule) -> None:
     """Rewrite such products, in place."""
     for node in list(gm.graph.nodes):
+        if node.op not in ("call_function", "call_method"):
+            continue  # an input or a module may be named "matmul"
         if node.target is F.linear:
             _turn_linear(gm, node)  # case 2
             continue
@@ -53,8 +55,8 @@ def products_to_linear(gm: fx.GraphModule) -> None:
         if not is_addmm and node.target not in PRODUCTS:
             continue
         found = operands(node, identify(node))
-        if len(found) != len((*node.args, *node.kwargs)):
-            continue  # called with more: alpha, beta, out
+        if not len(found) == len((*node.args, *node.kwargs)) == (3 if is_addmm else 2):
+            continue  # called with more (alpha, beta, out), or a value times itself
         added, x, second = found if is_addmm else (None, *found)
         weight = _weight(gm, second)
         if weight is None or not isinstance(x, fx.Node) or x.op == "get_attr":

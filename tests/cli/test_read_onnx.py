@@ -54,6 +54,7 @@ def test_the_quantized_file_has_the_same_names(path: Path, tmp_path: Path, monke
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(4, 3, 8, 8)).astype(np.float32))
     words = f"quantize {path} --calib {tmp_path / 'x.npy'} --batch-size 2 -o {tmp_path / 'out'}"
     assert call(words, monkeypatch) == 0
+    assert (tmp_path / "out" / "model.parity.json").exists()
     session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     assert [value.name for value in session.get_inputs()] == ["image"]
     assert [value.name for value in session.get_outputs()] == ["scores"]
@@ -80,3 +81,5 @@ def test_what_is_no_onnx_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_text("nothing")
     with pytest.raises(ConfigError, match="is not an ONNX file"):
         load_model(str(tmp_path / "m.onnx"))
+    with pytest.raises(ConfigError, match="no file"):
+        load_model(str(tmp_path / "missing.onnx"))

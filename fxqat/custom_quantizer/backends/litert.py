@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 
 WEIGHT = QuantizeScheme(bit_width=8, signed=True, symmetric=True, per_channel=True, narrow_range=True)
@@ -60,6 +60,8 @@ LITERT = BackendSpec(
         | {"silu": "split into sigmoid and mul, which are integer operators"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
+    legal_weights=(LegalSchemes(frozenset({8}), symmetric=True, signed=True),),
+    legal_activations=(LegalSchemes(frozenset({8}), signed=True),),
     source="LiteRT documentation, 'LiteRT 8-bit quantization specification' (schemes, shared scales, fixed ranges); "
     "google-ai-edge/ai-edge-quantizer, default_policy.py, static_wi8_ai8 (BATCH_MATMUL, GELU, "
     "HARD_SWISH, SELECT_V2, FULLY_CONNECTED per channel)",
