@@ -60,11 +60,9 @@ setup(
     extras_require={
         "example": EXAMPLE,
         "engines": ENGINES,
-        # The tests run the examples and OpenVINO, which installs in less than a minute. The verdicts of ruff and mypy
-        # change between versions, so they are bounded.
+        # The tests run the examples; ruff and mypy are bounded because their verdicts change between versions.
         "test": [
             *EXAMPLE,
-            *ENGINES,
             "pytest>=8.2,<9.2",  # with 9.2, pytest-xdist 3.8 runs the tests of an xdist_group in several processes
             "pytest-xdist",
             "hypothesis",

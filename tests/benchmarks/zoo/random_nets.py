@@ -182,8 +182,8 @@ def page(outcomes: list[Outcome]) -> str:
 ===========================
 
 Whether networks that nobody wrote by hand go all the way: each is prepared for a random backend, compared with the
-float model at another batch size, calibrated, trained one step, exported at opset 21 or the least one for its widths (18
-or 21) with a fixed or dynamic batch, and compared with ONNX Runtime. It passes if the parity certificate passes.
+float model at another batch size, calibrated, trained one step, exported at opset 21 or the least one for its widths,
+with a fixed or dynamic batch, and compared with ONNX Runtime. It passes if the parity certificate passes.
 
 A network has 5 to 24 random steps: convolutions (grouped, strided, transposed, padded in every mode), linear layers,
 norms, activations, pools, arithmetic, concatenation, splits, shared modules, unused branches, attention, reshapes and
