@@ -69,6 +69,16 @@ def test_frequency_and_freezing_are_the_papers(threshold: float) -> None:
     assert (quant.frequency.max() > 0.3) == (threshold == math.inf)  # what is frozen oscillates no more
 
 
+def test_integers_are_relative_to_the_zero_point() -> None:
+    quant = make(scheme=QuantizeScheme(3, symmetric=False, signed=False, per_channel=True))
+    quant.set_qparams(torch.tensor([0.5, 0.25]), torch.tensor([4.0, 1.0]))
+    quant.quantize(torch.full((2, 40), 0.5))
+    assert quant.integer[0].eq(1).all()  # 1 + 4 is stored
+    assert quant.integer[1].eq(2).all()
+    quant.frozen.fill_(True)
+    assert quant.quantize(torch.zeros(2, 40)).eq(0.5).all()
+
+
 def test_a_weight_that_moves_one_way_does_not_oscillate() -> None:
     quant = make()
     for step in range(5):
