@@ -1,5 +1,6 @@
 """The command as a whole: help, wrong calls, and interrupts."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,16 @@ def call(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Exit code of a call; ``@`` is the path of the user's file."""
     words = [word.replace("@", str(PROGRAMS)) for word in arguments.split()]
     monkeypatch.setattr(sys, "argv", ["fxqat", *words])
+    loggers = logging.getLogger(), logging.getLogger("fxqat")
+    before = [(logger.level, list(logger.handlers)) for logger in loggers]
     try:
         run()
     except SystemExit as end:
         return int(end.code or 0)
+    finally:  # the command is a process of its own and sets up logging
+        for logger, (level, handlers) in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+            logger.handlers[:] = handlers
     return 0
 
 

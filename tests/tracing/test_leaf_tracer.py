@@ -350,12 +350,12 @@ def test_random_numbers_and_seeds_outside_of_the_graph_make_a_leaf(given):
         torch.manual_seed(3)
         return y + torch.rand_like(y)
 
+    model = Around(step)
     state = torch.get_rng_state()
-    gm = prepare_by_platform(Around(step), "TSQAT", example_inputs=given)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=given)
     assert torch.equal(torch.get_rng_state(), state)
     assert gm.quant_report.leaves[-1].path == "inner"
     assert gm.quant_report.leaves[-1].reason == "forward calls torch.manual_seed() outside of the graph"
-    model = Around(step)
     torch.testing.assert_close(gm(X), model(X))
     torch.set_rng_state(state)
     with pytest.raises(TraceError, match=r"forward calls torch.manual_seed\(\) outside of the graph"):
