@@ -174,7 +174,8 @@ def quantize(
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 2))
         >>> x = torch.arange(12.0).reshape(3, 4)
-        >>> result = quantize(net, [x], evaluate=lambda m: -float((m(x) - net(x)).abs().max()), max_drop=1.0)
+        >>> error = lambda m: -float((m(x) - net(x)).abs().max())
+        >>> result = quantize(net, [x], evaluate=error, max_drop=1.0, progress=False)
         >>> result.reached
         True
     """
