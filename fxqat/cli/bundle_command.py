@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from fxqat.cli.load_model import example_inputs, load_model
-from fxqat.cli.options import backend_option, model_options
+from fxqat.cli.options import backend_option, input_option, model_options
 from fxqat.cli.write_bundle import write_bundle
 
 
 @click.command()
 @model_options
+@input_option
 @backend_option
 @click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="Zip file to write."

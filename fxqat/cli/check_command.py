@@ -9,15 +9,16 @@ from typing import Any
 import click
 
 from fxqat.cli.load_model import example_inputs, load_model
-from fxqat.cli.options import backend_option, model_options
+from fxqat.cli.options import backend_option, input_option, model_options
 from fxqat.custom_quantizer.backend_type import BackendType
-from fxqat.errors import ConfigError, TraceError
+from fxqat.errors import ConfigError
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.tools.coverage import Coverage, coverage, side_by_side
 
 
 @click.command()
 @model_options
+@input_option
 @backend_option
 @click.option("--all-backends", is_flag=True, help="All backends side by side.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -38,8 +39,6 @@ def check(
     for name in names:
         try:
             prepared = prepare_by_platform(source.model, name, config, example_inputs=example, check="quick")
-        except TraceError:
-            raise
         except ConfigError as error:
             if not all_backends:
                 raise

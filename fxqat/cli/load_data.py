@@ -38,7 +38,7 @@ def load_batches(
     Raises:
         ConfigError: there is no such data, or it cannot be read.
     """
-    if _is_named(data):
+    if is_named(data):
         found = named(data, "DATA")
         found = found() if callable(found) and not hasattr(found, "__iter__") else found
         batches = list(islice(found, samples))
@@ -64,7 +64,7 @@ def load_evaluation(
     Raises:
         ConfigError: there is no such data, or it has no labels.
     """
-    if _is_named(data):
+    if is_named(data):
         function = named(data, "--eval")
         if not callable(function):
             raise ConfigError(f"--eval {data!r}: expected a function of a model, got {type(function).__name__}")
@@ -88,7 +88,8 @@ def load_evaluation(
     return accuracy
 
 
-def _is_named(data: str) -> bool:
+def is_named(data: str) -> bool:
+    """Whether DATA names an object of a Python file or package."""
     return ":" in data and not Path(data).exists()
 
 

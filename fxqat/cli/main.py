@@ -11,7 +11,7 @@ from fxqat.cli.bundle_command import bundle
 from fxqat.cli.check_command import check
 from fxqat.cli.profile_command import profile
 from fxqat.cli.quantize_command import quantize
-from fxqat.errors import FxqatError
+from fxqat.errors import ConfigError, FxqatError
 from fxqat.version import __version__
 
 EXIT_ERROR = 2
@@ -49,8 +49,9 @@ def run() -> None:
         sys.exit(EXIT_ERROR)
     except FxqatError as error:
         print(f"fxqat: {error}", file=sys.stderr)
-        print("To report it, or to look at it elsewhere: fxqat bundle MODEL -o bundle.zip", file=sys.stderr)
+        if not isinstance(error, ConfigError):
+            print("To show it to somebody else: fxqat bundle MODEL -o bundle.zip", file=sys.stderr)
         sys.exit(EXIT_ERROR)
     except (click.Abort, KeyboardInterrupt):
-        print("fxqat: interrupted; nothing was written", file=sys.stderr)
+        print("fxqat: interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPT)

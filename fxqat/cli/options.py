@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from fxqat.cli.load_data import is_named
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.custom_quantizer.backend_type import BackendType
 
@@ -30,12 +31,13 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 model_options = all_of(
     click.argument("model"),
     click.option("--weights", type=FILE, help="State dict: .safetensors, or saved by torch."),
-    click.option(
-        "--input", "inputs", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]",
-        help="Shape of an input, such as 1x3x224x224 or tokens=1x16:int64; once for each input. "
-        "Not needed for torchvision: and timm: models.",
-    ),
     click.option("--config", type=FILE, help="YAML file with a prepare_custom_config_dict."),
+)
+
+input_option = click.option(
+    "--input", "inputs", multiple=True, metavar="[NAME=]SHAPE[:DTYPE]",
+    help="Shape of an input, such as 1x3x224x224 or tokens=1x16:int64; once for each input. "
+    "Not needed for torchvision: and timm: models.",
 )  # fmt: skip
 
 backend_option = click.option(
@@ -50,7 +52,13 @@ calib_option = click.option(
 )  # fmt: skip
 
 data_options = all_of(
-    click.option("--samples", default=64, show_default=True, type=click.IntRange(1), help="Samples to calibrate on."),
+    click.option(
+        "--samples",
+        default=64,
+        show_default=True,
+        type=click.IntRange(1),
+        help="Samples to calibrate on; of a loader, batches.",
+    ),
     click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Samples in a batch."),
     click.option("--resize", type=click.IntRange(1), help="Shorter side of an image, in pixels."),
     click.option("--crop", type=click.IntRange(1), help="Height and width of the centre crop."),
@@ -60,10 +68,17 @@ data_options = all_of(
 
 
 def preprocessing_of(
-    known: Preprocessing | None, resize: int | None, crop: int | None, mean: str | None, std: str | None
+    known: Preprocessing | None,
+    data: Sequence[str],
+    resize: int | None,
+    crop: int | None,
+    mean: str | None,
+    std: str | None,
 ) -> Preprocessing | None:
     """The preprocessing of the model's library, with what the options change; None if neither says anything."""
     given = {"resize": resize, "crop": crop, "mean": _numbers("--mean", mean), "std": _numbers("--std", std)}
+    if any(value is not None for value in given.values()) and all(is_named(each) for each in data):
+        raise click.UsageError("--resize --crop --mean --std are for images; a loader gives inputs as they are")
     if known is None and all(value is None for value in given.values()):
         return None
     return (known or Preprocessing()).changed(**given)

@@ -15,7 +15,7 @@ import jinja2
 import torch
 
 from fxqat.checkpoint import save_checkpoint
-from fxqat.cli.load_data import load_batches, load_evaluation
+from fxqat.cli.load_data import is_named, load_batches, load_evaluation
 from fxqat.cli.load_model import Source, load_model
 from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
 from fxqat.config.effective import effective_config
@@ -25,7 +25,7 @@ from fxqat.tools.coverage import coverage
 from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
 from fxqat.utils.batches import read_batch
-from fxqat.utils.tensors import map_tensors
+from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 CONTINUE = '''"""Continue by training: this model has the quantization of {config}. Give it your data and your loss."""
 
@@ -35,7 +35,8 @@ import fxqat
 from fxqat.cli.load_model import load_model
 
 model = load_model({model!r}, {weights!r}).model
-gm = fxqat.prepare_by_platform(model, {backend!r}, {config!r})
+example = ({example})
+gm = fxqat.prepare_by_platform(model, {backend!r}, {config!r}, example_inputs=example)
 fxqat.load_checkpoint(gm, {checkpoint!r})
 fxqat.enable_quantization(gm.train())
 optimizer = torch.optim.SGD(gm.parameters(), lr=1e-3, momentum=0.9)  # about 1/100 of the float training's rate
@@ -64,7 +65,7 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
 @click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
 def quantize(
-    model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None, backend: str, calib: str,
+    model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
     samples: int, batch_size: int, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None, dynamic_batch: bool,
     opset: int | None,
@@ -76,16 +77,24 @@ def quantize(
     """
     if max_drop is not None and evaluation is None:
         raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
+    if eval_samples is not None and (evaluation is None or is_named(evaluation)):
+        raise click.UsageError("--eval-samples is for data with labels in --eval")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"-o {output} is a file; give a folder")
     source = load_model(model, weights)
-    prepare = preprocessing_of(source.preprocessing, resize, crop, mean, std)
+    data = [calib] if evaluation is None else [calib, evaluation]
+    prepare = preprocessing_of(source.preprocessing, data, resize, crop, mean, std)
     evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, batch_size, eval_samples)
     batches = load_batches(calib, prepare, batch_size, samples)
-    logging.getLogger("fxqat").setLevel(min(logging.INFO, logging.getLogger("fxqat").level or logging.INFO))
+    logger = logging.getLogger("fxqat")
+    if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
+        logger.setLevel(logging.INFO)
     result = climb(source.model, batches, backend, evaluate, max_drop, prepare_custom_config_dict=config)
     example = _one_sample(read_batch(result.model, batches[0], "quantize"))
-    named = {"model": model, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
+    where, _, factory = model.rpartition(":")
+    path = Path(where or model)
+    absolute = f"{path.resolve()}{f':{factory}' if where else ''}" if path.is_file() else model
+    named = {"model": absolute, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
     _write(output, result, source, example, named, {"dynamic_batch": dynamic_batch, "opset_version": opset})
     if not result.reached:
         sys.exit(1)
@@ -115,7 +124,8 @@ def _write(
         save_checkpoint(result.model, work / "model.pth")
         effective_config(result.model, work / "config.yaml")
         (work / "index.html").write_text(_page(result, report, example, named), encoding="utf-8")
-        script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth")
+        zeros = "".join(f"torch.zeros({tuple(x.shape)}, dtype={x.dtype}), " for x in flatten_tensors(example))
+        script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth", example=zeros)
         (work / "continue_training.py").write_text(script, encoding="utf-8")
         output.mkdir(exist_ok=True)
         names = sorted(path.name for path in work.iterdir())

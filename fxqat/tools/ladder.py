@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,6 @@ class Result:
         max_drop: the budget; None for none.
         trials: what was tried, in order.
         worst: if tensors were widened, or should be: the tensors whose rounding changes the outputs most.
-        config: the configuration, without the recipe's.
     """
 
     model: QuantGraphModule
@@ -109,7 +108,6 @@ class Result:
     max_drop: float | None
     trials: tuple[Trial, ...]
     worst: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reached(self) -> bool:
@@ -134,7 +132,7 @@ class Result:
         lines = [head, str(table)]
         if not self.reached:
             lines.append(f"The rounding of these tensors changes the outputs most: {', '.join(self.worst)}.")
-            lines.append("Training with fake-quant recovers more than any step above: finetune result.model.")
+            lines.append("To go on, finetune result.model: its fake-quants are on.")
         return "\n".join(lines)
 
 
@@ -321,9 +319,9 @@ class _Ladder:
     def wide(self, unit: Unit) -> dict[str, Any]:
         """The rule that gives a tensor more bits, with the backend's observer: that of the recipe is for few bits."""
         config = self.spec.weight if unit.is_weight else self.spec.activation
-        part = "weight" if unit.is_weight else "value"
+        part, name = ("weight", "w_observer") if unit.is_weight else ("value", "a_observer")
         rule = unit.rule(WIDE)
-        if not {"w_observer", "a_observer"} & self.given():
+        if name not in self.given():
             rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
         return rule
 
@@ -340,7 +338,7 @@ class _Ladder:
         known = self.evaluate is not None
         return Result(
             gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop,
-            tuple(self.trials), tuple(worst), self.config,
+            tuple(self.trials), tuple(worst),
         )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """``fxqat quantize``: the files, and that they are those of the model."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -55,11 +54,16 @@ def test_a_budget_that_is_not_met_is_exit_code_1(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 
 
-def test_the_script_to_continue_with_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_to_continue_with_trains_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(f"quantize @:net --calib @:batches -o {tmp_path}", monkeypatch) == 0
-    path = tmp_path / "continue_training.py"
-    compile(path.read_text(), str(path), "exec")
-    assert importlib.util.spec_from_file_location("continue_training", path) is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.onnx").unlink()
+    text = (tmp_path / "continue_training.py").read_text()
+    assert "in ...:" in text
+    names = {"data": [(torch.randn(4, 3, 8, 8), torch.arange(4))]}
+    exec(text.replace("in ...:", "in data:"), names)
+    assert names["gm"].quant_report.backend == "TSQAT"
+    assert (tmp_path / "model.onnx").exists()
 
 
 @pytest.mark.parametrize("form", ["folder", "npz"])

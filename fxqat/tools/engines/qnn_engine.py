@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 
 from fxqat.errors import ExportError
 from fxqat.onnx.ort_runs import explained
 from fxqat.tools.engines.base import CompiledFile, Engine, Operator, known_names, needed, nodes_in
+from fxqat.tools.engines.onnxruntime_engine import SUFFIX, OnnxRuntimeFile
 
 INSTALL = "pip install onnxruntime-qnn, after reading Qualcomm's licence in it"
 PROVIDER = "QNNExecutionProvider"
 
 
-class QnnFile(CompiledFile):
+class QnnFile(OnnxRuntimeFile):
     """A session whose nodes run on QNN where it takes them, else on the CPU."""
-
-    def __init__(self, session: ort.InferenceSession, content: bytes) -> None:
-        self.session, self.content = session, content
-
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The outputs by name; ``ExportError`` if QNN cannot run the file."""
-        names = [value.name for value in self.session.get_outputs()]
-        with explained():
-            return dict(zip(names, self.session.run(names, dict(inputs)), strict=True))
-
-    def input_names(self) -> list[str]:
-        """The names of the inputs, in the order of the file."""
-        return [value.name for value in self.session.get_inputs()]
 
     def operators(self) -> tuple[Operator, ...]:
         """The nodes as they are assigned: those of QNN run on integers."""
@@ -38,7 +24,7 @@ class QnnFile(CompiledFile):
         for part in self.session.get_provider_graph_assignment_info():
             for node in part.get_nodes():
                 if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-                    nodes = nodes_in([node.name], known, "_token_")
+                    nodes = nodes_in([node.name], known, SUFFIX)
                     found.append(Operator(node.name, node.op_type, part.ep_name == PROVIDER, nodes))
         return tuple(found)
 
@@ -72,4 +58,4 @@ class QnnEngine(Engine):
             options.log_severity_level = 3
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
             options.add_provider_for_devices(devices[:1], {"backend_path": self.package.get_qnn_htp_path()})
-            return QnnFile(ort.InferenceSession(content, options), content)
+            return QnnFile(ort.InferenceSession(content, options), content, self.threads)
