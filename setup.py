@@ -68,6 +68,8 @@ setup(
             "hypothesis",
             "jsonschema",
             "transformers",
+            "accelerate",
+            "lightning",
             "onnx2torch",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
