@@ -68,14 +68,13 @@ setup(
             "hypothesis",
             "jsonschema",
             "transformers",
-            "accelerate",
-            "lightning",
             "onnx2torch",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],
         "docs": ["sphinx>=8"],
         "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
+        "trainers": ["lightning>=2.6", "transformers", "accelerate"],
         "litert": [
             "litert-torch>=0.10,<0.11",
             "ai-edge-litert>=2.3,<2.4",
