@@ -74,6 +74,7 @@ setup(
         ],
         "docs": ["sphinx>=8"],
         "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
+        "trainers": ["lightning>=2.6", "transformers", "accelerate"],
         "litert": [
             "litert-torch>=0.10,<0.11",
             "ai-edge-litert>=2.3,<2.4",

@@ -39,7 +39,8 @@ from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, pre
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
 from fxqat.utils.files import atomic_path, check_distinct
-from fxqat.utils.torch_compat import is_sharded
+from fxqat.utils.sharded import on_one_rank, sharded_as, whole
+from fxqat.utils.torch_compat import is_flattened, is_sharded
 from fxqat.utils.zip_digest import append_digest, is_intact
 
 FORMAT = "fxqat.checkpoint.1"
@@ -61,6 +62,9 @@ def save_checkpoint(
     :func:`load_checkpoint` resumes QAT so that the next step is bit-identical. Every file is written atomically: a
     crash leaves the old one.
 
+    Of a model that :func:`fxqat.tools.training.shard` has sharded, every rank must call it: the tensors are gathered,
+    and rank 0 writes the file.
+
     Args:
         model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``.
         file_path: the ``.pth`` file.
@@ -71,9 +75,10 @@ def save_checkpoint(
         runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export.convert_export`.
 
     Raises:
-        CheckpointError: the model is not a prepared one or is sharded (FSDP), two paths are the same file, a path
-            cannot be written, ``example_inputs`` is missing, ``runtime`` is given without ``file_path_onnx``, or
-            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
+        CheckpointError: the model is not a prepared one, JSON or ONNX is requested of a sharded model, the model is
+            sharded by the old FullyShardedDataParallel, two paths are the same file, a path cannot be written,
+            ``example_inputs`` is missing, ``runtime`` is given without ``file_path_onnx``, or ``extra`` holds something
+            that ``torch.load(weights_only=True)`` would refuse.
         CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
         ExportError: ``runtime`` is unknown; or JSON or ONNX is requested of a model that cannot be exported, then the
             ``.pth`` is written already.
@@ -86,21 +91,29 @@ def save_checkpoint(
     passes_for(runtime)
     paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": file_path_onnx}
     check_distinct(paths, CheckpointError)
-    _check_whole(gm)
+    sharded = _is_sharded(gm)
+    if sharded and (file_path_json is not None or file_path_onnx is not None):
+        raise CheckpointError(
+            "the model is sharded: save the checkpoint alone, load it into a model that is prepared in the same way "
+            "and not sharded, and write JSON and ONNX from that one"
+        )
+    state, qat_state = _whole_states(gm)
     content = {
         "format": FORMAT,
         "backend": gm.provenance.backend,
-        "state_dict": float_state_dict(gm),
+        "state_dict": state,
         "schemes": {name: asdict(quant.scheme) for name, quant in named_fake_quants(gm)},
         "methods": _methods(gm),
         "bias_corrected": gm.provenance.bias_corrected,
-        "qat_state_dict": gm.state_dict(),
+        "qat_state_dict": qat_state,
         "extra": extra if extra is not None else {},
     }
     _check_extra(content["extra"])
-    with atomic_path(file_path, CheckpointError) as temporary:
-        torch.save(content, temporary)
-        append_digest(temporary)
+    with on_one_rank(sharded) as writes:
+        if writes:
+            with atomic_path(file_path, CheckpointError) as temporary:
+                torch.save(content, temporary)
+                append_digest(temporary)
     if file_path_onnx is not None:
         assert example_inputs is not None
         convert_export(model, example_inputs, file_path_onnx, file_path_json, runtime=runtime)
@@ -124,13 +137,22 @@ def _check_extra(extra: Any) -> None:
 
 
 def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of a prepared model as the state dict of its float model."""
-    gm = prepared_model(model, CheckpointError)
-    return {name: tensor.detach() for name, tensor in float_tensors(gm).items()}
+    """The weights of a prepared model as the state dict of its float model; of a sharded one, on every rank."""
+    return _whole_states(prepared_model(model, CheckpointError))[0]
+
+
+def _whole_states(gm: QuantGraphModule) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state dicts of the float model and of the prepared model, which share their tensors."""
+    state = gm.state_dict(keep_vars=True)
+    gathered = {id(value): whole(value) for value in state.values() if isinstance(value, Tensor)}
+    float_state = float_tensors(gm, lambda tensor: gathered.get(id(tensor), tensor.detach()))
+    for name, value in state.items():
+        state[name] = gathered.get(id(value), value)
+    return float_state, state
 
 
 def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Restore a prepared model from a file of :func:`save_checkpoint`.
+    """Restore a prepared model from a file of :func:`save_checkpoint`, also one sharded in another way or not at all.
 
     Args:
         model: a model prepared with the same backend and configuration, calibrated or not.
@@ -141,11 +163,11 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
 
     Raises:
         CheckpointError: the file cannot be read, was changed after it was written, is no checkpoint of fxqat, holds
-            scales or ranges that are not valid, or does not fit the model; or the model is sharded (FSDP). The model
-            is then unchanged.
+            scales or ranges that are not valid, or does not fit the model; or the model is sharded by the old
+            FullyShardedDataParallel. The model is then unchanged.
     """
     gm = prepared_model(model, CheckpointError)
-    _check_whole(gm)
+    _is_sharded(gm)
     try:
         content = torch.load(file_path, map_location="cpu", weights_only=True)
     except Exception as cause:  # torch.load raises many kinds
@@ -309,16 +331,21 @@ def _check_values(gm: nn.Module, state: dict[str, Any], path: str, negative_scal
         )
 
 
-def _check_whole(gm: nn.Module) -> None:
-    """Check that this process holds the whole model."""
-    parameters = [*gm.named_parameters(), *gm.named_buffers()]
-    sharded = [name for name, tensor in parameters if is_sharded(tensor)]
-    if sharded:
+def _is_sharded(gm: nn.Module) -> bool:
+    """Whether the model is sharded, so that every rank takes part.
+
+    Raises:
+        CheckpointError: it is sharded by FullyShardedDataParallel, which does not tell the parts of a tensor.
+    """
+    tensors = [*gm.named_parameters(), *gm.named_buffers()]
+    flattened = [name for name, tensor in tensors if is_flattened(tensor)]
+    if flattened:
         raise CheckpointError(
-            f"the model is sharded (FSDP): this process does not hold the whole of {sharded[:4]}. Load a checkpoint "
-            "before you shard the model. To save one, gather the full state dict, load it into a model that is "
-            "prepared in the same way and not sharded, and save that."
+            f"FullyShardedDataParallel has flattened {flattened[:4]}: this process does not hold the whole of them. "
+            "Shard the model by fxqat.tools.training.shard (FSDP2), whose checkpoints work. Or gather the full state "
+            "dict, load it into a model that is prepared in the same way and not sharded, and save that."
         )
+    return any(is_sharded(tensor) for _, tensor in tensors)
 
 
 def _key(name: str, quant: FakeQuantizeBase) -> tuple[str, str]:
@@ -392,8 +419,9 @@ def _load_state(gm: nn.Module, state: dict[str, Any], path: str) -> None:
     quants = {f"{name}._extra_state" for name, _ in _fake_quant_paths(gm)}
     of_user = any(name.endswith("_extra_state") and name not in quants for name in state)
     before = copy.deepcopy(gm.state_dict()) if of_user else {}
+    sharded = {name: sharded_as(state[name], value) for name, value in gm.state_dict().items()}
     try:
-        gm.load_state_dict(state, strict=True)
+        gm.load_state_dict(sharded, strict=True)
     except Exception as cause:
         if before:
             gm.load_state_dict(before, strict=True)

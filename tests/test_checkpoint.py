@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fxqat import (
@@ -682,10 +681,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def sharded_by_fsdp2(gm: QuantGraphModule) -> nn.Module:
-    return fully_shard(gm)
-
-
 def sharded_by_fsdp1(gm: QuantGraphModule) -> nn.Module:
     FullyShardedDataParallel(gm, device_id=torch.device("cpu"))
     return gm
@@ -696,26 +691,39 @@ def sharded_with_names(gm: QuantGraphModule) -> nn.Module:
     return gm
 
 
+FIXED = {"a_fakequantize": "Fixed"}  # FSDP takes no scale of a whole tensor as a parameter
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("shard", [sharded_by_fsdp2, sharded_by_fsdp1, sharded_with_names])
+@pytest.mark.parametrize("flatten", [sharded_by_fsdp1, sharded_with_names])
 @pytest.mark.usefixtures("one_rank")
-def test_a_sharded_model_is_refused_before_anything_is_written(
-    shard: Callable[[QuantGraphModule], nn.Module], tmp_path: Path
+def test_a_flattened_model_is_refused_before_anything_is_written(
+    flatten: Callable[[QuantGraphModule], nn.Module], tmp_path: Path
 ) -> None:
     """Its file would hold a part of the model, or tensors that the float model cannot load."""
-    fixed = {"a_fakequantize": "Fixed"}  # FSDP takes no scale of a whole tensor as a parameter
-    whole, gm = (with_methods("Learnable", **fixed) for _ in range(2))
+    whole, gm = (with_methods("Learnable", **FIXED) for _ in range(2))
     save_checkpoint(whole, tmp_path / "c.pth")
     before = (tmp_path / "c.pth").read_bytes()
-    model = shard(gm)
+    model = flatten(gm)
     for function in (save_checkpoint, load_checkpoint):
-        with pytest.raises(CheckpointError, match="sharded .FSDP.: .*weight|sharded .FSDP.: .*_flat_param"):
+        with pytest.raises(CheckpointError, match="flattened .*weight|flattened .*_flat_param"):
             function(model, tmp_path / "c.pth")
     assert (tmp_path / "c.pth").read_bytes() == before
-    if shard is sharded_by_fsdp2:
-        whole.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-        save_checkpoint(whole, tmp_path / "gathered.pth")
-        assert load_checkpoint(with_methods("Learnable", **fixed), tmp_path / "gathered.pth") == {}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_checkpoint_of_a_sharded_model_is_that_of_the_whole_one(tmp_path: Path) -> None:
+    """More ranks: ``tests/tools/training/test_sharding.py``."""
+    whole, gm = (with_methods("Learnable", **FIXED) for _ in range(2))
+    save_checkpoint(whole, tmp_path / "whole.pth")
+    model = fully_shard(gm)
+    save_checkpoint(model, tmp_path / "sharded.pth")
+    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("sharded.pth", "whole.pth"))
+    assert found.keys() == expected.keys()
+    for key in ("state_dict", "qat_state_dict"):
+        assert list(found[key]) == list(expected[key])
+        assert all(torch.equal(found[key][name], value) for name, value in expected[key].items())
+    assert load_checkpoint(model, tmp_path / "whole.pth") == {}
 
 
 @pytest.mark.usefixtures("one_rank")

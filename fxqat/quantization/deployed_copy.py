@@ -18,11 +18,13 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
 from fxqat.utils.tensors import HALF, map_tensors, widened
+from fxqat.utils.torch_compat import is_sharded
 from fxqat.utils.train_eval_graph import select_mode
 
 
@@ -32,7 +34,15 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
     Args:
         gm: the prepared model; not changed.
         normalizers: what each input passes through first, None for nothing; empty if no input is raw.
+
+    Raises:
+        ExportError: the model is sharded.
     """
+    if any(is_sharded(parameter) for parameter in gm.parameters()):
+        raise ExportError(
+            "the model is sharded (FSDP), and this process holds a part of it. Save a checkpoint, and load it into a "
+            "model that is prepared in the same way and not sharded: that one can be exported."
+        )
     computed = {
         id(buffer): buffer.detach().clone() for buffer in gm.buffers() if not buffer.is_leaf
     }  # torch copies none

@@ -73,8 +73,13 @@ def has_accumulation_hooks(tensor: Tensor) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, or a parameter that FullyShardedDataParallel has flattened."""
-    return hasattr(tensor, "full_tensor") or hasattr(tensor, "_fsdp_flattened")
+    """Whether this process holds a part of a tensor: a DTensor, or one that FullyShardedDataParallel has flattened."""
+    return hasattr(tensor, "full_tensor") or is_flattened(tensor)
+
+
+def is_flattened(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter that FullyShardedDataParallel has flattened."""
+    return hasattr(tensor, "_fsdp_flattened")
 
 
 def has_hooks(module: nn.Module) -> bool:
