@@ -24,11 +24,11 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_quantization, switches_kept
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.post_training.correct_bias import require_float_biases
-from fxqat.tools.profiling.measure import Measurements, find_quantized, histograms_of
+from fxqat.tools.profiling.measure import Measurements, histograms_of
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.batches import read_batches
 from fxqat.utils.compare import Difference
-from fxqat.utils.contexts import eval_mode
+from fxqat.utils.contexts import buffers_kept, eval_mode
 from fxqat.utils.files import atomic_path
 
 DIFFERENCES = ("own", "output", "cumulative")
@@ -123,15 +123,14 @@ def profile(gm: QuantGraphModule, batches: Iterable[Any], *, worst: int = 10, pr
     """
     require_float_biases(gm, "profile")
     inputs = read_batches(gm, batches, "profile")
-    with eval_mode(gm), switches_kept(gm), torch.no_grad():
+    with eval_mode(gm), switches_kept(gm), buffers_kept(gm), torch.no_grad():
         enable_quantization(gm)
         disable_all(gm)
-        quantized = find_quantized(gm)
-        measurements = Measurements(gm, quantized)
-        passes = len(inputs) * (len(quantized) + 2)
+        measurements = Measurements(gm)
+        passes = len(inputs) * (len(measurements.quantized) + 2)
         with tqdm(total=passes, desc="profile", leave=False, disable=None if progress else True) as bar:
             for batch in inputs:
                 measurements.add(batch, bar)
         tensors = sorted(measurements.tensors(), key=lambda tensor: tensor.sort_key)
-        histograms = histograms_of(gm, inputs, quantized, tensors[:worst])
+        histograms = histograms_of(gm, inputs, measurements.quantized, tensors[:worst])
     return Profile(gm.quant_report.backend, tuple(tensors), measurements.all_quantized.difference(), histograms)

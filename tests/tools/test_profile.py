@@ -14,6 +14,7 @@ from fxqat.tools import profile
 from fxqat.tools.profiling.page import _ranges
 from fxqat.tools.profiling.profiled_tensor import ProfiledTensor
 from fxqat.utils.compare import Channels, Difference
+from fxqat.utils.contexts import equal_random_numbers
 from tests.models import TOYS, calibrated, inputs
 
 
@@ -74,6 +75,39 @@ def test_differences_equal_those_of_models_quantized_by_hand():
         handle.remove()
         assert found["second"].cumulative.sqnr == pytest.approx(sqnr(float_value, torch.cat(values)), abs=1e-4)
         assert profile(gm, batches).output.sqnr == pytest.approx(sqnr(output, outputs), abs=1e-3)
+
+
+class Branches(nn.Module):
+    """A convolution that is called twice, beside another one, and noise that is drawn in eval mode, too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.beside = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x):
+        y = self.twice(x).relu()
+        return self.twice(y) + self.beside(x), self.beside(y + 0.1 * torch.randn_like(y))
+
+
+def test_each_tensor_alone_equals_a_whole_run_in_which_only_it_is_quantized():
+    gm, batches = prepared(Branches().eval(), images=2)
+    found = {tensor.name: tensor for tensor in profile(gm, batches)}
+    quants = dict(named_fake_quants(gm))
+    with torch.no_grad(), equal_random_numbers(gm):
+        for name in ("twice.weight", "beside.weight", "x"):
+            pairs = []
+            for batch in batches:
+                disable_all(gm)
+                expected = gm(batch)
+                quant = next(quant for path, quant in quants.items() if path.startswith((f"{name}_", f"{name}.")))
+                quant.fake_quant_enabled = True
+                pairs.append([torch.cat([y.flatten() for y in outputs]) for outputs in (expected, gm(batch))])
+            assert found[name].output.sqnr == pytest.approx(sqnr(*map(torch.cat, zip(*pairs, strict=True))), abs=1e-4)
+    disable_all(gm)
+    before = torch.get_rng_state()
+    profile(gm, batches[:1])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("layer", ["first", "second", "third"])
@@ -160,7 +194,7 @@ def test_the_page_and_the_csv_file(tmp_path):
     assert {link.removeprefix("#") for link in page.links} <= page.places
     assert "A <chain>" in page.text
     assert "second (8 of 8)" in page.text or "second (7 of 8)" in page.text
-    assert "third (1 of 8)" in page.text  # dead
+    assert "third.weight (1 of 8)" in page.text  # dead
     assert len(found.histograms) == 3
     count = sum(found.histograms["second"].counts)
     assert count == 2 * 4 * 8 * 8 * 8
