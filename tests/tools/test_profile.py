@@ -1,18 +1,22 @@
 """Profiles: measurements, order and files."""
 
+import ast
 import csv
+import math
+import re
 from html.parser import HTMLParser
 
 import pytest
 import torch
 from torch import nn
 
+import fxqat
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import disable_all, named_fake_quants
-from fxqat.tools import profile
-from fxqat.tools.profiling.page import _ranges
-from fxqat.tools.profiling.profiled_tensor import ProfiledTensor
+from fxqat.tools import Profile, profile
+from fxqat.tools.profiling.charts import curves, histogram, ranges
+from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.compare import Channels, Difference
 from fxqat.utils.contexts import equal_random_numbers
 from tests.models import TOYS, calibrated, inputs
@@ -31,10 +35,10 @@ class Chain(nn.Module):
         return self.head(self.third(self.second(self.first(x))).mean((2, 3)))
 
 
-def prepared(model, backend="TSQAT", images=4):
+def prepared(model, backend="TSQAT", images=4, config=None):
     torch.manual_seed(1)
     batches = [torch.randn(images, 3, 8, 8) for _ in range(2)]
-    gm = prepare_by_platform(model, backend, example_inputs=(batches[0],)).eval()
+    gm = prepare_by_platform(model, backend, config, example_inputs=(batches[0],), check="off").eval()
     enable_calibration(gm)
     with torch.no_grad():
         for batch in batches:
@@ -165,12 +169,12 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        if tag not in ("meta", "br"):
+        if tag not in ("meta", "br", "input"):
             self.open.append(tag)
         self.places.add(attrs.get("id"))
         if tag == "a":
             self.links.append(attrs["href"])
-        if tag in ("script", "link", "img", "iframe"):
+        if tag in ("link", "img", "iframe") or "src" in attrs:
             self.loaded.append(tag)
 
     def handle_endtag(self, tag):
@@ -193,8 +197,11 @@ def test_the_page_and_the_csv_file(tmp_path):
     assert page.loaded == []  # self-contained
     assert {link.removeprefix("#") for link in page.links} <= page.places
     assert "A <chain>" in page.text
-    assert "second (8 of 8)" in page.text or "second (7 of 8)" in page.text
-    assert "third.weight (1 of 8)" in page.text  # dead
+    assert found.verdict in page.text
+    assert f"of its {found.tensors[0].channels.count} channels" in page.text
+    assert all(text in page.text for text in ("Chain", "8 in 2 batches", f"fxqat {fxqat.__version__}"))
+    dead = {tensor.name: tensor.channels.dead for tensor in found if tensor.channels.dead}
+    assert dead == {"third.weight": (2,)}  # its output is the bias, which is not 0
     assert len(found.histograms) == 3
     count = sum(found.histograms["second"].counts)
     assert count == 2 * 4 * 8 * 8 * 8
@@ -221,18 +228,90 @@ def test_errors(tmp_path):
             write(tmp_path / "nowhere" / "file")
 
 
-def test_the_drawing_of_ranges_shows_every_channel_once():
-    nothing = Difference(1.0, 120.0, 0.0)
-    channels = Channels(5, (1,), (3,), (0.5, 0.0, 2.0, 0.1, 4.0))
-    tensor = ProfiledTensor(
-        "conv", "weight", 0, "int8", own=nothing, output=nothing, cumulative=nothing, channels=channels
+def measured(output, channels=None, name="conv", kind="weight", order=0, per_channel=False):
+    """A tensor with this ratio at the outputs."""
+    exact = Difference(1.0, 120.0, 0.0)
+    channels = channels or Channels(2, (), (), (1.0, 1.0))
+    return ProfiledTensor(
+        name, kind, order, "int8", exact, Difference(1.0, output, 0.1), exact, channels, per_channel=per_channel
     )
-    (axes,) = _ranges(tensor).axes
-    drawn = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
-    assert {label: [int(channel) for channel, _ in points] for label, points in drawn.items()} == {
-        "kept: 3": [0, 2, 4],
-        "lost: 1": [3],
-        "dead: 1": [1],
-    }
-    assert drawn["kept: 3"][1][1] == 2.0
-    assert drawn["dead: 1"][0][1] > 0
+
+
+@pytest.mark.parametrize(
+    ("output", "lost", "verdict", "why"),
+    [
+        (41.9, 0, "healthy", ""),
+        (30.0, 0, "healthy", ""),
+        (29.9, 0, "check", "outputs by 3.2% of their size"),
+        (19.9, 0, "damaged", "outputs by 10.1% of their size"),
+        (41.9, 2, "check", "erases 2 of its 20 channels"),
+        (41.9, 11, "damaged", "erases 11 of its 20 channels"),
+    ],
+)
+def test_the_verdict_on_a_tensor_follows_the_thresholds(output, lost, verdict, why):
+    tensor = measured(output, Channels(20, (), tuple(range(lost)), (*[1.0] * 19, 36.0)))
+    assert tensor.verdict == verdict
+    assert why in tensor.why
+    assert ("channel 19 is 36 times" in tensor.why) == (verdict != "healthy")
+    assert "channel 19" not in measured(output, tensor.channels, per_channel=True).why
+
+
+def test_the_verdict_on_a_model_and_the_shares():
+    tensors = (
+        measured(20.0, name="a"),
+        measured(23.0103, name="b"),
+        measured(50.0, name="c"),
+        measured(120.0, name="d"),
+    )
+    found = Profile("TSQAT", tensors, Difference(1.0, 18.0, 0.1), {})
+    noise = [0.01, 0.005, 0.00001, 0.0]
+    assert [found.share(tensor) for tensor in tensors] == pytest.approx([n / sum(noise) for n in noise], abs=1e-6)
+    assert [finding.tensor.name for finding in found.findings] == ["a", "b"]
+    expected = [18 - 10 * math.log10(1 - share) for share in (noise[0] / sum(noise), noise[1] / sum(noise))]
+    assert [finding.expected for finding in found.findings] == pytest.approx(expected, abs=1e-4)
+    assert "Usable, as a rule" in found.verdict
+    assert "Of 4 tensors, 0 are damaged, 2 need a look" in found.verdict
+    healthy = Profile("TSQAT", tensors[2:], Difference(1.0, 49.0, 0.1), {})
+    assert healthy.verdict.startswith("Close to the float model")
+    assert "All 2 tensors are healthy" in healthy.verdict
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime", "TensorRT"])
+def test_the_overrides_of_the_findings_load_and_improve_the_outputs(backend):
+    model = Chain().eval()
+    with torch.no_grad():
+        model.first.weight[3] *= 300
+        model.second.weight[:, 3] /= 300
+    gm, batches = prepared(model, backend)
+    found = profile(gm, batches, worst=0)
+    worst = found.findings[0]
+    assert worst.tensor.verdict == "damaged"
+    for rules in (list(worst.tensor.overrides), found.overrides()):
+        pasted = ast.literal_eval(repr({"overrides": rules}))
+        other, _ = prepared(model, backend, config=pasted)
+        better = profile(other, batches, worst=0)
+        assert better.output.sqnr > found.output.sqnr + 1
+        assert worst.tensor.name not in {tensor.name for tensor in better}
+
+
+def test_the_chart_of_ranges_shows_every_channel_once():
+    chart = str(ranges(measured(50.0, Channels(5, (1,), (3,), (0.5, 0.0, 2.0, 0.1, 4.0)))))
+    drawn = dict(re.findall(r'<path class="dots (\w+)" d="([^"]+)"', chart))
+    places = {css: re.findall(r"M([\d.]+) ([\d.]+)h0", path) for css, path in drawn.items()}
+    assert {css: len(points) for css, points in places.items()} == {"plain": 3, "lost": 1, "dead": 1}
+    heights = [float(y) for _, y in places["plain"]]  # from the top
+    assert heights[0] - heights[1] == pytest.approx(2 * (heights[1] - heights[2]), abs=0.3)  # 0.5, 2, 4 on a log axis
+    assert float(places["dead"][0][1]) > float(places["lost"][0][1])
+
+
+def test_the_chart_of_curves_names_every_tensor_and_that_of_values_counts_them():
+    tensors = [measured(20.0 + i, name=f"layer<{i}>", kind=("weight", "activation")[i % 2], order=i) for i in range(4)]
+    chart = str(curves(tensors))
+    names = re.findall("<title>([^<]+): (\\w+) ([\\d.]+) dB</title>", chart)
+    assert [(name, ratio) for name, kind, ratio in names if kind == "output"] == [
+        (f"layer&lt;{i}&gt;", f"{20.0 + i:.1f}") for i in range(4)
+    ]
+    assert len(names) == 4 + 4 + 2
+    values = str(histogram(Histogram(-1.0, 1.0, (0, 3, 0, 1), (-0.5, 0.5))))
+    assert values.count('class="area') == 2
+    assert values.count('class="line end"') == 2

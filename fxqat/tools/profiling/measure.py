@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
+from fxqat.quantization.find_overrides import overrides_of_value
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.compare import Comparison
@@ -57,6 +58,17 @@ class QuantizedTensor:
             return self.layer.op.axis
         return -1 if self.layer.weight.dim() == 2 else 1
 
+    def overrides(self, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+        """The overrides that leave it float; none if the model has no place where one can.
+
+        Args:
+            overridable: what can be left float, by node, see ``ReportRow``.
+        """
+        if self.is_weight:
+            yield {"match": {"module": str(self.node.target)}, "weight": None}
+        else:
+            yield from overrides_of_value(self.node, overridable)
+
 
 class Measurements:
     """The comparisons of all quantized tensors, added up over batches."""
@@ -83,6 +95,7 @@ class Measurements:
     def tensors(self) -> list[ProfiledTensor]:
         """The results in the order of execution."""
         result = []
+        overridable = {row.node: row.overridable for row in self.gm.quant_report}
         for order, (name, tensor) in enumerate(self.quantized.items()):
             if name in self.own:
                 own = self.own[name].difference()
@@ -96,6 +109,8 @@ class Measurements:
                         output=self.output[name].difference(),
                         cumulative=own if tensor.is_weight else self.cumulative[name].difference(),
                         channels=self.own[name].channels(),
+                        per_channel=tensor.quant.scheme.per_channel,
+                        overrides=tuple(tensor.overrides(overridable)),
                     )
                 )
         return result
@@ -205,8 +220,9 @@ def histograms_of(
         if kwargs["tensor_name"] in counts and isinstance(output, Tensor) and not kwargs.get("on_grid"):
             count(kwargs["tensor_name"], output)
 
-    with hooked([quantized[name].quant for name in counts if not quantized[name].is_weight], hook, with_kwargs=True):
-        for batch in batches if counts else ():
+    watched = [quantized[name].quant for name in counts if not quantized[name].is_weight]
+    with equal_random_numbers(gm), hooked(watched, hook, with_kwargs=True):
+        for batch in batches if watched else ():
             gm(*batch)
     for name in counts:
         layer = quantized[name].layer
