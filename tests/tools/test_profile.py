@@ -15,7 +15,7 @@ from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import disable_all, named_fake_quants
 from fxqat.tools import Profile, profile
-from fxqat.tools.profiling.charts import curves, histogram, ranges
+from fxqat.tools.profiling.charts import Axis, curves, histogram, ranges
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.compare import Channels, Difference
 from fxqat.utils.contexts import equal_random_numbers
@@ -302,6 +302,20 @@ def test_the_chart_of_ranges_shows_every_channel_once():
     heights = [float(y) for _, y in places["plain"]]  # from the top
     assert heights[0] - heights[1] == pytest.approx(2 * (heights[1] - heights[2]), abs=0.3)  # 0.5, 2, 4 on a log axis
     assert float(places["dead"][0][1]) > float(places["lost"][0][1])
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks"),
+    [
+        (Axis("x", 0.0, 10.0), [0, 2, 4, 6, 8, 10]),
+        (Axis("x", -0.07, 0.05), [-0.06, -0.04, -0.02, 0, 0.02, 0.04]),
+        (Axis("x", 0.5, 2e6, log=True), [1, 100, 1e4, 1e6]),
+        (Axis("x", 2.0, 7.0, log=True), [2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_axes_have_round_ticks_within_their_range(axis, ticks):
+    assert axis.ticks() == pytest.approx(ticks)
+    assert all(-1e-9 <= axis.place(tick) <= 1 + 1e-9 for tick in axis.ticks())
 
 
 def test_the_chart_of_curves_names_every_tensor_and_that_of_values_counts_them():

@@ -37,10 +37,11 @@ class Axis:
         return (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Some round values."""
+        """Some round values: powers of ten if ``log``, unless there is at most one."""
         if self.log:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            return [10.0**power for power in range(first, last + 1, 1 + (last - first) // 5)]
+            if last > first:
+                return [10.0**power for power in range(first, last + 1, 1 + (last - first) // 5)]
         size = 10.0 ** math.floor(math.log10((self.high - self.low) / 4))
         step = next(size * factor for factor in (1, 2, 5, 10) if (self.high - self.low) / (size * factor) <= 6)
         return [step * i for i in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
