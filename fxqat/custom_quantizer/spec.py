@@ -191,5 +191,5 @@ TAKEN_OVER = ("weight", "activation", "weights", "fused_activations", "fuses_int
 
 def _taken_over(rule: Rule, name: str) -> Rule:
     """A rule whose reasons name the table that it is from."""
-    reasons = {key: f"as on {name}: {why}" for key in ("reason", "why_float_output") if (why := getattr(rule, key))}
-    return replace(rule, **reasons)
+    reason, why_float_output = (why and f"as on {name}: {why}" for why in (rule.reason, rule.why_float_output))
+    return replace(rule, reason=reason, why_float_output=why_float_output)
