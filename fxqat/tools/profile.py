@@ -134,7 +134,7 @@ class Profile:
 
     def _expected(self, share: float) -> float:
         """The ratio at the outputs without a share of the error, in dB."""
-        return self.output.sqnr - decibels(max(0.0, 1 - share), 1.0)
+        return min(MOST_DB, self.output.sqnr - decibels(max(0.0, 1 - share), 1.0))
 
     def write_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per tensor, the worst first, with all digits.

@@ -271,13 +271,14 @@ def test_the_verdict_on_a_model_and_the_shares():
     assert [finding.expected for finding in found.findings] == pytest.approx(expected, abs=1e-4)
     assert "Usable, as a rule" in found.verdict
     assert "Of 4 tensors, 0 are damaged, 2 need a look" in found.verdict
+    assert "expect 120.0 dB" in Profile("TSQAT", tensors[:2], Difference(1.0, 18.0, 0.1), {}).verdict  # all are float
     healthy = Profile("TSQAT", tensors[2:], Difference(1.0, 49.0, 0.1), {})
     assert healthy.verdict.startswith("Close to the float model")
     assert "All 2 tensors are healthy" in healthy.verdict
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime", "TensorRT"])
-def test_the_overrides_of_the_findings_load_and_improve_the_outputs(backend):
+def test_the_overrides_of_the_findings_load_and_improve_the_outputs(backend, tmp_path):
     model = Chain().eval()
     with torch.no_grad():
         model.first.weight[3] *= 300
@@ -286,8 +287,12 @@ def test_the_overrides_of_the_findings_load_and_improve_the_outputs(backend):
     found = profile(gm, batches, worst=0)
     worst = found.findings[0]
     assert worst.tensor.verdict == "damaged"
-    for rules in (list(worst.tensor.overrides), found.overrides()):
-        pasted = ast.literal_eval(repr({"overrides": rules}))
+    found.write_html(tmp_path / "page.html")
+    shown = re.findall(r'"overrides": \[.*?\n\]', Page((tmp_path / "page.html").read_text()).text, re.DOTALL)
+    first, *_, every = (ast.literal_eval(f"{{{text}}}") for text in shown)
+    assert first["overrides"] == list(worst.tensor.overrides)
+    assert every["overrides"] == found.overrides()
+    for pasted in (first, every):
         other, _ = prepared(model, backend, config=pasted)
         better = profile(other, batches, worst=0)
         assert better.output.sqnr > found.output.sqnr + 1
