@@ -76,7 +76,7 @@ class Comparison:
     """Compares pairs of tensors, added one by one; nothing is read back from the device before the result.
 
     Args:
-        axis: the channel axis; None: no results per channel.
+        axis: the channel axis; None: the whole tensor is one channel.
     """
 
     def __init__(self, axis: int | None = None) -> None:
@@ -124,10 +124,10 @@ class Comparison:
         """The result per channel.
 
         Raises:
-            ValueError: no pair was added, or there is no axis.
+            ValueError: no pair was added.
         """
-        if self.axis is None or self._sums is None or self._largest is None:
-            raise ValueError("Comparison.channels: no tensors were compared along a channel axis")
+        if self._sums is None or self._largest is None:
+            raise ValueError("Comparison.channels: no tensors were compared; add some first")
         total, errors, squares, error_squares, _, count = self._sums
         variance = squares / count - (total / count).square()
         noise = error_squares / count - (errors / count).square()

@@ -114,6 +114,25 @@ def test_each_tensor_alone_equals_a_whole_run_in_which_only_it_is_quantized():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_vector_is_one_channel(tmp_path):
+    class Score(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x).squeeze(-1).sigmoid()
+
+    x = torch.randn(6, 4)
+    gm = prepare_by_platform(Score(), "TSQAT", example_inputs=(x,), check="off").eval()
+    enable_calibration(gm)
+    gm(x)
+    found = {tensor.name: tensor for tensor in profile(gm, [x])}
+    assert [found[name].channels.count for name in ("x", "layer.weight", "sigmoid")] == [4, 1, 1]
+    profile(gm, [x]).write_html(tmp_path / "page.html")
+    assert "6 in 1 batch" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize("layer", ["first", "second", "third"])
 @pytest.mark.parametrize("backend", ["TSQAT", "Vitis"])
 def test_a_damaged_layer_comes_first(layer, backend):
