@@ -72,7 +72,7 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
 
 
 def _check_names(spec: BackendSpec) -> None:
-    """Check that a table, which may be a user's, speaks of known operations only; others would have no effect."""
+    """Check that a table, which may be a user's, names known operations only; others would have no effect."""
     families = {op.family for op in OPS}
     ops = {op.name for op in OPS} | families
     fields = (

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,7 +89,11 @@ class Profile:
 
     def share(self, tensor: ProfiledTensor) -> float:
         """Fraction (0 to 1) of the error at the outputs that a tensor causes: of the sum of all, each alone."""
-        return _noise(tensor) / (sum(map(_noise, self.tensors)) or 1.0)
+        return _noise(tensor) / (self._noise_of_all or 1.0)
+
+    @cached_property
+    def _noise_of_all(self) -> float:
+        return sum(map(_noise, self.tensors))
 
     @property
     def findings(self) -> list[Finding]:
