@@ -1,24 +1,24 @@
 """Prepares and exports a small model for a chip that has no backend in fxqat; writes own_backend.onnx."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from fxqat import convert_export, enable_calibration, prepare_by_platform
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
-from fxqat.custom_quantizer.spec import Rule
+from fxqat.custom_quantizer.spec import LegalSchemes, Rule
 
 # An imaginary chip. Of the tables in fxqat, that of ONNX Runtime is the most similar. The chip differs in three ways:
 # weights have one scale per layer, the output of Linear is an integer, and hardsigmoid and mul have integer kernels.
 INTEGERS = Rule(reason="data sheet, table 7: integers in and out")
-MY_CHIP = replace(
-    ONNXRUNTIME,
-    name="MyChip",
-    weight=ONNXRUNTIME.weight.with_scheme(per_channel=False),
-    rules={**ONNXRUNTIME.rules, "linear": INTEGERS, "hardsigmoid": INTEGERS, "mul": INTEGERS},
-    fixed_ranges={"hardsigmoid": (0.0, 1.0)},
+MY_CHIP = ONNXRUNTIME.for_target(
+    "MyChip",
     source="data sheet of the chip, chapter 4",
+    weight=ONNXRUNTIME.weight.with_scheme(per_channel=False),
+    rules={"linear": INTEGERS, "hardsigmoid": INTEGERS, "mul": INTEGERS},
+    fixed_ranges={"hardsigmoid": (0.0, 1.0)},
+    left_float={"activation": "data sheet, table 7: no kernel"},
+    legal_weights=(LegalSchemes(frozenset({8}), symmetric=True, per_channel=False),),
+    legal_activations=(LegalSchemes(frozenset({8})),),
 )
 
 

@@ -1,11 +1,18 @@
 """The example of "Add a backend" runs as it is on the page and does what the page says."""
 
+import re
 import runpy
 import warnings
+from dataclasses import fields
 from pathlib import Path
 
 import onnx
 import pytest
+from torch import nn
+
+from fxqat import prepare_by_platform
+from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
+from fxqat.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("own_backend")  # the example runs once
 DOCS = Path(__file__).parents[1] / "docs"
@@ -29,6 +36,36 @@ def test_it_is_short_and_on_the_page():
     assert ".. literalinclude:: own_backend.py" in page
     start = next(line for line in page.splitlines() if ":start-at:" in line).partition(":start-at: ")[2]
     assert start in lines
+
+
+@pytest.mark.parametrize("table", [BackendSpec, Rule, LegalSchemes])
+def test_the_page_has_every_field_of_a_table(table):
+    page = (DOCS / "add_a_backend.rst").read_text(encoding="utf-8").partition("Add it to fxqat")[0]
+    named = set(re.findall(r"``(\w+)``", " ".join(re.findall(r"^   \* - (.*)$", page, re.MULTILINE))))
+    assert {field.name for field in fields(table)} <= named
+    assert "least_work" in named
+
+
+def test_no_reason_of_another_engine_is_given_as_one_of_the_chip(ran):
+    names, _ = ran
+    chip, report = names["MY_CHIP"], names["gm"].quant_report
+    assert (chip.least_work, chip.runtime) == (0, "")
+    taken = [row.reason for row in report if "QLinear" in row.reason]
+    assert taken
+    assert all(reason.startswith("as on ONNXRuntime: ") for reason in taken)
+    assert not any("ONNX Runtime" in row.reason for row in report)
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Hardswish(), nn.Conv2d(8, 8, 1), nn.Hardswish())
+    rows = {row.op: row for row in prepare_by_platform(model, chip).quant_report}
+    assert rows["conv2d"].weight == "int8 sym per-tensor narrow"
+    assert rows["hardswish"].reason == "MyChip has no rule for hardswish: data sheet, table 7: no kernel"
+    with pytest.raises(ConfigError, match="MyChip cannot run int4"):
+        prepare_by_platform(model, chip, {"overrides": [{"match": {"module": "0"}, "weight": {"bit_width": 4}}]})
+
+
+def test_the_report_says_at_its_top_what_stays_float_by_least_work():
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Hardswish(), nn.Conv2d(8, 8, 1), nn.Hardswish(), nn.Linear(4, 256))
+    head = str(prepare_by_platform(model, "ONNXRuntime").quant_report).splitlines()[0]
+    assert "2 stay float because converting their values costs more than integers save (least_work)" in head
 
 
 def test_the_report_shows_what_the_table_says(ran):

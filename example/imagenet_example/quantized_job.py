@@ -138,7 +138,7 @@ def write_profile(job: Job, gm: Any) -> None:
     found.write_csv(job.files.profile_csv)
     found.write_html(job.files.profile_page, title=f"{job.options.arch}: quantized against float")
     files = job.files.profile_csv, job.files.profile_page
-    LOG.info("%s\nall %d tensors: %s and %s", found.table(PROFILED_ROWS), len(found), *files)
+    LOG.info("%s\n%s\nall %d tensors: %s and %s", found.verdict, found.table(PROFILED_ROWS), len(found), *files)
 
 
 def compare(job: Job, gm: Any, onnx_file: Path) -> list[Row]:

@@ -35,8 +35,8 @@ def profile(
         calib, preprocessing_of(source.preprocessing, [calib], resize, crop, mean, std), batch_size, samples
     )
     gm = ptq(source.model, batches, backend, config, progress=True)
-    found = profile_model(gm, batches[:1], progress=True)
-    click.echo(f"{found.backend}, all quantized, at the outputs: {found.output}\n{found.table(rows)}")
+    found = profile_model(gm, batches[:1])
+    click.echo(f"{found.verdict}\n{found.table(rows)}")
     if output is not None:
         found.write_html(output, f"{model} on {backend}")
         click.echo(f"wrote {output}")

@@ -17,6 +17,8 @@ from fxqat.custom_quantizer.backends.vitis import VITIS
 from fxqat.custom_quantizer.backends.x86 import X86
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
+from fxqat.ops.table import OPS
+from fxqat.quantization.split_ops import SPLITS
 
 
 class BackendType(Enum):
@@ -51,9 +53,10 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
     """The table of a backend, given as an enum member, its name, or a table.
 
     Raises:
-        ConfigError: no backend has that name.
+        ConfigError: no backend has that name, or the table names an operation that does not exist.
     """
     if isinstance(backend, BackendSpec):
+        _check_names(backend)
         return backend
     if isinstance(backend, BackendType):
         return BACKENDS[backend]
@@ -66,3 +69,23 @@ def backend_spec(backend: BackendType | BackendSpec | str) -> BackendSpec:
     close = longer or short or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.4)
     hint = f"; did you mean {by_lower[close[0]]!r}?" if close else "."
     raise ConfigError(f"unknown backend {backend!r}{hint} Known: {', '.join(names)}")
+
+
+def _check_names(spec: BackendSpec) -> None:
+    """Check that a table, which may be a user's, names known operations only; others would have no effect."""
+    families = {op.family for op in OPS}
+    ops = {op.name for op in OPS} | families
+    fields = (
+        *((name, ops) for name in ("rules", "left_float", "weights", "fixed_ranges", "fused_activations")),
+        ("fuses_into", families),
+        ("split", set(SPLITS)),
+    )
+    for name, known in fields:
+        for key in getattr(spec, name):
+            if key not in known:
+                close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.4)
+                hint = f"; did you mean {close[0]!r}?" if close else "."
+                raise ConfigError(
+                    f"backend {spec.name!r}: {key!r} in {name!r} is none of fxqat's names of operations and of their "
+                    f"families{hint} The page of the op table has all of them"
+                )

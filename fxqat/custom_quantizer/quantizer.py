@@ -28,7 +28,6 @@ from fxqat.custom_quantizer.reasons import (
     FAMILY_REASONS,
     OF_MODE,
     SOURCES,
-    TOO_COSTLY,
     Reasons,
 )
 from fxqat.custom_quantizer.requests import (
@@ -45,7 +44,7 @@ from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
 from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, Op
 from fxqat.ops.identify import identify, operands
-from fxqat.quantization.annotation import Annotation, ValueQuant
+from fxqat.quantization.annotation import TOO_COSTLY, Annotation, ValueQuant
 from fxqat.utils.fx_graph import node_inputs
 from fxqat.utils.node_meta import ANNOTATION, Kind
 from fxqat.utils.train_eval_graph import eval_or_train

@@ -17,7 +17,6 @@ from fxqat.utils.node_meta import Kind
 DECODES_POSITIONS = "post-processing: decodes positions after the last layer with a weight"
 EXACT = "computed from constants, sizes or integers only: stays exact"
 OF_MODE = "number of eval mode or of training"
-TOO_COSTLY = "conversions would cost too much"
 WEIGHTS_ONLY = "weights only"
 ADDED = "asked for by extra_quantizer_dict"
 SOURCES = {"placeholder": "input of the model", "get_attr": "tensor of the model"}

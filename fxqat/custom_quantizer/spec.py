@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme, TensorQConfig
 
@@ -122,6 +122,38 @@ class BackendSpec:
     runtime: str = ""
     source: str = ""
 
+    def for_target(
+        self, name: str, source: str, rules: Mapping[str, Rule | None] | None = None, **fields: Any
+    ) -> BackendSpec:
+        """A table for another target, which quantizes the same ops.
+
+        What only holds for this target is not taken over: ``left_float``, ``legal_weights``, ``legal_activations``,
+        ``least_work`` and ``runtime`` have their defaults unless they are given. The reasons of rules that are taken
+        over say where they come from.
+
+        Args:
+            name: name of the other target.
+            source: its documents.
+            rules: rules that are added to those of this table or replace them; None removes one.
+            fields: any other fields of the table.
+
+        Example:
+            >>> from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
+            >>> chip = ONNXRUNTIME.for_target(
+            ...     "MyChip", "its data sheet", {"mul": Rule(reason="table 7"), "where": None}
+            ... )
+            >>> chip.rules["conv2d"].reason
+            'as on ONNXRuntime: QLinearConv: integers in and out'
+            >>> chip.rules["mul"].reason, "where" in chip.rules, ONNXRUNTIME.least_work, chip.least_work
+            ('table 7', False, 128, 0)
+        """
+        taken = {key: _taken_over(rule, self.name) for key, rule in self.rules.items()} | dict(rules or {})
+        return BackendSpec(
+            **{key: getattr(self, key) for key in TAKEN_OVER}
+            | {"rules": MappingProxyType({key: rule for key, rule in taken.items() if rule is not None})}
+            | {"name": name, "source": source, **fields}
+        )
+
     def rule(self, name: str, family: str) -> Rule | None:
         """The rule for an op, None if the backend leaves it float."""
         return self.rules.get(name) or self.rules.get(family)
@@ -151,3 +183,13 @@ class BackendSpec:
         """The same placement, with the configurations of weights and of activations changed by a function each."""
         weights = MappingProxyType({name: weight(config) for name, config in self.weights.items()})
         return replace(self, weight=weight(self.weight), activation=activation(self.activation), weights=weights)
+
+
+TAKEN_OVER = ("weight", "activation", "weights", "fused_activations", "fuses_into", "split", "fixed_ranges")
+"""The fields that :meth:`BackendSpec.for_target` takes over as they are."""
+
+
+def _taken_over(rule: Rule, name: str) -> Rule:
+    """A rule whose reasons name the table that it is from."""
+    reason, why_float_output = (why and f"as on {name}: {why}" for why in (rule.reason, rule.why_float_output))
+    return replace(rule, reason=reason, why_float_output=why_float_output)

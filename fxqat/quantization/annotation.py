@@ -13,6 +13,9 @@ QUANTIZED = "quantized"
 SHARES = "shares"
 FLOAT = "float"
 
+TOO_COSTLY = "conversions would cost too much"
+"""Begins the reason of a node that stays float by ``least_work``."""
+
 
 @dataclass(frozen=True)
 class ValueQuant:

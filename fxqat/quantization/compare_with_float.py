@@ -29,11 +29,12 @@ from fxqat.nn.qat import QATLayer
 from fxqat.quantization.find_overrides import find_overrides
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.quantization.quantization_noise import WEIGHT, NodeNoise, OutputNoise, QuantizationNoise
-from fxqat.quantization.two_values import MAX_ERROR, MeanError, TwoValues, copied, is_dense
+from fxqat.quantization.two_values import MAX_ERROR, MeanError, TwoValues, is_dense
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.compare import Comparison
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, eval_mode
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import copied
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 

@@ -25,7 +25,7 @@ def find_overrides(gm: QuantGraphModule, run: TwoValues, inputs: tuple[Any, ...]
         before = len(read_float)
         for node in run.problems():
             if isinstance(called_module(node), FakeQuantizeBase):
-                found += _of_value(node, overridable)
+                found += overrides_of_value(node, overridable)
                 read_float |= {reader.name for reader, _ in readers_of(node)}
                 continue
             for reader in _first_rounding(node, read_float):
@@ -48,10 +48,10 @@ def _of_operation(node: fx.Node, overridable: Mapping[str, tuple[str, ...]]) -> 
     else:
         for operand in _operands(node):
             if isinstance(called_module(operand), FakeQuantizeBase):
-                yield from _of_value(operand, overridable)
+                yield from overrides_of_value(operand, overridable)
 
 
-def _of_value(quant: fx.Node, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+def overrides_of_value(quant: fx.Node, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
     """The overrides with which nothing reads the value of a fake-quant's node rounded."""
     source = quant.args[0]
     assert isinstance(source, fx.Node)

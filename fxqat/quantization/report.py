@@ -10,7 +10,7 @@ from typing import Any
 from prettytable import PrettyTable
 from torch import fx
 
-from fxqat.quantization.annotation import FLOAT, annotation_of
+from fxqat.quantization.annotation import FLOAT, TOO_COSTLY, annotation_of
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
 
@@ -135,6 +135,9 @@ class QuantReport:
         head = f"{self.backend}: {self.num_quantized} of {len(self.rows)} nodes quantized"
         if self.weights_only:
             head += f", {len(self.weights_only)} of them weights only"
+        costly = sum(row.status == FLOAT and row.reason.startswith(TOO_COSTLY) for row in self.rows)
+        if costly:
+            head += f"; {costly} stay float because converting their values costs more than integers save (least_work)"
         if self.unread:
             names = ", ".join(self.unread[:4]) + (" ..." if len(self.unread) > 4 else "")
             head += f"; the graph does not read {len(self.unread)} tensors of the model: {names}"

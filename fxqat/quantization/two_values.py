@@ -20,7 +20,7 @@ from fxqat.utils.compare import Comparison
 from fxqat.utils.contexts import equal_random_numbers
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.source import line_of_node
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import copied, flatten_tensors
 
 MAX_ERROR = 0.5
 """A value, weight or result may be off by this fraction of its mean size."""
@@ -295,8 +295,3 @@ def is_layer(node: fx.Node) -> bool:
 def moves_values(node: fx.Node) -> bool:
     """Whether a node only moves or selects values, or is none when it is deployed."""
     return identify(node).family in (PASS_THROUGH, IDENTITY)
-
-
-def copied(value: Any) -> Any:
-    """A copy of a value that may be written to."""
-    return map_tensors(value, torch.clone)

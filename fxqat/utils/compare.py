@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,12 @@ LARGEST = torch.finfo(torch.float32).max
 
 CONSTANT = 1e-12
 """A channel is constant if its variance relative to its mean square is smaller: that is float32 rounding."""
+
+CPU_BLOCK = 2**16
+"""So many values are compared at a time on a CPU: their double precision copies stay in its cache."""
+
+BLOCK = 2**24
+"""The same for other devices, where each operation has a fixed cost."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,8 @@ class Channels:
 
     Args:
         count: number of channels.
-        dead: channels that are constant in x, in order.
-        lost: channels that vary in x, but less than their error ``x - x'`` does.
+        dead: channels whose values are all 0 in x, in order.
+        lost: channels that vary in x, but less than their error ``x - x'`` does, in order.
         ranges: largest ``|x|`` of each channel.
     """
 
@@ -50,7 +57,7 @@ class Channels:
 
     @property
     def lost_share(self) -> float:
-        """Fraction (0 to 1) of the channels that vary which are lost."""
+        """Fraction (0 to 1) of the channels that are not dead which are lost."""
         return len(self.lost) / max(1, self.count - len(self.dead))
 
     @property
@@ -69,15 +76,13 @@ class Comparison:
     """Compares pairs of tensors, added one by one; nothing is read back from the device before the result.
 
     Args:
-        axis: the channel axis; None: no results per channel.
+        axis: the channel axis; None: the whole tensor is one channel.
     """
 
     def __init__(self, axis: int | None = None) -> None:
         self.axis = axis
         self._sums: Tensor | None = None
-        self._moments: Tensor | None = None
         self._largest: Tensor | None = None
-        self._ranges: Tensor | None = None
 
     @torch.no_grad()
     def add(self, exact: Tensor, found: Tensor) -> None:
@@ -86,18 +91,21 @@ class Comparison:
         Values that are not finite in ``exact`` count as 0 in both; where only ``found`` is not finite, it counts as the
         largest float32 number.
         """
-        finite = exact.isfinite()
-        x = exact.double().where(finite, 0.0)
-        error = x - found.double().where(finite, 0.0).nan_to_num(LARGEST, LARGEST, -LARGEST)
-        sums = torch.stack([x.square().sum(), error.square().sum(), (x * error).sum()])
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._largest = _larger(self._largest, error.abs().amax())
-        if self.axis is not None:
-            rows, errors = (t.movedim(self.axis, 0).flatten(1) for t in (x, error))
-            moments = [torch.full_like(rows[:, 0], rows.shape[1]), rows.sum(1), rows.square().sum(1)]
-            table = torch.stack([*moments, errors.sum(1), errors.square().sum(1)])
-            self._moments = table if self._moments is None else self._moments + table
-            self._ranges = _larger(self._ranges, rows.abs().amax(1))
+        for whole, other in zip(self._pieces(exact), self._pieces(found), strict=True):
+            measured = [_measured(*pair) for pair in zip(_blocks(whole), _blocks(other), strict=True)]
+            sums, largest = (torch.cat(tables, 1) for tables in zip(*measured, strict=True))
+            self._sums = sums if self._sums is None else self._sums + sums
+            self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    def _pieces(self, x: Tensor) -> Iterator[Tensor]:
+        """Parts of a tensor as ``(channels, values)``, without a copy if it is contiguous: whole samples, as a rule."""
+        if self.axis is None:
+            yield from (piece[None] for piece in x.reshape(-1).split(_block(x)))
+        elif self.axis % x.dim() == 0:
+            yield x.flatten(1)
+        else:
+            for piece in x.split(max(1, _block(x) * len(x) // max(1, x.numel()))):
+                yield piece.movedim(self.axis, 0).flatten(1)
 
     def difference(self) -> Difference:
         """The difference over all values of all pairs.
@@ -107,26 +115,26 @@ class Comparison:
         """
         if self._sums is None or self._largest is None:
             raise ValueError("Comparison.difference: no tensors were compared; add some first")
-        signal, noise, product = self._sums.tolist()
+        _, _, signal, noise, product, _ = self._sums.sum(1).tolist()
         size = math.sqrt(signal * max(signal - 2 * product + noise, 0.0))  # |x| |x - error|
         cosine = max(-1.0, min(1.0, (signal - product) / size)) if size else float(noise == 0)
-        return Difference(cosine, decibels(signal, noise), float(self._largest))
+        return Difference(cosine, decibels(signal, noise), float(self._largest[1].max()))
 
     def channels(self) -> Channels:
         """The result per channel.
 
         Raises:
-            ValueError: no pair was added, or there is no axis.
+            ValueError: no pair was added.
         """
-        if self._moments is None or self._ranges is None:
-            raise ValueError("Comparison.channels: no tensors were compared along a channel axis")
-        count, total, squares, errors, error_squares = self._moments
+        if self._sums is None or self._largest is None:
+            raise ValueError("Comparison.channels: no tensors were compared; add some first")
+        total, errors, squares, error_squares, _, count = self._sums
         variance = squares / count - (total / count).square()
         noise = error_squares / count - (errors / count).square()
-        dead = variance <= CONSTANT * (squares / count)
-        lost = ~dead & (noise >= variance)
-        dead_places, lost_places = (tuple(mask.nonzero().flatten().tolist()) for mask in (dead, lost))
-        return Channels(len(dead), dead_places, lost_places, tuple(self._ranges.tolist()))
+        ranges = self._largest[0]
+        lost = (variance > CONSTANT * (squares / count)) & (noise >= variance)
+        dead_places, lost_places = (tuple(mask.nonzero().flatten().tolist()) for mask in (ranges == 0, lost))
+        return Channels(len(ranges), dead_places, lost_places, tuple(ranges.tolist()))
 
 
 def decibels(signal: float, noise: float) -> float:
@@ -136,5 +144,24 @@ def decibels(signal: float, noise: float) -> float:
     return max(-MOST_DB, min(MOST_DB, 10 * math.log10(signal / noise))) if signal else -MOST_DB
 
 
-def _larger(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else torch.maximum(a, b)
+def _block(x: Tensor) -> int:
+    return CPU_BLOCK if x.device.type == "cpu" else BLOCK
+
+
+def _blocks(rows: Tensor) -> list[Tensor]:
+    """Groups of whole rows."""
+    return list(rows.split(max(1, _block(rows) // max(1, rows.shape[1]))))
+
+
+def _measured(exact: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums and the largest values of rows.
+
+    Returns:
+        ``(6, rows)``: sums of x, e, x^2, e^2, x e and 1, with the error e = x - x'; ``(2, rows)``: largest |x| and |e|.
+    """
+    finite = exact.isfinite()
+    x = exact.double().where(finite, 0.0)
+    e = x - found.double().where(finite, 0.0).nan_to_num(LARGEST, LARGEST, -LARGEST)
+    sums = [x.sum(1), e.sum(1), x.square().sum(1), e.square().sum(1), (x * e).sum(1)]
+    count = torch.full_like(sums[0], x.shape[1])
+    return torch.stack([*sums, count]), torch.stack([x.abs().amax(1), e.abs().amax(1)])

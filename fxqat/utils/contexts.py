@@ -51,15 +51,17 @@ def without_fast_path() -> Iterator[None]:
 
 
 @contextmanager
-def equal_random_numbers(model: nn.Module) -> Iterator[None]:
+def equal_random_numbers(model: nn.Module) -> Iterator[EqualRandomNumbers]:
     """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it.
+
+    It also tells whether any were drawn.
 
     Args:
         model: the model that runs in the block; tells which accelerators' generators are used.
     """
     accelerators = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(list(accelerators)), EqualRandomNumbers():
-        yield
+    with torch.random.fork_rng(list(accelerators)), EqualRandomNumbers() as numbers:
+        yield numbers
 
 
 @contextmanager

@@ -43,6 +43,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def copied(value: Any) -> Any:
+    """A copy of a value that may be written to."""
+    return map_tensors(value, torch.clone)
+
+
 def is_close(a: Tensor, b: Tensor, tolerance: float, floor: float = 0.0) -> bool:
     """Whether two tensors have one shape and nearly the same values; NaN equals NaN.
 

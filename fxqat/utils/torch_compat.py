@@ -181,15 +181,21 @@ class ContentWatch(TorchDispatchMode):
 
 
 class EqualRandomNumbers(TorchDispatchMode):
-    """Seeds the generators before each random operator: equal calls give equal numbers, in whatever order they run."""
+    """Seeds the generators before each random operator: equal calls give equal numbers, in whatever order they run.
+
+    Attributes:
+        drawn: whether there was such an operator.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(0)
+            self.drawn = True
         return func(*args, **(kwargs or {}))
 
 

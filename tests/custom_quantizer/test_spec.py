@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType
+from fxqat.custom_quantizer.backend_type import BACKENDS, BackendType, backend_spec
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.ops import families
 from fxqat.ops.identify import op_named
@@ -34,6 +35,23 @@ def test_the_name_wins_over_the_family():
     assert spec.rule("conv2d", "weighted") is own
     assert spec.rule("linear", "weighted") is family
     assert spec.rule("relu", "activation") is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("rules", {"hard_sigmoid": Rule()}, "'hard_sigmoid' in 'rules' .* did you mean 'hardsigmoid'"),
+        ("left_float", {"activations": "no kernel"}, "'activations' in 'left_float' .* did you mean 'activation'"),
+        ("fixed_ranges", {"sigmoidal": (0.0, 1.0)}, "did you mean 'sigmoid'"),
+        ("fuses_into", frozenset({"conv2d"}), "'conv2d' in 'fuses_into'"),
+        ("split", frozenset({"gelu"}), "'gelu' in 'split'"),
+    ],
+)
+def test_a_name_in_a_table_that_does_not_exist_is_refused(field, value, message):
+    spec = dataclasses.replace(BACKENDS[BackendType.TSQAT], name="Mine", **{field: value})
+    with pytest.raises(ConfigError, match=f"backend 'Mine': .*{message}"):
+        backend_spec(spec)
+    assert backend_spec(BACKENDS[BackendType.LiteRT]) is BACKENDS[BackendType.LiteRT]
 
 
 @pytest.mark.parametrize("backend", BackendType)

@@ -1,11 +1,13 @@
 """Comparisons of tensors against numpy in double precision."""
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
 import torch
 
+from fxqat.utils import compare
 from fxqat.utils.compare import Comparison, decibels
 
 
@@ -54,9 +56,8 @@ def test_values_that_are_not_finite():
 
 def test_channels_that_are_dead_and_lost():
     torch.manual_seed(0)
-    x = torch.randn(4, 5, 6) * torch.tensor([1.0, 0.01, 0.0, 300.0, 1.0])[:, None]
-    x = x.movedim(1, 0).reshape(5, 4, 6).movedim(0, 1)  # (batch, channels, values)
-    x[:, 2] = 7.0
+    x = torch.randn(4, 6, 6) * torch.tensor([1.0, 0.01, 7.0, 300.0, 1.0, 0.0])[:, None]  # (batch, channels, values)
+    x[:, 2] = 7.0  # constant, but not dead: the next layer may need it
     found = x.clone()
     found[:, 1] = 0.0  # all of it rounded away
     found[:, 2] += 1.0  # constant before and after
@@ -65,17 +66,35 @@ def test_channels_that_are_dead_and_lost():
     for part, other in zip(x.split(1), found.split(1), strict=True):
         comparison.add(part, other)
     channels = comparison.channels()
-    assert (channels.count, channels.dead, channels.lost) == (5, (2,), (1,))
-    assert channels.lost_share == 1 / 4
-    assert channels.ranges == pytest.approx([float(x[:, c].abs().max()) for c in range(5)])
+    assert (channels.count, channels.dead, channels.lost) == (6, (5,), (1,))
+    assert channels.lost_share == 1 / 5
+    assert channels.ranges == pytest.approx([float(x[:, c].abs().max()) for c in range(6)])
     assert channels.widest == int(x.abs().amax((0, 2)).argmax())
-    assert channels.outlier == pytest.approx(max(channels.ranges) / sorted(channels.ranges)[2])
+    assert channels.outlier == pytest.approx(max(channels.ranges) / sorted(channels.ranges)[3])
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((3, 4, 5, 5), 1), ((3, 5, 4), -1), ((4, 3, 5), 0), ((300,), None)])
+def test_the_size_of_the_blocks_changes_no_result(shape, axis, monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    y = x + 0.1 * torch.randn(shape)
+    results = []
+    for block in (2**16, 7):
+        monkeypatch.setattr(compare, "CPU_BLOCK", block)
+        comparison = Comparison(axis)
+        comparison.add(x, y)
+        results.append(comparison)
+    whole, parts = (result.difference() for result in results)
+    assert astuple(whole) == pytest.approx(astuple(parts))
+    assert results[0].channels() == results[1].channels()
+    ranges = (x[None] if axis is None else x.movedim(axis, 0).flatten(1)).abs().amax(1)
+    assert results[0].channels().ranges == pytest.approx(ranges.tolist())
 
 
 def test_nothing_compared_is_an_error():
     with pytest.raises(ValueError, match="no tensors"):
         Comparison().difference()
-    with pytest.raises(ValueError, match="along a channel axis"):
+    with pytest.raises(ValueError, match="no tensors"):
         Comparison().channels()
 
 

@@ -1,26 +1,27 @@
-"""Measure a profile: forward passes with all, none and one of the fake-quants on."""
+"""Measure a profile: the float model, the quantized one, and the float model with one tensor quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
-from fxqat.fake_quantize.state import disable_all, enable_quantization, named_fake_quants
+from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
+from fxqat.quantization.find_overrides import overrides_of_value
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.profiling.profiled_tensor import Histogram, ProfiledTensor
 from fxqat.utils.compare import Comparison
-from fxqat.utils.contexts import hooked
+from fxqat.utils.contexts import equal_random_numbers, hooked
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.tensors import flatten_tensors
+from fxqat.utils.tensors import copied, flatten_tensors
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 BINS = 120
@@ -32,11 +33,13 @@ class QuantizedTensor:
 
     Args:
         name: the name in the exported file.
+        node: the call that quantizes it: of its fake-quant, or the first one of its layer.
         quant: its fake-quant.
         layer: the layer that has the weight or computes the activation; None if no layer does.
     """
 
     name: str
+    node: fx.Node
     quant: FakeQuantizeBase
     layer: QATLayer | None
 
@@ -55,58 +58,44 @@ class QuantizedTensor:
             return self.layer.op.axis
         return -1 if self.layer.weight.dim() == 2 else 1
 
-    @contextmanager
-    def only_quantized(self) -> Iterator[None]:
-        """Quantize only this tensor, in a model whose fake-quants are off."""
+    def overrides(self, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
+        """The overrides that leave it float; none if the model has no place where one can.
 
-        def only(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
-            return output if kwargs["tensor_name"] == self.name else args[0]
-
-        self.quant.fake_quant_enabled = True
-        try:
-            with hooked([] if self.is_weight else [self.quant], only, with_kwargs=True):
-                yield
-        finally:
-            self.quant.fake_quant_enabled = False
+        Args:
+            overridable: what can be left float, by node, see ``ReportRow``.
+        """
+        if self.is_weight:
+            yield {"match": {"module": str(self.node.target)}, "weight": None}
+        else:
+            yield from overrides_of_value(self.node, overridable)
 
 
 class Measurements:
     """The comparisons of all quantized tensors, added up over batches."""
 
-    def __init__(self, gm: QuantGraphModule, quantized: Mapping[str, QuantizedTensor]) -> None:
-        self.gm, self.quantized = gm, quantized
+    def __init__(self, gm: QuantGraphModule) -> None:
+        self.gm = gm
+        self.graph = graph_of_mode(gm.graph, training=False)
+        self.quantized = find_quantized(self.graph)
         self.own: dict[str, Comparison] = {}
-        self.output = {name: Comparison() for name in quantized}
-        self.cumulative = {name: Comparison() for name in quantized}
+        self.output = {name: Comparison() for name in self.quantized}
+        self.cumulative = {name: Comparison() for name in self.quantized}
         self.all_quantized = Comparison()
 
     def add(self, batch: Sequence[Any], bar: tqdm[Any]) -> None:
         """Measure one batch; the fake-quants are off before and afterwards."""
-        float_values: dict[str, Tensor] = {}
-        with _watching(self.gm, float_values.__setitem__):
+        with equal_random_numbers(self.gm) as numbers:
             expected = self.gm(*batch)
-        for tensor in self.quantized.values():
-            if tensor.is_weight:
-                assert tensor.layer is not None
-                float_values[tensor.name] = tensor.layer.folded()[0]
-            if tensor.name in float_values:  # else it is an optional input that was not given
-                x = float_values[tensor.name]
-                own = self.own.setdefault(tensor.name, Comparison(tensor.channel_axis(x)))
-                own.add(x, tensor.quant.quantize(x))
         bar.update()
-        enable_quantization(self.gm)
-        with _watching(self.gm, lambda name, x: self.cumulative[name].add(float_values[name], x), rounded=True):
-            _add_all(self.all_quantized, expected, self.gm(*batch))
-        disable_all(self.gm)
+        with equal_random_numbers(self.gm) if numbers.drawn else nullcontext():  # it slows down every operation
+            _, found = _SideBySide(self, expected, bar).run(*batch)
         bar.update()
-        for name in self.quantized:
-            with self.quantized[name].only_quantized():
-                _add_all(self.output[name], expected, self.gm(*batch))
-            bar.update()
+        _add_all(self.all_quantized, expected, found)
 
     def tensors(self) -> list[ProfiledTensor]:
         """The results in the order of execution."""
         result = []
+        overridable = {row.node: row.overridable for row in self.gm.quant_report}
         for order, (name, tensor) in enumerate(self.quantized.items()):
             if name in self.own:
                 own = self.own[name].difference()
@@ -120,37 +109,91 @@ class Measurements:
                         output=self.output[name].difference(),
                         cumulative=own if tensor.is_weight else self.cumulative[name].difference(),
                         channels=self.own[name].channels(),
+                        per_channel=tensor.quant.scheme.per_channel,
+                        overrides=tuple(tensor.overrides(overridable)),
                     )
                 )
         return result
 
 
-def find_quantized(gm: QuantGraphModule) -> dict[str, QuantizedTensor]:
-    """Every tensor that is quantized, by name, in the order of execution."""
+def find_quantized(graph: fx.Graph) -> dict[str, QuantizedTensor]:
+    """Every tensor that is quantized in a graph of one mode, by name, in the order of execution."""
     found: dict[str, QuantizedTensor] = {}
-    graph = graph_of_mode(gm.graph, training=False)
     for node in graph.nodes:
         module = called_module(node)
         if isinstance(module, QATLayer):
             name = f"{node.target}.weight"
-            found.setdefault(name, QuantizedTensor(name, module.weight_fake_quant, module))
+            found.setdefault(name, QuantizedTensor(name, node, module.weight_fake_quant, module))
         elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
             source = called_module(node.args[0])
             name = str(node.kwargs["tensor_name"])
-            found[name] = QuantizedTensor(name, module, source if isinstance(source, QATLayer) else None)
+            found[name] = QuantizedTensor(name, node, module, source if isinstance(source, QATLayer) else None)
     return found
 
 
-@contextmanager
-def _watching(gm: QuantGraphModule, watch: Callable[[str, Tensor], None], rounded: bool = False) -> Iterator[None]:
-    """Call a function with the name and value of each quantized activation, before or after rounding."""
+class _SideBySide(fx.Interpreter):
+    """Runs the float and the quantized model node by node; each node has two values.
 
-    def hook(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(output, Tensor) and not kwargs.get("on_grid"):
-            watch(kwargs["tensor_name"], output if rounded else args[0])
+    Where a quantized tensor is known, the rest of the float model runs on its rounded value. So only the values that
+    later nodes read are in memory, and a tensor costs what comes after it.
 
-    with hooked([quant for _, quant in named_fake_quants(gm)], hook, with_kwargs=True):
-        yield
+    Args:
+        measurements: where the comparisons are added.
+        expected: the float outputs.
+        bar: counts the tensors.
+    """
+
+    def __init__(self, measurements: Measurements, expected: Any, bar: tqdm[Any]) -> None:
+        super().__init__(measurements.gm, graph=measurements.graph)
+        self.rest = fx.Interpreter(measurements.gm, graph=measurements.graph)
+        self.extra_traceback = self.rest.extra_traceback = False
+        self.measurements, self.expected, self.bar = measurements, expected, bar
+        self.quants = [quant for _, quant in named_fake_quants(measurements.gm)]
+        self.tensors = {tensor.node: tensor for tensor in measurements.quantized.values()}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node on the float and on the quantized values, and measure the tensor that it quantizes."""
+        if n.op in ("placeholder", "get_attr"):
+            value = {} if str(n.target).startswith("**") else super().run_node(n)
+            return value, copied(value) if n.op == "placeholder" else value
+        exact = self._call(n, 0)
+        for quant in self.quants:
+            quant.fake_quant_enabled = True
+        rounded = self._call(n, 1)
+        for quant in self.quants:
+            quant.fake_quant_enabled = False
+        if n in self.tensors:
+            self._measure(self.tensors[n], exact, rounded)
+            self.bar.update()
+        return exact, rounded
+
+    def _measure(self, tensor: QuantizedTensor, exact: Any, rounded: Any) -> None:
+        if tensor.is_weight:
+            assert tensor.layer is not None
+            x = tensor.layer.folded()[0]
+        elif isinstance(exact, Tensor):
+            x = exact
+            self.measurements.cumulative[tensor.name].add(x, rounded)
+        else:
+            return  # an optional input that was not given
+        own = self.measurements.own.setdefault(tensor.name, Comparison(tensor.channel_axis(x)))
+        alone = tensor.quant.quantize(x)
+        own.add(x, alone)
+        tensor.quant.fake_quant_enabled = tensor.is_weight  # a layer that is called again has this weight there, too
+        outputs = self._outputs(tensor.node, self._call(tensor.node, 0) if tensor.is_weight else alone)
+        tensor.quant.fake_quant_enabled = False
+        _add_all(self.measurements.output[tensor.name], self.expected, outputs)
+
+    def _outputs(self, node: fx.Node, value: Any) -> Any:
+        """The outputs of the float model if a node has another value."""
+        nodes = list(self.graph.nodes)
+        known = dict.fromkeys(nodes[: nodes.index(node)])
+        known |= {other: x if other.op == "get_attr" else copied(x) for other, (x, _) in self.env.items()}
+        return self.rest.run(initial_env=known | {node: value})
+
+    def _call(self, n: fx.Node, which: int) -> Any:
+        args, kwargs = fx.node.map_arg((n.args, n.kwargs), lambda node: self.env[node][which])
+        return getattr(self, n.op)(n.target, args, kwargs)
 
 
 def _add_all(comparison: Comparison, expected: Any, found: Any) -> None:
@@ -170,12 +213,16 @@ def histograms_of(
     counts = {name: torch.zeros(BINS, dtype=torch.int64) for name in limits}
 
     def count(name: str, x: Tensor) -> None:
-        if name in counts:
-            found = torch.histc(x.float(), BINS, -limits[name], limits[name])
-            counts[name] += found.to("cpu", torch.int64)
+        found = torch.histc(x.float(), BINS, -limits[name], limits[name])
+        counts[name] += found.to("cpu", torch.int64)
 
-    with _watching(gm, count):
-        for batch in batches:
+    def hook(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs["tensor_name"] in counts and isinstance(output, Tensor) and not kwargs.get("on_grid"):
+            count(kwargs["tensor_name"], output)
+
+    watched = [quantized[name].quant for name in counts if not quantized[name].is_weight]
+    with equal_random_numbers(gm), hooked(watched, hook, with_kwargs=True):
+        for batch in batches if watched else ():
             gm(*batch)
     for name in counts:
         layer = quantized[name].layer

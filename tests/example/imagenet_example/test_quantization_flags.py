@@ -125,7 +125,7 @@ def test_a_job_with_many_flags(run, tmp_path):
     rows = list(csv.DictReader(found.path("profile.csv").open()))
     assert {row["name"] for row in rows} >= {"stem.0.weight", "fc.weight"}
     assert "<h2>Findings</h2>" in found.path("profile.html").read_text()
-    assert "own: dB" in found.printed
+    assert "own dB" in found.printed
 
     state = found.training
     assert [(g["momentum"], g["lr"], g["weight_decay"]) for g in state["optimizer"]["param_groups"]] == [
