@@ -7,10 +7,12 @@ author = "the fxqat authors"
 release = __version__
 version = __version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
-html_theme = "alabaster"
-html_theme_options = {"description": "What you trained is what you ship", "fixed_sidebar": True, "page_width": "1100px"}
+html_theme = "furo"
+html_title = f"fxqat {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["fxqat.css"]
 html_show_sphinx = False
 
 # The docstrings of torch.nn.Module are not ours, and are not all valid reStructuredText.

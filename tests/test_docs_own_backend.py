@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 pytestmark = pytest.mark.xdist_group("own_backend")  # the example runs once
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "howto"
 EXAMPLE = DOCS / "own_backend.py"
 
 

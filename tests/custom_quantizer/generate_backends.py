@@ -1,6 +1,6 @@
 """Writes the page of the backends from their tables; test_backends_page.py compares the committed page with it.
 
-python tests/custom_quantizer/generate_backends.py --output docs/backends.rst
+python tests/custom_quantizer/generate_backends.py --output docs/reference/backends.rst
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT, Op
 from fxqat.ops.table import OPS
 from fxqat.scheme import FLOAT32_BITS, TensorQConfig
 
-COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/backends.rst"
+COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/reference/backends.rst"
 INTRODUCTION = f"""Backends
 ========
 
-A backend is a table (:doc:`add_a_backend`). This page is generated from the tables by
+A backend is a table (:doc:`/howto/add_a_backend`). This page is generated from the tables by
 ``{COMMAND}``; a test compares the two.
 
 ``backend=`` takes a ``BackendType`` or its name, such as ``"OpenVINO_AVX2"``. A name with an underscore is a variant:
@@ -145,7 +145,7 @@ def section(spec: BackendSpec) -> Iterator[str]:
         yield from (
             f"A layer beside a float op stays float too, unless it has {spec.least_work} multiply-accumulates for each "
             "value that is converted between them; so does any other op whose operands are all float (``least_work`` "
-            "in :doc:`configuration`).",
+            "in :doc:`/reference/configuration`).",
             "",
         )
     left = list(rows_of_float(spec))

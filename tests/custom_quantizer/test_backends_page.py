@@ -7,7 +7,7 @@ from fxqat.custom_quantizer.backend_type import TABLES, BackendType
 from fxqat.ops.table import OPS
 from tests.custom_quantizer.generate_backends import COMMAND, PLACED, page, rows_of_float, rows_of_rules
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.rst"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "backends.rst"
 
 
 def test_the_committed_page_is_the_generated_one():

@@ -134,7 +134,7 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Accuracy of the ImageNet example
 ================================
 
-Top-1 accuracy in percent, as ``example/imagenet_example/main.py`` prints it (:doc:`imagenet`): of the float model, of
+Top-1 accuracy in percent, as ``example/imagenet_example/main.py`` prints it (:doc:`/recipes/imagenet`): of the float model, of
 the fake-quant model after calibration and after finetuning, and of the exported file in ONNX Runtime. Rows of several
 runs show the mean and the standard deviation over the random seeds 0, 1, 2.
 
