@@ -1,13 +1,18 @@
 """Sphinx settings: sphinx-build -W docs docs/_build/html, with fxqat installed."""
 
+import sys
+from pathlib import Path
+
 from fxqat import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # provenance.py
 
 project = "fxqat"
 author = "the fxqat authors"
 release = __version__
 version = __version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "provenance"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"fxqat {__version__}"
