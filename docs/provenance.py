@@ -129,7 +129,9 @@ def record(page: str, commit: str, note: str) -> None:
         "note": note,
         "code": hashes(PAGES[page], at_commit(commit)),
     }
-    MANIFEST.write_text(json.dumps(dict(sorted({**manifest(), page: entry}.items())), indent=1) + "\n", encoding="utf-8")
+    MANIFEST.write_text(
+        json.dumps(dict(sorted({**manifest(), page: entry}.items())), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def changed(page: str, entry: dict) -> list[str]:
