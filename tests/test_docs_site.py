@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import http.server
+import json
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from pathlib import Path
 
@@ -63,15 +69,14 @@ def names():
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_snippets_run(page, names, tmp_path, monkeypatch):
-    """In order, each with what the ones above it have made."""
+    """In order, each with what the ones above it have made, and with a calibrated ``gm``."""
     monkeypatch.chdir(tmp_path)
     here = dict(names)
-    if blocks := snippets(page):
-        here["gm"] = copy.deepcopy(names["gm"])
-        here["optimizer"] = torch.optim.SGD(here["gm"].parameters(), lr=1e-3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for block in blocks:
+        for block in snippets(page):
+            here["gm"] = copy.deepcopy(names["gm"])
+            here["optimizer"] = torch.optim.SGD(here["gm"].parameters(), lr=1e-3)
             try:
                 exec(compile(block, str(page), "exec"), here)
             except fxqat.errors.FxqatError as error:
@@ -178,7 +183,7 @@ def test_a_change_of_code_marks_a_page():
 
 
 def test_links_of_pages_for_a_git_host_lead_somewhere():
-    """Relative links and images of README, and paths that the other files name (measured pages may be still to come)."""
+    """Links and images of README, and paths that the other files name; a measured page may be still to come."""
     text = (ROOT / "README.rst").read_text(encoding="utf-8")
     linked = [*re.findall(r"<([\w./-]+)>`__", text), *re.findall(r"^\.\. image:: (\S+)", text, re.MULTILINE)]
     named = [
@@ -206,3 +211,69 @@ def test_every_page_is_in_a_list():
             listed |= {page.parent / entry for entry in entries}
     assert sorted(map(str, pages - listed)) == []
     assert sorted(map(str, listed - pages)) == []
+
+
+def test_the_chart_is_drawn_from_the_pages():
+    drawn = runpy.run_path(str(ROOT / "media" / "results.py"))
+    assert drawn["draw"]() == drawn["OUTPUT"].read_text(encoding="utf-8"), "run: python media/results.py"
+
+
+# the look
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+MEASURE = """<!doctype html><pre id="result">not finished</pre><script>
+const pages = %s, widths = [1280, 400], wide = [];
+async function measure() {
+  for (const width of widths) for (const page of pages) {
+    const frame = document.createElement("iframe");
+    frame.style = `width: ${width}px; height: 900px; border: 0`;
+    frame.src = page;
+    document.body.append(frame);
+    await new Promise(resolve => frame.onload = resolve);
+    const root = frame.contentDocument.documentElement;
+    if (root.scrollWidth > width) wide.push(`${page} is ${root.scrollWidth} px wide at ${width}`);
+    frame.remove();
+  }
+  document.getElementById("result").textContent = JSON.stringify({measured: pages.length * widths.length, wide});
+}
+measure();
+</script>"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"needs one of {', '.join(BROWSERS)} on the path")
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages, and their address."""
+    pytest.importorskip("furo")
+    folder = tmp_path_factory.mktemp("site")
+    build = ["-m", "sphinx", "-q", "-W", "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")]
+    subprocess.run([sys.executable, *build], check=True)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder / "html"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder / "html", f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_no_page_scrolls_sideways(browser, site):
+    """In a headless Chromium, at the widths of a desktop and of a phone."""
+    folder, address = site
+    pages = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.html") if "_static" not in path.parts)
+    (folder / "measure.html").write_text(MEASURE % json.dumps(pages))
+    options = ["--no-sandbox", "--disable-gpu", "--virtual-time-budget=600000", "--dump-dom"]
+    command = [browser, *options, f"{address}/measure.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    result = json.loads(re.search(r'<pre id="result">(.*?)</pre>', shown, re.DOTALL)[1])
+    assert result["wide"] == []
+    assert result["measured"] == 2 * len(pages) > 100
