@@ -19,6 +19,7 @@ html_title = f"fxqat {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["fxqat.css"]
 html_show_sphinx = False
+html_show_copyright = False
 
 # The docstrings of torch.nn.Module are not ours, and are not all valid reStructuredText.
 autodoc_inherit_docstrings = False

@@ -149,7 +149,7 @@ def sentences(page: str) -> str:
     if not paths:
         return f".. note::\n\n   {text} The code that decides these figures is the same today.\n\n"
     names = ", ".join(f"``{path}``" for path in paths)
-    words = f"{text} Since then code has changed that may change the figures: {names}. {entry['note']}".rstrip()
+    words = f"{text} {entry['note']}".rstrip() + f"\n\n   Changed since, and may change the figures: {names}."
     return f".. admonition:: Older than the code\n   :class: warning\n\n   {words}\n\n"
 
 
@@ -163,7 +163,8 @@ def _add_note(app: object, page: str, source: list[str]) -> None:
         rows.append("     - Changed since")
         entries = manifest()
         for name in PAGES:
-            paths = ", ".join(f"``{path}``" for path in changed(name, entries[name])) or "nothing"
+            count = len(changed(name, entries[name]))
+            paths = f"{count} of {len(PAGES[name])} folders and files" if count else "nothing"
             rows += [f"   * - :doc:`/{name}`", f"     - {entries[name]['date']}, ``{entries[name]['commit']}``"]
             rows.append(f"     - {paths}")
         source[0] = source[0].replace("|measured pages|", "\n".join(rows))

@@ -7,17 +7,21 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from fxqat import BackendType, calibrate, convert_export, enable_quantization, prepare_by_platform
+from fxqat import (
+    BackendType,
+    calibrate,
+    convert_export,
+    enable_quantization,
+    prepare_by_platform,
+)
 
 torch.manual_seed(0)
 
-# [data]
 digits = load_digits()  # 1797 images of 8x8 pixels
 images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
 labels = torch.tensor(digits.target)
 train, test = slice(0, 1500), slice(1500, None)
 
-# [float]
 model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
     nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),

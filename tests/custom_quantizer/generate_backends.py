@@ -45,15 +45,14 @@ MATRIX_INTRODUCTION = f"""Support matrix
 ==============
 
 Backends side by side: which schemes a backend takes, and which operations it computes on integers. Written from the
-tables by ``{COMMAND}``; :doc:`/reference/backends` has the details and the reasons. A
-scheme that a backend does not list is refused with the alternatives. Bits are those of :doc:`/reference/configuration`;
-what each width looks like in the file is in :doc:`/reference/export`.
+tables by ``{COMMAND}``; :doc:`/reference/backends` has the details and the
+reasons. A scheme that a backend does not list is refused with the alternatives. Bits are those of
+:doc:`/reference/configuration`; what each width looks like in the file is in :doc:`/reference/export`.
 
 """
-MATRIX_NOTE = """*yes*: all operations of the family have integer operands on this backend. *float*: none. A number: so
-many;
-:doc:`/reference/backends` lists the families and names the operations. Variants (``ONNXRuntime_AVX2``,
-``OpenVINO_AVX2``, ``QNN_A16``) are as the backend before the underscore."""
+MATRIX_NOTE = """*yes*: all operations of the family have integer operands on this backend. *float*: none. *4/7*: 4 of
+7; :doc:`/reference/backends` names them, and lists the families. Variants (``ONNXRuntime_AVX2``, ``OpenVINO_AVX2``,
+``QNN_A16``) are as the backend before the underscore."""
 
 PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT, RECURRENT)]
 
@@ -197,7 +196,7 @@ def integer_share(spec: BackendSpec, family: str) -> str:
     """How much of a family a backend has on integers."""
     ops = family_ops(family)
     count = sum(spec.rule(op.name, op.family) is not None for op in ops)
-    return {0: "float", len(ops): "yes"}.get(count, f"{count} of {len(ops)}")
+    return {0: "float", len(ops): "yes"}.get(count, f"{count}/{len(ops)}")
 
 
 def matrix() -> str:
