@@ -23,10 +23,15 @@ labels = torch.tensor(digits.target)
 train, test = slice(0, 1500), slice(1500, None)
 
 model = nn.Sequential(
-    nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-    nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
-    nn.Flatten(), nn.Linear(512, 10),
-)  # fmt: skip
+    nn.Conv2d(1, 16, 3, padding=1),
+    nn.BatchNorm2d(16),
+    nn.ReLU(),
+    nn.Conv2d(16, 32, 3, padding=1, stride=2),
+    nn.BatchNorm2d(32),
+    nn.ReLU(),
+    nn.Flatten(),
+    nn.Linear(512, 10),
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 for _ in range(5):
     for batch in torch.randperm(1500).split(50):
