@@ -30,19 +30,20 @@ import provenance  # noqa: E402
 
 RUN = [*sorted((DOCS / "start").glob("*.rst")), *sorted((DOCS / "howto").rglob("*.rst"))]
 RUN += sorted((DOCS / "recipes").glob("*.rst"))
-NOT_RUN = re.compile(r"\.\. not run: (.+)\n\n$")
-PYTHON = re.compile(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", re.MULTILINE)
+NOT_RUN = re.compile(r"^\.\. not run: (.+)\n\n\Z", re.MULTILINE)
+PYTHON = re.compile(r"^( *)\.\. code-block:: python\n\n((?:\1   .*\n|\n)+)", re.MULTILINE)
 pytestmark = pytest.mark.xdist_group("docs_site")  # one process makes the prepared model of the snippets once
 
 
-def snippets(page: Path) -> list[str]:
-    """The Python blocks of a page, without those that a comment above excludes with its reason."""
-    text = page.read_text(encoding="utf-8")
-    return [
-        textwrap.dedent(found[1])
-        for found in PYTHON.finditer(text)
-        if not NOT_RUN.search(text[: found.start()].rsplit("\n\n", 2)[-2] + "\n\n" if found.start() else "")
-    ]
+def snippets(page: Path) -> tuple[list[str], list[str]]:
+    """The Python blocks of a page, and the reasons for which others are not run."""
+    text, blocks, reasons = page.read_text(encoding="utf-8"), [], []
+    for found in PYTHON.finditer(text):
+        if excluded := NOT_RUN.search(text[: found.start()]):
+            reasons.append(excluded[1])
+        else:
+            blocks.append(textwrap.dedent(found[2]))
+    return blocks, reasons
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +71,14 @@ def names():
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(DOCS)))
 def test_the_snippets_run(page, names, tmp_path, monkeypatch):
     """In order, each with what the ones above it have made, and with a calibrated ``gm``."""
+    blocks, reasons = snippets(page)
+    assert len(blocks) + len(reasons) == page.read_text(encoding="utf-8").count(".. code-block:: python\n")
+    assert all(len(reason.split()) >= 3 for reason in reasons)
     monkeypatch.chdir(tmp_path)
     here = dict(names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for block in snippets(page):
+        for block in blocks:
             here["gm"] = copy.deepcopy(names["gm"])
             here["optimizer"] = torch.optim.SGD(here["gm"].parameters(), lr=1e-3)
             try:
