@@ -171,13 +171,16 @@ def _add_note(app: object, page: str, source: list[str]) -> None:
 
 
 def _write_tables(app: object, doctree: object, page: str) -> None:
-    """Write each table of a measured page as a CSV file, and link it below the table."""
+    """Write each table of a measured page as a CSV file, link it below the table, and mark the table's header."""
     from docutils import nodes
 
     if page not in PAGES or app.builder.format != "html":
         return
     for number, table in enumerate(list(doctree.findall(nodes.table)), 1):
         name = f"{page.rpartition('/')[2]}_{number}.csv"
+        body = next(table.findall(nodes.tbody))
+        if not any(table.findall(nodes.thead)):  # the grid of PrettyTable does not mark its first row as the header
+            body.parent.insert(body.parent.index(body), nodes.thead("", body.pop(0)))
         rows = [[entry.astext().replace("\n", " ") for entry in row] for row in table.findall(nodes.row)]
         file = Path(app.outdir) / "_csv" / name
         file.parent.mkdir(parents=True, exist_ok=True)
