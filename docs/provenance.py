@@ -144,12 +144,12 @@ def sentences(page: str) -> str:
     """The note that a page begins with."""
     entry = manifest()[page]
     script, *_ = PAGES[page]
-    text = f"Measured on {entry['date']} at commit ``{entry['commit']}`` by ``{script}``."
+    text = f"Measured on {entry['date']} at commit ``{entry['commit']}`` by ``{script}``. {entry['note']}".rstrip()
     paths = changed(page, entry)
     if not paths:
         return f".. note::\n\n   {text} The code that decides these figures is the same today.\n\n"
     names = ", ".join(f"``{path}``" for path in paths)
-    words = f"{text} {entry['note']}".rstrip() + f"\n\n   Changed since, and may change the figures: {names}."
+    words = f"{text}\n\n   Changed since, and may change the figures: {names}."
     return f".. admonition:: Older than the code\n   :class: warning\n\n   {words}\n\n"
 
 
