@@ -1,17 +1,25 @@
 """Sphinx settings: sphinx-build -W docs docs/_build/html, with fxqat installed."""
 
+import sys
+from pathlib import Path
+
 from fxqat import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))  # provenance.py
 
 project = "fxqat"
 author = "the fxqat authors"
 release = __version__
 version = __version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "provenance"]
 exclude_patterns = ["_build"]
-html_theme = "alabaster"
-html_theme_options = {"description": "What you trained is what you ship", "fixed_sidebar": True, "page_width": "1100px"}
+html_theme = "furo"
+html_title = f"fxqat {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["fxqat.css"]
 html_show_sphinx = False
+html_show_copyright = False
 
 # The docstrings of torch.nn.Module are not ours, and are not all valid reStructuredText.
 autodoc_inherit_docstrings = False

@@ -72,7 +72,7 @@ def save_checkpoint(
         file_path_onnx: the QDQ ONNX file, None for none; needs ``example_inputs``.
         example_inputs: the inputs for the ONNX export.
         extra: further state of the training (epoch, optimizer state); tensors and plain values only.
-        runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export.convert_export`.
+        runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export`.
 
     Raises:
         CheckpointError: the model is not a prepared one, JSON or ONNX is requested of a sharded model, the model is

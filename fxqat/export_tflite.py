@@ -74,7 +74,7 @@ def export_tflite(
 ) -> TfliteReport:
     """Export a prepared model as a .tflite file of int8 operators, and prove that LiteRT computes what the model does.
 
-    Needs the extra: ``pip install "fxqat[litert]"``. As in :func:`~fxqat.convert_export.convert_export`, the model is
+    Needs the extra: ``pip install "fxqat[litert]"``. As in :func:`~fxqat.convert_export`, the model is
     not changed, and is exported in eval mode with every fake-quant on. The file has the shapes of the example inputs,
     batch size included.
 

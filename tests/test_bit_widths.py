@@ -67,7 +67,7 @@ def check_values(gm: QuantGraphModule, inputs: Inputs, report: ExportReport, mod
         assert (steps > 0).sum() <= max(1, 0.02 * steps.size), name
 
 
-# Four ways to quantize; docs/bit_widths.rst has all of them
+# Four ways to quantize; docs/evidence/bit_widths.rst has all of them
 
 
 @pytest.mark.parametrize(

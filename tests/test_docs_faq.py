@@ -11,7 +11,7 @@ import torch
 from fxqat import enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "troubleshooting"
 
 
 @pytest.fixture(scope="module")

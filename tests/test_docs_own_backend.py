@@ -15,7 +15,7 @@ from fxqat.custom_quantizer.spec import BackendSpec, LegalSchemes, Rule
 from fxqat.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("own_backend")  # the example runs once
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "howto"
 EXAMPLE = DOCS / "own_backend.py"
 
 

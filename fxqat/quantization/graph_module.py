@@ -136,6 +136,10 @@ def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda 
 class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it.
 
+    It is called, trained, moved, copied, pickled and compiled as the model it was made from, and its ``state_dict()``
+    holds tensors only. ``calibrate``, the state functions, ``save_checkpoint`` and ``convert_export`` take it, also in
+    the wrappers of DDP, averages and ``torch.compile``.
+
     The state functions warn about living copies (averaged models) that they leave behind.
     """
 

@@ -318,7 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--limit", type=float, default=300, help="seconds for each program")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "clients.jsonl")
-    parser.add_argument("--output", type=Path, default=Path("docs/clients.rst"))
+    parser.add_argument("--output", type=Path, default=Path("docs/evidence/clients.rst"))
     options = parser.parse_args()
     if options.command == "report":
         options.output.write_text(page(read(options.results)), encoding="utf-8")

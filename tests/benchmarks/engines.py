@@ -529,7 +529,7 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
 
 Each file of a backend, on the engine that the backend is meant for: {len(parity.MODELS)} models of torchvision with
 random weights at {SIDE} px, MobileNetV2 with real weights at {PHOTO_SIDE} px, and YOLOv5n of the example at
-{YOLO_SIDE} px, calibrated and not trained. :doc:`engines` has the function that compares.
+{YOLO_SIDE} px, calibrated and not trained. :doc:`/howto/engines` has the function that compares.
 
 * *precision* f32: what stays float in OpenVINO is float32; without it, OpenVINO's default, bfloat16 where the processor
   has it, as here. LiteRT's figures are those of the certificate of ``export_tflite``, *alone* only.
@@ -574,7 +574,7 @@ def main() -> None:
     reports = commands.add_parser("report", help=str(report.__doc__))
     reports.add_argument("--results", type=Path, default=RESULTS)
     reports.add_argument("--latencies", type=Path, default=LATENCY)
-    reports.add_argument("--output", type=Path, default=experiments.DOCS / "engines_measured.rst")
+    reports.add_argument("--output", type=Path, default=experiments.EVIDENCE / "engines_measured.rst")
     reports.set_defaults(function=report)
     arguments = parser.parse_args()
     arguments.function(arguments)

@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300, help="limit for one row")
     parser.add_argument("--gigabytes", type=float, default=6, help="limit of memory for one row")
     parser.add_argument("--results", type=Path, default=HERE / "results" / "third_party.jsonl")
-    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "docs" / "third_party.rst")
+    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "docs" / "evidence" / "third_party.rst")
     arguments = parser.parse_args()
     commands[arguments.command](arguments)
 

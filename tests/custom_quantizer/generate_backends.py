@@ -1,11 +1,10 @@
-"""Writes the page of the backends from their tables; test_backends_page.py compares the committed page with it.
+"""Writes two pages from the tables of the backends; test_backends_page.py compares the committed pages with them.
 
-python tests/custom_quantizer/generate_backends.py --output docs/backends.rst
+python tests/custom_quantizer/generate_backends.py
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +17,12 @@ from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT, Op
 from fxqat.ops.table import OPS
 from fxqat.scheme import FLOAT32_BITS, TensorQConfig
 
-COMMAND = "python tests/custom_quantizer/generate_backends.py --output docs/backends.rst"
+COMMAND = "python tests/custom_quantizer/generate_backends.py"
+DOCS = Path(__file__).parents[2] / "docs"
 INTRODUCTION = f"""Backends
 ========
 
-A backend is a table (:doc:`add_a_backend`). This page is generated from the tables by
+A backend is a table (:doc:`/howto/add_a_backend`). This page is generated from the tables by
 ``{COMMAND}``; a test compares the two.
 
 ``backend=`` takes a ``BackendType`` or its name, such as ``"OpenVINO_AVX2"``. A name with an underscore is a variant:
@@ -39,6 +39,20 @@ FAMILIES_NOTE = """The family of an op depends on its arguments: nearest-neighbo
 padding with anything but zeros is not an op of the table. On every backend recurrent layers, ops outside the table,
 masks of infinities, sizes, indices and booleans stay float. Where a quantized op reads the value of a float op, that
 value is quantized."""
+
+KINDS = ("weight", "activation")
+MATRIX_INTRODUCTION = f"""Support matrix
+==============
+
+Backends side by side: which schemes a backend takes, and which operations it computes on integers. Written from the
+tables by ``{COMMAND}``; :doc:`/reference/backends` has the details and the
+reasons. A scheme that a backend does not list is refused with the alternatives. Bits are those of
+:doc:`/reference/configuration`; what each width looks like in the file is in :doc:`/reference/export`.
+
+"""
+MATRIX_NOTE = """*yes*: all operations of the family have integer operands on this backend. *float*: none. *4/7*: 4 of
+7; :doc:`/reference/backends` names them, and lists the families. Variants (``ONNXRuntime_AVX2``, ``OpenVINO_AVX2``,
+``QNN_A16``) are as the backend before the underscore."""
 
 PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT, RECURRENT)]
 
@@ -145,7 +159,7 @@ def section(spec: BackendSpec) -> Iterator[str]:
         yield from (
             f"A layer beside a float op stays float too, unless it has {spec.least_work} multiply-accumulates for each "
             "value that is converted between them; so does any other op whose operands are all float (``least_work`` "
-            "in :doc:`configuration`).",
+            "in :doc:`/reference/configuration`).",
             "",
         )
     left = list(rows_of_float(spec))
@@ -178,11 +192,43 @@ def page() -> str:
     return INTRODUCTION + "\n".join(lines)
 
 
+def integer_share(spec: BackendSpec, family: str) -> str:
+    """How much of a family a backend has on integers."""
+    ops = family_ops(family)
+    count = sum(spec.rule(op.name, op.family) is not None for op in ops)
+    return {0: "float", len(ops): "yes"}.get(count, f"{count}/{len(ops)}")
+
+
+def matrix() -> str:
+    """The page with all backends side by side."""
+    schemes = [
+        (
+            f"``{spec.name}``",
+            *(" or ".join(map(str, spec.legal(tensor))) or "2 to 16 bits, every scheme" for tensor in KINDS),
+        )
+        for spec in TABLES
+    ]
+    ours = [spec for spec in TABLES if "_" not in spec.name]
+    families = dict.fromkeys(op.family for op in PLACED)
+    rows = [(f"*{family}*", *(integer_share(spec, family) for spec in ours)) for family in families]
+    widths = (16, *(8 for _ in ours))
+    lines = [
+        *list_table(("Backend", "Weights", "Activations"), (20, 40, 40), schemes),
+        *heading("Operations on integers", "-"),
+        MATRIX_NOTE,
+        "",
+        *list_table(("Family", *(spec.name for spec in ours)), widths, rows),
+    ]
+    return MATRIX_INTRODUCTION + "\n".join(lines)
+
+
+PAGES = {DOCS / "reference" / "backends.rst": page, DOCS / "choose" / "support_matrix.rst": matrix}
+
+
 def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="the page to write")
-    parser.parse_args().output.write_text(page(), encoding="utf-8")
+    """Write the pages."""
+    for path, text in PAGES.items():
+        path.write_text(text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

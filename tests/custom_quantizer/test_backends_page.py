@@ -1,18 +1,20 @@
 """The page of the backends is what the tables say."""
 
 import re
-from pathlib import Path
+
+import pytest
 
 from fxqat.custom_quantizer.backend_type import TABLES, BackendType
 from fxqat.ops.table import OPS
-from tests.custom_quantizer.generate_backends import COMMAND, PLACED, page, rows_of_float, rows_of_rules
+from tests.custom_quantizer.generate_backends import COMMAND, DOCS, PAGES, PLACED, rows_of_float, rows_of_rules
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.rst"
+PAGE = DOCS / "reference" / "backends.rst"
 
 
-def test_the_committed_page_is_the_generated_one():
-    committed = PAGE.read_text(encoding="utf-8")
-    assert committed.splitlines() == page().splitlines(), f"run {COMMAND}"
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_the_committed_page_is_the_generated_one(path):
+    committed = path.read_text(encoding="utf-8")
+    assert committed.splitlines() == PAGES[path]().splitlines(), f"run {COMMAND}"
     assert committed.endswith("\n")
 
 

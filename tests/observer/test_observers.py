@@ -15,7 +15,7 @@ from fxqat.observer.mse import MSEObserver
 from fxqat.observer.observers import ALIASES, OBSERVERS
 from fxqat.observer.pot_floor import PoTFloorObserver
 
-PAGE = (Path(__file__).parents[2] / "docs" / "observers.rst").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "observers.rst").read_text(encoding="utf-8")
 
 
 def test_names_and_classes() -> None:

@@ -2,7 +2,7 @@
 
 Runs every case on the backends of the page; takes some minutes. Not part of pytest.
 
-    python tests/ops/generate.py --output docs/op_table.rst
+    python tests/ops/generate.py --output docs/reference/op_table.rst
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INTRODUCTION = """The op table
 ============
 
 Every op that fxqat knows by name, every way to write it, and what each backend does with it. The page is written by
-``python tests/ops/generate.py --output docs/op_table.rst``. The script runs every spelling on TSQAT and the first
-spelling of each row on the other three backends: prepare, calibrate, one training step, export, comparison of the
+``python tests/ops/generate.py --output docs/reference/op_table.rst``. The script runs every spelling on TSQAT and the
+first spelling of each row on the other three backends: prepare, calibrate, one training step, export, comparison of the
 exported file with the fake-quant model in ONNX Runtime. The tests in ``tests/ops`` run the same cases. The placement of
 each spelling is in ``tests/golden/op_table-<backend>.txt``, also for the backends that have no column here.
 

@@ -13,7 +13,10 @@ INT8_WEIGHT_CLOSE_RANGE = replace(INT8_WEIGHT, scale_bits=6)
 """A range at most 1/32 wider than the weights: on uint8 activations it kept MobileNetV2's accuracy, 1/16 did not."""
 
 LEAST_WORK = 128
-"""Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI: ``docs/ort_latency.rst``."""
+"""Of 16 to 256 the value with the fastest MobileNetV3 and EfficientNet, on AVX512 VNNI.
+
+The figures are in ``docs/evidence/ort_latency.rst``.
+"""
 
 UP_TO_8_BITS = frozenset(range(2, 9))
 

@@ -37,5 +37,5 @@ TSQAT = BackendSpec(
         {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
     ),
     left_float=MappingProxyType({"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}),
-    source="fxqat's reference table: every op of docs/op_table.rst in integers",
+    source="fxqat's reference table: every op of docs/reference/op_table.rst in integers",
 )

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU. The first import of its package reports a use to Intel, see ``docs/engines.rst``."""
+"""OpenVINO on the CPU. The first import of its package reports a use to Intel, see ``docs/howto/engines.rst``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qualcomm's QNN on its x86 simulator of the Hexagon tensor processor. See ``docs/engines.rst`` for its licence."""
+"""Qualcomm's QNN on its x86 simulator of the Hexagon tensor processor. Its licence: ``docs/howto/engines.rst``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 Command = Callable[[argparse.Namespace], None]
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+EVIDENCE = Path(__file__).resolve().parents[3] / "docs" / "evidence"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def command_line(
     Args:
         script: path of the experiment; its results are in ``results/<name of the script>.jsonl`` beside it.
         description: printed by ``--help``.
-        page: the file in ``docs/`` that ``report`` writes.
+        page: the file in ``docs/evidence/`` that ``report`` writes.
         run: reads ``data`` (a folder), ``results`` (a file), ``threads`` and one list for each of the choices.
         report: reads ``results`` and ``output`` (a file).
         choices: for each option all its values; the user can select some.
@@ -65,7 +65,7 @@ def command_line(
         runs.add_argument(f"--{name}", nargs="*", type=type(values[0]), choices=values, default=values)
     runs.set_defaults(function=run)
     reports = commands.add_parser("report", help="write the page from the results")
-    reports.add_argument("--output", type=Path, default=DOCS / page, help=f"default: docs/{page}")
+    reports.add_argument("--output", type=Path, default=EVIDENCE / page, help=f"default: docs/evidence/{page}")
     reports.set_defaults(function=report)
     results = path.parent / "results" / f"{path.stem}.jsonl"
     for command in (runs, reports):

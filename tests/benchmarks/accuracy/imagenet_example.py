@@ -134,9 +134,9 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Accuracy of the ImageNet example
 ================================
 
-Top-1 accuracy in percent, as ``example/imagenet_example/main.py`` prints it (:doc:`imagenet`): of the float model, of
-the fake-quant model after calibration and after finetuning, and of the exported file in ONNX Runtime. Rows of several
-runs show the mean and the standard deviation over the random seeds 0, 1, 2.
+Top-1 accuracy in percent, as ``example/imagenet_example/main.py`` prints it (:doc:`/recipes/imagenet`): of the float
+model, of the fake-quant model after calibration and after finetuning, and of the exported file in ONNX Runtime. Rows of
+several runs show the mean and the standard deviation over the random seeds 0, 1, 2.
 
 * ResNet20 (akamaster/pytorch_resnet_cifar10): a lossless subset of CIFAR-10, 8068 training and 1017 test images.
 * MobileNetV2 (torchvision): one photo of each ImageNet class, 800 for training and 200 for testing.

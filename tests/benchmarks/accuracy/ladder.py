@@ -92,9 +92,10 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Within an accuracy budget
 =========================
 
-``fxqat.quantize`` (:doc:`cli`) on backend {BACKEND}, from uniform bit widths, with a budget of top-1 points. The images
-are those of :doc:`accuracy_ptq`: one half of the test images guides the ladder, the other half is held back and only
-tested at the end. *s*: seconds on two CPU cores, other programs often running; ``seconds`` of a step include its test.
+``fxqat.quantize`` (:doc:`/reference/cli`) on backend {BACKEND}, from uniform bit widths, with a budget of top-1 points.
+The images are those of :doc:`/evidence/accuracy_ptq`: one half of the test images guides the ladder, the other half is
+held back and only tested at the end. *s*: seconds on two CPU cores, other programs often running; ``seconds`` of a step
+include its test.
 
 Written by ``tests/benchmarks/accuracy/ladder.py`` with torch {experiments.torch_versions(results)}; do not edit.
 

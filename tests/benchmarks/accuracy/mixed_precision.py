@@ -158,7 +158,7 @@ a lossless subset of CIFAR-10 (1017 test images). The columns are the average bi
 * *uniform*: the same width in all layers.
 * *random*: {DRAWS} random choices of the same average; mean and standard deviation.
 * *{"*, *".join(METHODS)}*: the widths of least loss by the scores of this method
-  (:doc:`mixed_precision`). The longest solve took {solved:.2f} s.
+  (:doc:`/howto/mixed_precision`). The longest solve took {solved:.2f} s.
 * *{EPOCHS} epochs*: after finetuning.
 
 Written by ``tests/benchmarks/accuracy/mixed_precision.py`` with torch {experiments.torch_versions(results)}; do not

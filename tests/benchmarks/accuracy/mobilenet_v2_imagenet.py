@@ -3,7 +3,8 @@
 DIR holds ``mobilenet_v2/mobilenet_v2_tv_vflip_state_dict.pt`` (google-coral/test_data, kernels flipped vertically),
 ``imagenet_sample/images_short256_q90.zip`` and ``imagenet_sample/labels.csv`` (file, label, ...).
 
-    python tests/benchmarks/accuracy/mobilenet_v2_imagenet.py --data DIR --output docs/accuracy_mobilenet_v2.rst
+    python tests/benchmarks/accuracy/mobilenet_v2_imagenet.py --data DIR \
+        --output docs/evidence/accuracy_mobilenet_v2.rst
 """
 
 from __future__ import annotations

@@ -208,8 +208,8 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""Accuracy without training
 =========================
 
-Top-1 accuracy in percent after ``fxqat.tools.ptq`` (:doc:`ptq`), which needs no labels. Every layer has the widths in
-the column *bits*.
+Top-1 accuracy in percent after ``fxqat.tools.ptq`` (:doc:`/howto/ptq`), which needs no labels. Every layer has the
+widths in the column *bits*.
 
 * ResNet20 (akamaster/pytorch_resnet_cifar10): images of CIFAR-10 in batches of 32, tested on 1017 others.
 * MobileNetV2 (google-coral/test_data): ImageNet photos (EliSchwartz/imagenet-sample-images) in batches of 8, tested on

@@ -231,7 +231,7 @@ Written by ``tests/benchmarks/accuracy/qat.py`` with torch {experiments.torch_ve
 
 *distilled*: the loss is the divergence from the float model's probabilities at temperature {TEMPERATURE:g}, without
 labels, on mixtures of two images each (Beyer et al. 2022, arXiv:2106.05237). *QDrop*: {ITERATIONS} iterations for each
-block (:doc:`ptq`).
+block (:doc:`/howto/ptq`).
 """
     arguments.output.write_text(text, encoding="utf-8")
 

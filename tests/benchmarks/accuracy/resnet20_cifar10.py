@@ -3,7 +3,7 @@
 DIR holds ``resnet20-12fca82f.th`` (akamaster/pytorch_resnet_cifar10) and ``cifar10_lossless_subset.npz`` (train_x,
 train_y, test_x, test_y; uint8 images).
 
-    python tests/benchmarks/accuracy/resnet20_cifar10.py --data DIR --output docs/accuracy_resnet20.rst
+    python tests/benchmarks/accuracy/resnet20_cifar10.py --data DIR --output docs/evidence/accuracy_resnet20.rst
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 DIR is the folder of ``mobilenet_v2_imagenet.py``.
 
-    python tests/benchmarks/accuracy/skip_until.py --data DIR --output docs/accuracy_skip_until.rst
+    python tests/benchmarks/accuracy/skip_until.py --data DIR --output docs/evidence/accuracy_skip_until.rst
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def main() -> None:
 
 The number of layers of MobileNetV2 that need weights of 8 bits, when all others have 4, to keep top-1 within {LOSS:g}
 points of the float model, at {target:.1f} % or more. ``skip_until`` widens layers from 4 to 8 bits in the order of
-their scores (:doc:`mixed_precision`) until the target is reached. For comparison: the least number of first layers, of
-last layers, and of layers in random orders.
+their scores (:doc:`/howto/mixed_precision`) until the target is reached. For comparison: the least number of first
+layers, of last layers, and of layers in random orders.
 
 Measured on {TESTED} ImageNet photos, without training: float {baseline:.1f} %, all weights of 8 bits
 {uniform[8]:.1f} %, all of 4 bits {uniform[4]:.1f} %. Backend ONNXRuntime, weight observer MSE, activations of 8 bits,

@@ -141,7 +141,8 @@ def report(arguments: argparse.Namespace) -> None:
 ==================
 
 COCO's mean average precision (mAP) of YOLOv5n with the published weights, quantized by ``example/yolov5_example``
-(:doc:`yolov5`), on the first 128 images of COCO val2017 (lightly-ai/coco128_yolo) at {SIZE} px, in batches of {BATCH}.
+(:doc:`/recipes/yolov5`), on the first 128 images of COCO val2017 (lightly-ai/coco128_yolo) at {SIZE} px, in batches of
+{BATCH}.
 
 * *epochs*: of finetuning; empty: calibration alone. Calibration uses 64 of the first 128 images of train2017,
   finetuning all 128 and the float model as teacher. The best of the calibrated model and of those after each epoch is

@@ -5,7 +5,7 @@ prepared, calibrated, trained one step and exported. The verdict of a layer is t
 about its tensors: equal to ONNX Runtime within one step, or refused with a reason. Prints the table and, with
 ``--output``, writes it as a page of the documentation. Not part of pytest: it takes a while.
 
-    python tests/benchmarks/bit_widths/matrix.py --output docs/bit_widths.rst
+    python tests/benchmarks/bit_widths/matrix.py --output docs/evidence/bit_widths.rst
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ and run in ONNX Runtime with optimizations off.
 * The percentages: each tensor is computed from the fake-quant model's own integers; of the tensors of the layer, the
   largest share of values that are off by one step. No value is off by two: the export would be refused.
 * *ONNX Runtime optimized*, for information: whether the outputs of the file at ONNX Runtime's full optimization have a
-  cosine similarity above {same} with those of the fake-quant model, or its optimizer fails; :doc:`export` has the
-  remedy. On processors without VNNI, 8-bit weights with 8-bit activations differ because their sums saturate.
+  cosine similarity above {same} with those of the fake-quant model, or its optimizer fails; :doc:`/reference/export`
+  has the remedy. On processors without VNNI, 8-bit weights with 8-bit activations differ because their sums saturate.
 
 {exported} of {cells} cells are exported, {refused} refused; the worst share is {worst}. A step of a 16-bit activation
 is 1/65536 of its range: float32 sums in another order differ by some hundredths of such a step.
 
 Written by ``tests/benchmarks/bit_widths/matrix.py`` with torch {torch} and ONNX Runtime {ort}; do not edit. How
-the widths are stored is explained in :doc:`export`.
+the widths are stored is explained in :doc:`/reference/export`.
 
 {table}
 

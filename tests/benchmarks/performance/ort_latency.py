@@ -2,7 +2,7 @@
 
 Each file runs in its own process with thread spinning off; the processes take turns. Run nothing else meanwhile.
 
-    python tests/benchmarks/performance/ort_latency.py --output docs/ort_latency.rst
+    python tests/benchmarks/performance/ort_latency.py --output docs/evidence/ort_latency.rst
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time of ``prepare_by_platform``, against ``torch.fx.symbolic_trace``, which every quantizer of fx graphs needs.
 
-python tests/benchmarks/performance/prepare_time.py --output docs/prepare_time.rst
+python tests/benchmarks/performance/prepare_time.py --output docs/evidence/prepare_time.rst
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each file runs in its own process with thread spinning off; the processes take turns. Run nothing else meanwhile.
 
-    python tests/benchmarks/performance/runtime_latency.py --output docs/runtime_latency.rst
+    python tests/benchmarks/performance/runtime_latency.py --output docs/evidence/runtime_latency.rst
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
 ==============================
 
 ``convert_export(..., runtime="onnxruntime")`` writes the integers of a model in the form that ONNX Runtime runs fast,
-see :doc:`export`. Latency on the CPU for one {SIZE}x{SIZE} image, relative to the float model (1 = as fast as float,
-less is faster). Models of torchvision with random weights.
+see :doc:`/reference/export`. Latency on the CPU for one {SIZE}x{SIZE} image, relative to the float model (1 = as fast
+as float, less is faster). Models of torchvision with random weights.
 
 * *TSQAT*, *rewritten*: the same model of the backend TSQAT, without and with ``runtime="onnxruntime"``; *ONNXRuntime*:
   that of the backend ONNXRuntime. Each is the median over {arguments.turns} turns of the ratio to the float model.

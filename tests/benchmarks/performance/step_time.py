@@ -3,7 +3,7 @@
 The steps of all models are interleaved; fake-quant is on, observers are off. Run nothing else meanwhile: other programs
 on the same cores make the figures useless.
 
-    python tests/benchmarks/performance/step_time.py --output docs/step_time.rst
+    python tests/benchmarks/performance/step_time.py --output docs/evidence/step_time.rst
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Weights and BatchNorm statistics are random. Prints the table and, with ``--output``, writes the page.
 
-``docs/parity.rst`` was last written on 2026-11-21; the next run removes its note about that.
+``docs/evidence/parity.rst`` was last written on 2026-11-21; the next run removes its note about that.
 
-    python tests/benchmarks/zoo/parity.py --output docs/parity.rst
+    python tests/benchmarks/zoo/parity.py --output docs/evidence/parity.rst
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Prints a summary and each failure with its random seed; with ``--output`` it writes the page.
 
-    python tests/benchmarks/zoo/random_nets.py --count 300 --seed 0 --output docs/random_nets.rst
+    python tests/benchmarks/zoo/random_nets.py --count 300 --seed 0 --output docs/evidence/random_nets.rst
 """
 
 from __future__ import annotations

@@ -82,15 +82,16 @@ def report(arguments: argparse.Namespace) -> None:
     text = f"""YOLOv5 in all sizes
 ===================
 
-Whether every model of ``example/yolov5_example`` (:doc:`yolov5`) is quantized and exported: both generations in all
-sizes, with random weights and {len(CLASSES)} classes, are prepared as a whole, calibrated, exported at {SIDE} px with
-decoding, and compared with ONNX Runtime.
+Whether every model of ``example/yolov5_example`` (:doc:`/recipes/yolov5`) is quantized and exported: both generations
+in all sizes, with random weights and {len(CLASSES)} classes, are prepared as a whole, calibrated, exported at {SIDE} px
+with decoding, and compared with ONNX Runtime.
 
 * *float leaves*: modules or functions that could not be traced.
 * *float before post-processing*: operations of which at least one is float. ONNXRuntime keeps layers with little work
   for each value float, and the operations between them, because int8 would make them slower (``least_work`` in
-  :doc:`configuration`).
-* *certificate*: the parity certificate (:doc:`verify`). *off, end to end*: share of values that differ, end to end.
+  :doc:`/reference/configuration`).
+* *certificate*: the parity certificate (:doc:`/concepts/verify`). *off, end to end*: share of values that differ, end
+  to end.
 * *batch of 3*: the file, exported with batch 1, runs on 3 images. *MB*: its size.
 
 Written by ``tests/benchmarks/zoo/yolov5_sizes.py`` with torch {experiments.torch_versions(results)}; do not edit.

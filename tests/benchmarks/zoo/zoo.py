@@ -8,7 +8,7 @@ have a line there are skipped, so a run can be stopped, resumed and split into s
     python ../zoo.py run --suite timm --results timm.jsonl
     python ../zoo.py run --suite timm --export --families-of timm.jsonl --results exported.jsonl
     python ../zoo.py run --suite torchvision --export --results torchvision.jsonl
-    python ../zoo.py report --results *.jsonl --output ../../../../docs/zoo.rst
+    python ../zoo.py report --results *.jsonl --output ../../../../docs/evidence/zoo.rst
 """
 
 from __future__ import annotations

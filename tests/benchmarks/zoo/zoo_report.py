@@ -15,8 +15,8 @@ EXPORTS = """Each model is trained one step and exported at opset 18. Then every
 fake-quant model's own integers by ONNX Runtime without optimizations, and compared.
 
 * *off by 1*, *off by 2+*: the largest share of values of a tensor that are one step off, or two and more. Values within
-  1e-4 of a step of a rounding boundary are not counted (:doc:`verify`); where there are such values, the verdict shows
-  their share.
+  1e-4 of a step of a rounding boundary are not counted (:doc:`/concepts/verify`); where there are such values, the
+  verdict shows their share.
 * *cosine*: similarity of the outputs, end to end. *s*: seconds.
 * *the network's own*: a network with random weights may amplify a single value that float32 sums put on the other side
   of a rounding boundary until its outputs differ. For comparison, the fake-quant model runs again, without any export,
@@ -25,7 +25,7 @@ fake-quant model's own integers by ONNX Runtime without optimizations, and compa
 
 DETECTORS = """These models run as a whole, from a list of images to boxes. Pre- and post-processing (non-maximum
 suppression) are Python code that depends on the values of tensors, and stay float; backbone, pyramid and heads are
-quantized. The models are not exported: a device gets the network alone (see :doc:`faq`).
+quantized. The models are not exported: a device gets the network alone (see :doc:`/troubleshooting/faq`).
 """
 
 
