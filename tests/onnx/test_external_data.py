@@ -12,7 +12,7 @@ from torch import nn
 
 from fxqat import convert_export, load_quant_params, prepare_by_platform
 from fxqat.errors import ExportError, ParityError
-from fxqat.tools.engines import verify_on_engine
+from fxqat.tools.engines import verify
 from tests.export_models import calibrate, run_file
 
 DATA = importlib.import_module("fxqat.onnx.external_data")
@@ -46,7 +46,7 @@ def test_a_file_that_is_proven_with_references_has_the_same_bytes(gm, weights, t
 @pytest.mark.parametrize(("weights", "options"), [("integer", {"opset_version": 21}), ("float", {})])
 def test_a_file_that_is_too_large_has_a_second_one(gm, large, weights, options, tmp_path, monkeypatch):
     whole = convert_export(gm, X, tmp_path / "one.onnx", weights=weights, **options)
-    expected = run_file(onnx.load(whole.onnx_path), (X,))
+    expected = run_file(whole.onnx_path, (X,))
     monkeypatch.setattr(DATA, "MAX_BYTES", 1000)
     path = tmp_path / "new" / "two.onnx"
     path.parent.mkdir()
@@ -56,13 +56,13 @@ def test_a_file_that_is_too_large_has_a_second_one(gm, large, weights, options, 
     assert report.certificate.passed
     assert report.certificate.second_batch.passed
     assert sorted(os.listdir(path.parent)) == ["two.json", "two.onnx", "two.onnx.data", "two.parity.json"]
-    sizes = [tensor.numel() * (1 if weights == "integer" else 4) for tensor in (gm[0].weight, gm[4].weight)] if 0 else []
-    assert path.with_name("two.onnx.data").stat().st_size >= 200 + sum(sizes)
+    weights_in_it = (8 * 27 + 7 * 72) * (1 if weights == "integer" else 4)
+    assert path.with_name("two.onnx.data").stat().st_size >= weights_in_it
     outside = [t for t in onnx.load(path, load_external_data=False).graph.initializer if t.external_data]
     assert {entry.value for t in outside for entry in t.external_data if entry.key == "location"} == {"two.onnx.data"}
     onnx.checker.check_model(str(path), full_check=True)
     found = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, {"input": X.numpy()})
-    assert np.allclose(found[0], next(iter(expected.values())), atol=0.05)
+    assert np.allclose(found[0], expected[0], atol=0.05)
     load_quant_params(gm, path.with_suffix(".json"))
 
 
@@ -98,4 +98,4 @@ def test_a_folder_reached_through_a_link(gm, large, tmp_path, monkeypatch):
 def test_engines_read_both_files(gm, large, tmp_path, monkeypatch):
     monkeypatch.setattr(DATA, "MAX_BYTES", 1000)
     report = convert_export(gm, X, tmp_path / "m.onnx")
-    assert verify_on_engine(report.onnx_path, gm, X, "onnxruntime").passed
+    assert verify(report.onnx_path, X.numpy(), "onnxruntime").passed
