@@ -12,6 +12,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
 
+
 def float_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors as they are, each counted once."""
     return sum({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}.values())

@@ -66,7 +66,7 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
 
 @contextmanager
 def temporary_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
-    """A temporary path beside ``target``, which is deleted after the block. Arguments and errors: :func:`atomic_path`."""
+    """A temporary path beside ``target``, which is deleted after the block; see :func:`atomic_path`."""
     temporary = _temporary_beside(Path(target), error)
     try:
         yield temporary

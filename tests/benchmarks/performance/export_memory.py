@@ -3,10 +3,10 @@
 ::
 
     python tests/benchmarks/performance/export_memory.py run --output /tmp/memory.jsonl    # a child process per row
-    python tests/benchmarks/performance/export_memory.py page --results /tmp/memory.jsonl --output docs/export_memory.rst
+    python tests/benchmarks/performance/export_memory.py page --results /tmp/memory.jsonl --output docs/m.rst
 
-Linux only: the peak of the resident set is reset before the export and read after it. To compare with another version of
-the package, run with that one on PYTHONPATH, and ``--version`` to name it.
+Linux only: the peak of the resident set is reset before the export and read after it. To compare with another version
+of the package, run with that one on PYTHONPATH, and ``--version`` to name it.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ model; the prepared model itself, which is once the float weights, is not counte
 
 {table.get_string()}
 
-Where it goes: the float weights of the prepared model are not copied; their integers are made layer by layer, and are in
-a file while the model is checked and compared. Most of the rest is ONNX Runtime: without optimizations it computes the
-float values of all weights, and at full optimization it needs, for a moment, 2.6 times the float weights of a
-transformer whose weights are transposed (1.32 on ``vit_b_16``, measured alone with the finished file).
+Where it goes: the float weights of the prepared model are not copied; their integers are made layer by layer, and are
+in a file while the model is checked and compared. Most of the rest is ONNX Runtime: without optimizations it computes
+the float values of all weights. At full optimization it needs, for a moment, 2.6 times the float weights of
+``vit_b_16``, whose weights are transposed (ONNX Runtime 1.32, measured alone with the finished file).
 
 Written by ``tests/benchmarks/performance/export_memory.py`` with torch {torch.__version__}; do not edit.
 """,
