@@ -69,7 +69,7 @@ class TemporaryModel:
                 elif entries:
                     entries["location"].value = data_name
         self.path.write_bytes(result.SerializeToString())
-        return is_one
+        return bool(is_one)
 
     def files(self, target: Path) -> dict[Path, Path]:
         """The temporary files to move, by the path to move them to."""

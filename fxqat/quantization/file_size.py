@@ -45,4 +45,3 @@ def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _without_fake_quants(child)
-

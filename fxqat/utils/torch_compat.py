@@ -74,11 +74,11 @@ def translations_read_once() -> Iterator[None]:
 
     with _EXPORTING:
         original, read = ONNXRegistry.__dict__["from_torchlib"], ONNXRegistry.from_torchlib
-        ONNXRegistry.from_torchlib = staticmethod(copied)
+        ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            ONNXRegistry.from_torchlib = original
+            ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
 
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:
