@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple
@@ -21,6 +20,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.name_outputs import NameOutputs
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
@@ -35,9 +35,8 @@ from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import inputs_in_float32
 from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
 from fxqat.quantization.end_to_end import end_to_end
-from fxqat.quantization.file_size import check_size
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
-from fxqat.quantization.lower import Lowered, lower
+from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
@@ -149,7 +148,6 @@ def convert_export(
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
-    check_size(gm, weights)
     require_calibrated(gm)
 
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
@@ -176,27 +174,30 @@ def convert_export(
     if weights == "integer" and "onnxruntime" in (runtime, gm.provenance.runtime):
         passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
-    proto, named = ir.to_proto(finished), tensors_of(finished)
-    tensors = tuple(named.values())
+    named = tensors_of(finished)
+    activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
+    del lowered, exported  # the weights are in files from now on
 
-    check_model(proto, opset_version)
-    if weights == "integer":
-        check_params(proto, tensors)
-    certificate = None
-    if verify:
-        certificate = _certify(proto, lowered, named, inputs, captured)
-        if second is not None:
-            certificate = replace(certificate, second_batch=_certify(proto, lowered, named, twice(inputs), second))
-        warnings += certificate.warnings()
-        figures = end_to_end(gm, inputs, normalizers, captured.outputs, proto)
-        certificate = replace(certificate, end_to_end=figures)
+    with in_temporary_files(finished, Path(file_path)) as made:
+        check_model(made.proto, opset_version, made.path)
+        if weights == "integer":
+            check_params(made.proto, named.values())
+        certificate = None
+        if verify:
+            certificate = _certify(made.proto, activations, named, inputs, captured)
+            if second is not None:
+                certificate = replace(
+                    certificate, second_batch=_certify(made.proto, activations, named, twice(inputs), second)
+                )
+            warnings += certificate.warnings()
+            figures = end_to_end(gm, inputs, normalizers, captured.outputs, made.proto)
+            certificate = replace(certificate, end_to_end=figures)
 
-    raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
-    document = params_document(tensors, gm.provenance.backend, opset_version, raw, runtime)
-    parity = None if certificate is None else certificate.as_json()
-    onnx_path = Path(file_path)
-    written = write_files(onnx_path, proto.SerializeToString(), file_path_json, document, parity)
-    report = ExportReport(onnx_path, *written, opset_of(proto), certificate, tensors)
+        raw = stats_by_name([value.name for value in made.proto.graph.input], inputs, normalizers)
+        document = params_document(named.values(), gm.provenance.backend, opset_version, raw, runtime)
+        parity = None if certificate is None else certificate.as_json()
+        written = write_files(made.files(Path(file_path)), file_path_json, document, parity)
+    report = ExportReport(Path(file_path), *written, opset_of(made.proto), certificate, tuple(named.values()))
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
     return replace(report, warnings=warnings, buffers_not_updated=captured.updated, runtime=runtime)
@@ -241,13 +242,12 @@ def _second_batch(
 
 def _certify(
     proto: onnx.ModelProto,
-    lowered: Lowered,
+    activations: Mapping[str, QuantizedTensor],
     named: Mapping[str, QuantizedTensor],
     inputs: tuple[Any, ...],
     captured: Captured,
 ) -> ParityCertificate:
     """The certificate of the file on inputs on which the model computed what was captured."""
-    activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
     in_file = {
         named[path].name: np.asarray(captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0]))
         for path, t in activations.items()
@@ -258,8 +258,7 @@ def _certify(
 
 
 def write_files(
-    path: Path,
-    content: bytes,
+    contents: Mapping[Path, bytes | Path],
     json_path: str | os.PathLike[str] | None,
     document: dict[str, Any],
     parity: dict[str, Any] | None,
@@ -268,8 +267,7 @@ def write_files(
     """Write a model, its parameters and its certificate: all files or none.
 
     Args:
-        path: the file of the model.
-        content: its content.
+        contents: the content of each file of the model by its path, that of the model itself first.
         json_path: the parameter file, None for none.
         document: its content.
         parity: the certificate, None for none.
@@ -279,10 +277,8 @@ def write_files(
         The paths of the parameter file and of the certificate, None for a file that is not written.
     """
     json_path = None if json_path is None else Path(json_path)
-    certificate_path = None if parity is None else (json_path or path).with_suffix(ending)
-    contents: dict[Path, bytes | str] = {path: content}
-    for target, entries in ((json_path, document), (certificate_path, parity)):
-        if target is not None:
-            contents[target] = json.dumps(entries, indent=1)
-    write_all(contents, ExportError)
+    certificate_path = None if parity is None else (json_path or next(iter(contents))).with_suffix(ending)
+    documents = {json_path: document, certificate_path: parity}
+    texts = {target: json.dumps(entries, indent=1) for target, entries in documents.items() if target is not None}
+    write_all({**contents, **texts}, ExportError)
     return json_path, certificate_path

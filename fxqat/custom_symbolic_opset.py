@@ -25,7 +25,7 @@ from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
 from fxqat.utils.tensors import flatten_tensors, map_tensors
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, translations_read_once
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -96,16 +96,17 @@ def run_exporter(
 
 
 def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:
-    program = torch.onnx.export(
-        module,
-        (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords
-        dynamo=True,
-        optimize=False,
-        verbose=False,
-        opset_version=NATIVE_OPSET,
-        custom_translation_table=translation_table(),
-        **options,
-    )
+    with translations_read_once():
+        program = torch.onnx.export(
+            module,
+            (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            opset_version=NATIVE_OPSET,
+            custom_translation_table=translation_table(),
+            **options,
+        )
     if program is None:
         raise ExportError("torch.onnx.export returned no program")
     return program.model

@@ -129,8 +129,7 @@ def export_tflite(
 
     tflite_path = Path(file_path)
     written = write_files(
-        tflite_path,
-        content if integer_io else with_floats,
+        {tflite_path: content if integer_io else with_floats},
         file_path_json,
         params_document(tensors, gm.provenance.backend, None),
         None if certificate is None else certificate.as_json(),

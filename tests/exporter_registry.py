@@ -7,31 +7,13 @@ from unittest import mock
 
 import torch
 from torch._export import utils as export_utils
-from torch.onnx._internal.exporter import _fx_passes, _registration
+from torch.onnx._internal.exporter import _fx_passes
 
 
 def build_once() -> None:
-    """Make torch's exporter build its tables once."""
-    _translations_once()
+    """Make torch's exporter look for composite operators once (its translations: ``translations_read_once``)."""
     _composite_operators_once()
     torch._ops.Callable = typing.Callable  # torch evaluates an annotation thousands of times: this one is cached
-
-
-def _translations_once() -> None:
-    """The exporter copies a table of translations that was built before; custom ones are added to the copy."""
-    registry_type = _registration.ONNXRegistry
-    build, built = registry_type.from_torchlib, {}
-
-    def from_torchlib(*args, **kwargs):
-        key = (args, tuple(sorted(kwargs.items())))
-        if key not in built:
-            built[key] = build(*args, **kwargs)
-        copied = registry_type()
-        vars(copied).update(vars(built[key]))
-        copied.functions = {op: list(translations) for op, translations in built[key].functions.items()}
-        return copied
-
-    registry_type.from_torchlib = staticmethod(from_torchlib)
 
 
 def _composite_operators_once() -> None:

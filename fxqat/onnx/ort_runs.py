@@ -11,6 +11,7 @@ import onnx
 import onnxruntime as ort
 
 from fxqat.errors import ExportError
+from fxqat.onnx.external_data import ROOT
 from fxqat.onnx.selections import DATA, indices_of
 
 INT32, INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
@@ -133,6 +134,7 @@ def open_session(
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", ROOT)
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     content = model if isinstance(model, bytes) else model.SerializeToString()

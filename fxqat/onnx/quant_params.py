@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
 
 from fxqat.errors import CheckpointError, ParityError
+from fxqat.onnx.external_data import values_of
 from fxqat.scheme import QuantizedTensor
 
 FORMAT = "fxqat.quant_params"
@@ -121,13 +121,13 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
     zero_points: dict[str, np.ndarray] = {}
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
+            scale, zero_point = (values_of(constants[name]) for name in node.input[1:3])
             key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
             of_value[key] = (scale, zero_point)
         elif node.op_type == "Sub" and node.input[1] in constants:
-            zero_points[node.output[0]] = numpy_helper.to_array(constants[node.input[1]])
+            zero_points[node.output[0]] = values_of(constants[node.input[1]])
         elif node.op_type == "Mul" and node.output[0] in weights:  # see fxqat.onnx.foldable_weights
-            scale = numpy_helper.to_array(constants[node.input[1]])
+            scale = values_of(constants[node.input[1]])
             of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
     for tensor in tensors:
         if tensor.name not in of_value:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ import onnxruntime as ort
 from prettytable import PrettyTable
 
 from fxqat.errors import ExportError, ParityError
+from fxqat.onnx.external_data import values_of
 from fxqat.onnx.opset import opset_of
 from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
 from fxqat.onnx.output_parity import OutputParity, compare
@@ -278,8 +280,13 @@ def require_parity(
     return certificate
 
 
-def check_model(model: onnx.ModelProto, opset_version: int) -> None:
+def check_model(model: onnx.ModelProto, opset_version: int, path: Path | None = None) -> None:
     """Check the model with ``onnx.checker``, in full.
+
+    Args:
+        model: the model.
+        opset_version: the opset that it must have.
+        path: its file, if tensors of it are not in ``model``.
 
     Raises:
         ExportError: the checker rejects it, or it has another opset.
@@ -287,7 +294,7 @@ def check_model(model: onnx.ModelProto, opset_version: int) -> None:
     if opset_of(model) != opset_version:
         raise ExportError(f"asked for opset {opset_version}, the exporter reached {opset_of(model)}")
     try:
-        onnx.checker.check_model(model, full_check=True)
+        onnx.checker.check_model(model if path is None else str(path), full_check=True)
     except Exception as cause:  # checker and shape inference have separate error types
         raise ExportError(f"onnx.checker rejects the exported model: {cause}") from cause
 
@@ -379,7 +386,7 @@ def ties_of(
     result = {}
     for node in quantizers:
         steps = reals[node.input[0]].astype(np.float64)  # then in place: attention over windows is large
-        scale = onnx.numpy_helper.to_array(constants[node.input[1]]).astype(np.float64)
+        scale = values_of(constants[node.input[1]]).astype(np.float64)
         if scale.ndim:
             axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
             scale = scale.reshape([-1 if dim == axis % steps.ndim else 1 for dim in range(steps.ndim)])

@@ -5,6 +5,8 @@
 3. its graph only has what runs in eval mode;
 4. inputs that the file takes raw are normalized first;
 5. in float32, if it was trained in half precision: weights, inputs, and the types that its graph names.
+
+It shares the memory of the parameters, except those of the user's own modules, whose code may write them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
+from fxqat.utils.contexts import users_modules
 from fxqat.utils.tensors import HALF, map_tensors, widened
 from fxqat.utils.torch_compat import is_sharded
 from fxqat.utils.train_eval_graph import select_mode
@@ -43,10 +46,14 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
             "the model is sharded (FSDP), and this process holds a part of it. Save a checkpoint, and load it into a "
             "model that is prepared in the same way and not sharded: that one can be exported."
         )
-    computed = {
+    memo: dict[int, Any] = {
         id(buffer): buffer.detach().clone() for buffer in gm.buffers() if not buffer.is_leaf
     }  # torch copies none
-    work = copy.deepcopy(gm, computed).cpu().eval().requires_grad_(False)
+    written = {id(parameter) for module in users_modules(gm) for parameter in module.parameters()}
+    for parameter in gm.parameters():
+        if type(parameter) is nn.Parameter and id(parameter) not in written:
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    work = copy.deepcopy(gm, memo).cpu().eval().requires_grad_(False)
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False
         quant.fake_quant_enabled = True

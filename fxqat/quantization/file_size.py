@@ -1,8 +1,4 @@
-"""The size of the ONNX file, before it is made: ONNX holds at most 2 GiB in one file.
-
-Integers of quantized weights have one byte, or two above 8 bits; torch's exporter knows no narrower type. Everything
-else has the size that it has in the model.
-"""
+"""The tensors that the ONNX file will hold, before it is made."""
 
 from __future__ import annotations
 
@@ -10,43 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
-
-MAX_BYTES = 2**31 - 1
-"""Protobuf, in which ONNX is written, has no larger messages."""
-
-
-def check_size(gm: QuantGraphModule, weights: str = "integer") -> None:
-    """Check that the parameters fit into one ONNX file.
-
-    Args:
-        gm: the prepared model.
-        weights: ``"integer"`` or ``"float"``.
-
-    Raises:
-        ExportError: they do not.
-    """
-    tensors = list(stored_tensors(gm))
-    is_float = [bits is None or weights == "float" for _, bits in tensors]
-    floats = float_bytes(tensor for (tensor, _), left in zip(tensors, is_float, strict=True) if left)
-    integers = sum(
-        tensor.numel() * (1 if bits and bits <= 8 else 2)
-        for (tensor, bits), left in zip(tensors, is_float, strict=True)
-        if not left
-    )
-    size = floats + integers
-    if size > MAX_BYTES:
-        raise ExportError(
-            f"the file would hold {_gib(size)}, {_gib(floats)} of it in float tensors and "
-            f"{_gib(integers)} in integers; one ONNX file holds at most {_gib(MAX_BYTES)}. Quantize more "
-            "of the model (gm.quant_report tells what stays float, and why), use weights='integer', or prepare and "
-            "export it in parts."
-        )
 
 
 def float_bytes(tensors: Iterable[Tensor]) -> int:
@@ -81,7 +45,3 @@ def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:
         yield module
         for child in module.children():
             yield from _without_fake_quants(child)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -56,25 +56,31 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
     Raises:
         FxqatError: the class ``error``, if the folder is missing or cannot be written, or the target is a folder.
     """
-    target = Path(target)
-    temporary = _temporary_beside(target, error)
-    try:
+    with temporary_path(target, error) as temporary:
         yield temporary
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
         temporary.replace(os.path.realpath(target))
+
+
+@contextmanager
+def temporary_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
+    """A temporary path beside ``target``, which is deleted after the block; see :func:`atomic_path`."""
+    temporary = _temporary_beside(Path(target), error)
+    try:
+        yield temporary
     except OSError as cause:
         raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_all(contents: Mapping[Path, bytes | str], error: type[FxqatError]) -> None:
-    """Write all files or none.
+def write_all(contents: Mapping[Path, bytes | str | Path], error: type[FxqatError]) -> None:
+    """Write all files or none; the last one is in place first.
 
     Args:
-        contents: the contents by path.
+        contents: the contents by path; the path of a file on the same disk is moved.
         error: the class of the error to raise.
 
     Raises:
@@ -83,7 +89,9 @@ def write_all(contents: Mapping[Path, bytes | str], error: type[FxqatError]) -> 
     with ExitStack() as stack:
         for path, content in contents.items():
             temporary = stack.enter_context(atomic_path(path, error))
-            if isinstance(content, str):
+            if isinstance(content, Path):
+                content.replace(temporary)
+            elif isinstance(content, str):
                 temporary.write_text(content)
             else:
                 temporary.write_bytes(content)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +50,35 @@ def load_compiler() -> None:
     """Import torch's compiler, which records Python's builtins, before tracing replaces one of them."""
     import torch._dynamo  # noqa: F401
     import torch._dynamo.polyfills.loader  # noqa: F401
+
+
+_EXPORTING = threading.RLock()
+_TRANSLATIONS: dict[Any, Any] = {}
+
+
+@contextmanager
+def translations_read_once() -> Iterator[None]:
+    """Let torch's exporter copy its table of translations in the block; it would read 500 functions for each export.
+
+    The table is the same, and one thread at a time is in such a block.
+    """
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    def copied(*options: Any, **named: Any) -> Any:
+        key = (options, tuple(named.items()))
+        if key not in _TRANSLATIONS:
+            _TRANSLATIONS[key] = read(*options, **named)
+        result = copy.copy(_TRANSLATIONS[key])
+        result.functions = {target: list(found) for target, found in result.functions.items()}
+        return result
+
+    with _EXPORTING:
+        original, read = ONNXRegistry.__dict__["from_torchlib"], ONNXRegistry.from_torchlib
+        ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
 
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:

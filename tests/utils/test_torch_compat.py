@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from fxqat.utils.torch_compat import tensor_version, unwrap
+from fxqat.utils.torch_compat import tensor_version, translations_read_once, unwrap
 
 
 def test_version_changes_with_every_write_and_only_then() -> None:
@@ -56,3 +56,21 @@ def test_a_model_with_a_part_called_module_is_no_wrapper() -> None:
     model.module = nn.Linear(2, 2)
     assert unwrap(model) is model
     assert unwrap(nn.DataParallel(model)) is model
+
+
+def test_the_exporter_copies_its_table_of_translations() -> None:
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    before = ONNXRegistry.from_torchlib
+    expected = before()
+    with translations_read_once():
+        first, second = ONNXRegistry().from_torchlib(), ONNXRegistry.from_torchlib()
+    assert ONNXRegistry.from_torchlib == before
+    assert {name: len(found) for name, found in first.functions.items()} == {
+        name: len(found) for name, found in expected.functions.items()
+    }
+    first.functions["aten::relu"].clear()
+    assert second.functions["aten::relu"]
+    with pytest.raises(ValueError, match="inside"), translations_read_once():
+        raise ValueError("inside")
+    assert ONNXRegistry.from_torchlib == before

@@ -339,13 +339,17 @@ def _shifted(integers: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _read(file: str | os.PathLike[str]) -> tuple[bytes, onnx.ModelProto]:
-    """The content of an ONNX file, and the model."""
+    """The content of an ONNX file, with the tensors of its second file if there is one, and the model."""
     try:
         content = Path(file).read_bytes()
     except OSError as cause:
         raise ExportError(f"cannot read {file}: {cause.strerror}") from cause
     try:
-        return content, onnx.load_model_from_string(content)
+        model = onnx.load_model_from_string(content)
+        if any(tensor.external_data for tensor in model.graph.initializer):
+            onnx.load_external_data_for_model(model, str(Path(file).parent))
+            content = model.SerializeToString()
+        return content, model
     except Exception as cause:  # protobuf's own error
         raise ExportError(f"{file} is no ONNX file: {cause}") from cause
 
