@@ -32,11 +32,12 @@ OPENVINO = BackendSpec(
     activation=TensorQConfig(UINT8_ACTIVATION_EVEN, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
         dict.fromkeys(("weighted", "matmul", "pool"), READS)
-        | dict.fromkeys(("sub", "mul", "div", "maximum", "minimum", "remainder"), READS)
+        | dict.fromkeys(("sub", "div", "maximum", "minimum", "remainder"), READS)
         | dict.fromkeys(("pow", "square", "sum", "normalize"), READS)
         | dict.fromkeys(("layer_norm", "group_norm", "instance_norm"), READS)
         | {
             "add": RESIDUAL,
+            "mul": replace(READS, scale_bits=SCALE_BITS_OF_SUMS),
             "interpolate": RESIZES,
             "cat": JOINS,
             "stack": JOINS,

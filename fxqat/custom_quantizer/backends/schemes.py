@@ -6,9 +6,9 @@ runtime, whatever the order of addition. With float32 scales the last bit of a s
 value in a million falls on the other side of a rounding boundary, and a deep network spreads that over its output. A
 weight scale per channel is up to 1/16 larger than the range needs, one per tensor is off by up to 1/32 in either
 direction, an activation scale by up to 1/16. Activations of 16 bits get 12 scale bits: their sums are not exact in any
-case, and 1/16 of the range is many steps. Sums of two values get 12 on engines that multiply by ratios of scales:
-with few bits many sums are exact halves of a step, which such an engine rounds differently. ``scale_bits: 24`` gives
-float32 scales.
+case, and 1/16 of the range is many steps. Sums of two values get 16 on engines that multiply by ratios of scales:
+with few bits many sums are exact halves of a step, which such an engine rounds differently. 16 are the most with which
+an 8-bit integer times its scale is exact in float32. ``scale_bits: 24`` gives float32 scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INT8_WEIGHT = QuantizeScheme(
 INT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=True, symmetric=True, scale_bits=4)
 UINT8_ACTIVATION = QuantizeScheme(bit_width=8, signed=False, symmetric=False, scale_bits=4)
 
-SCALE_BITS_OF_SUMS = 12
+SCALE_BITS_OF_SUMS = 16
 
 UINT8_ACTIVATION_EVEN = replace(UINT8_ACTIVATION, even_zero_point=True)
 """For engines that add the zero point before they round halves to even: an odd one rounds them the other way."""

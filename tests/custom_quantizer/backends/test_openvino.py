@@ -5,10 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat import convert_export, prepare_by_platform
+from fxqat import convert_export, numerics, prepare_by_platform
+from fxqat.custom_quantizer.backends.openvino import OPENVINO
+from tests.custom_quantizer.backends.all_pairs import all_pairs
 from tests.models import EVERY_LAYER, calibrate
 
 openvino = pytest.importorskip("openvino")
+
+F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 class Residual(nn.Module):
@@ -31,10 +35,30 @@ def test_residual_sums_and_joins_are_those_of_the_fake_quant_model(seed, tmp_pat
     model, x = Residual().eval(), torch.randn(4, 3, 16, 16)
     gm = calibrate(prepare_by_platform(model, "OpenVINO", EVERY_LAYER, example_inputs=(x,)), (x,))
     convert_export(gm, (x,), tmp_path / "model.onnx", verify=False)
-    compiled = openvino.Core().compile_model(str(tmp_path / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = openvino.Core().compile_model(str(tmp_path / "model.onnx"), "CPU", F32)
     found, expected = compiled([x.numpy()])[0], gm(x).detach().numpy()
     off = np.abs(found - expected) > 1e-5
     assert off.mean() < 0.005  # before even zero points and unrounded branches: a quarter or more
     operations = [operation.get_rt_info() for operation in compiled.get_runtime_model().get_ordered_ops()]
     convolutions = [info for info in operations if info["layerType"].astype(str) == "Convolution"]
     assert [info["runtimePrecision"].astype(str) for info in convolutions] == ["u8"] * 4
+
+
+def test_products_on_the_scales_of_the_table_are_exact():
+    """With scales of few bits OpenVINO rounds up to 0.09 % of all products to another integer."""
+    random, few, many = (
+        np.random.default_rng(1),
+        OPENVINO.activation.scheme.scale_bits,
+        OPENVINO.rules["mul"].scale_bits,
+    )
+
+    def scale(value, bits):
+        return numerics.valid_scale(torch.tensor(value), bits).item()
+
+    core = openvino.Core()
+    for _ in range(10):
+        a, b = (scale(value, few) for value in random.uniform(0.5, 2, 2))
+        o = scale(a * b * random.uniform(20, 100), many)
+        model, inputs, expected = all_pairs("Mul", (a, b, o), (128, 128, 128))
+        found = core.compile_model(core.read_model(model), "CPU", F32)(inputs)[0]
+        assert (found != expected).mean() <= 0.0005
