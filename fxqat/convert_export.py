@@ -86,8 +86,8 @@ class ExportReport:
 
 def convert_export(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
-    file_path: str | os.PathLike[str],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+    file_path: str | os.PathLike[str] | None = None,
     file_path_json: str | os.PathLike[str] | None = None,
     *,
     opset_version: int | None = None,
@@ -108,7 +108,7 @@ def convert_export(
     Args:
         model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
         example_inputs: a tuple of inputs, a dict of them by name, or a single tensor. They give the shapes, and the
-            file is compared with the model on them.
+            file is compared with the model on them. None: those that the model was prepared with.
         file_path: the ONNX file to write.
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
@@ -140,7 +140,9 @@ def convert_export(
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = prepared_model(model, ExportError)
-    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs))
+    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
+    if file_path is None:
+        raise ExportError("file_path is missing: give the path of the ONNX file to write")
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fxqat.config.calibration_only import check_calibration_only
 from fxqat.config.config import SIZE, PrepareConfig, parse_config
 from fxqat.config.effective import describe_config
-from fxqat.config.example_inputs import inputs_in_order
+from fxqat.config.example_inputs import inputs_in_order, inputs_to_keep
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
@@ -70,7 +70,8 @@ def prepare_by_platform(
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
         example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
             name. With them the Python code of the model may look at sizes, lengths and types while it is traced.
-            Arguments of forward that they leave out are fixed to their defaults.
+            Arguments of forward that they leave out are fixed to their defaults. The prepared model keeps a copy on
+            the CPU: exports take it if none are given.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
@@ -149,6 +150,7 @@ def _prepare(
         prepared, report, effective, float_tensors, split, config.preserve_attr, spec.runtime
     )
     prepared.provenance.modes = modes_in(prepared, traced.root, modes)
+    prepared.provenance.example_inputs = inputs_to_keep(inputs)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only

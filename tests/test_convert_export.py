@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import math
+import pickle
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,6 +28,7 @@ from fxqat import (
     prepare_by_platform,
     save_checkpoint,
 )
+from fxqat.config.example_inputs import inputs_to_keep
 from fxqat.convert_export import ExportReport, convert_export
 from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.errors import CalibrationError, ExportError, ParityError
@@ -563,6 +565,49 @@ def test_example_inputs_without_data_are_refused(inputs: Any, tmp_path: Path) ->
     with pytest.raises(ExportError, match="example_inputs"):
         convert_export(gm, inputs, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+class WithAnOption(nn.Module):
+    """Takes an optional argument between others, and one of a plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        y = self.linear(x) * scale
+        y = y if mask is None else y * mask
+        return y if more is None else y + more
+
+
+@pytest.mark.parametrize("copied", ["same", "deepcopy", "pickle"])
+def test_the_example_inputs_of_prepare_are_taken_if_none_are_given(copied: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(1000, 4)
+    x, more = rows[:3], torch.randn(3, 4)
+    gm = prepare_by_platform(WithAnOption(), "TSQAT", example_inputs=(x, None, more), check="off")
+    calibrate(gm, (x, more))
+    expected = deployed_outputs(gm, (x.clone(), more.clone()))
+    kept = gm.provenance.example_inputs
+    assert kept[0].untyped_storage().nbytes() == 3 * 4 * 4  # not the tensor of which it is a part
+    rows.zero_()  # the user's tensors may change afterwards
+    gm = {"same": lambda g: g, "deepcopy": copy.deepcopy, "pickle": lambda g: pickle.loads(pickle.dumps(g))}[copied](gm)
+    report = convert_export(gm, file_path=tmp_path / "m.onnx")
+    assert report.certificate is not None
+    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input] == ["x", "more"]
+    found = run_file(tmp_path / "m.onnx", kept)
+    assert np.abs(found[0] - expected[0]).max() <= np.abs(expected[0]).max() / 100
+
+
+def test_without_any_example_inputs_the_error_says_what_to_do(tmp_path: Path) -> None:
+    """Objects of the user's may not survive a copy or a pickle: they are not kept."""
+    gm = prepared("residual")
+    with pytest.raises(ExportError, match=r"example_inputs is missing.*give .* as example_inputs of prepare_by"):
+        convert_export(gm, file_path=tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="file_path is missing"):
+        convert_export(gm, inputs_of("residual"))
+    assert inputs_to_keep((torch.ones(2), object())) is None
+    assert inputs_to_keep((torch.ones(2, device="meta"),)) is None
 
 
 def test_example_inputs_of_a_wrong_shape_are_an_export_error(tmp_path: Path) -> None:

@@ -15,17 +15,24 @@ from fxqat.utils.files import check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
-def example_tuple(model: nn.Module, example_inputs: Any) -> tuple[Any, ...]:
+def example_tuple(model: nn.Module, example_inputs: Any, kept: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
     """The example inputs as a tuple, on the CPU and without gradients.
 
     Args:
         model: the prepared model; a mapping holds its arguments by name.
-        example_inputs: what the user gave.
+        example_inputs: what the user gave; None takes those that the model keeps.
+        kept: the example inputs that the model keeps from ``prepare_by_platform``.
 
     Raises:
-        ExportError: they are neither a tensor, a sequence nor a mapping, or hold no tensor, or an empty one; or a
-            mapping does not fit the model.
+        ExportError: there are none; they are neither a tensor, a sequence nor a mapping, or hold no tensor, or an empty
+            one; or a mapping does not fit the model.
     """
+    if example_inputs is None and kept is None:
+        raise ExportError(
+            "example_inputs is missing, and the prepared model keeps none: give them here, or give tensors and plain "
+            "values as example_inputs of prepare_by_platform"
+        )
+    example_inputs = kept if example_inputs is None else example_inputs
     if not isinstance(example_inputs, (Tensor, tuple, list, Mapping)):
         raise ExportError(
             "example_inputs must be a tensor, a tuple of inputs or a dict of them by name, got "

@@ -53,6 +53,8 @@ class Provenance:
         runtime: the runtime for which files of the model are written, see ``BackendSpec``.
         modes: paths of the modules that ``train(mode)`` leaves in the other mode, by the mode
             (``fxqat.quantization.train_method``).
+        example_inputs: the inputs that the model was prepared with, on the CPU, as arguments of the prepared model;
+            None if there were none. Exports take them if none are given.
     """
 
     backend: str
@@ -66,6 +68,7 @@ class Provenance:
     noise: QuantizationNoise | None = None
     runtime: str = ""
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
+    example_inputs: tuple[Any, ...] | None = None
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
