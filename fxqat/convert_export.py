@@ -15,14 +15,14 @@ import onnx
 import onnx_ir as ir
 from torch import Tensor, nn
 
-from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple
+from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
 from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.foldable_weights import FoldableWeights
-from fxqat.onnx.name_outputs import NameOutputs
+from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
@@ -113,8 +113,10 @@ def convert_export(
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
             None is 18, or 21 if a tensor has less than 5 or more than 8 bits.
-        input_names: names of the file's inputs.
-        output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
+        input_names: names of the file's inputs, one for each tensor, also in nested inputs; by default the names of the
+            arguments.
+        output_names: names of the file's outputs, one for each tensor, also in nested outputs; by default the keys of a
+            dict, ``output``, or ``output_0`` and so on, with a number if it is the name of an input.
         dynamic_batch: leave the batch size open: the first dimension of the first input, and of every input that has
             the same first dimension. The model and the file then also run on the batch twice.
         verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
@@ -160,15 +162,18 @@ def convert_export(
     warnings = lowered.warnings + not_in_file(captured)
     second = None
     if dynamic_batch:
-        second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
+        second, notes = _second_batch(gm, inputs, normalizers, captured)
         warnings += notes
 
-    exported = run_exporter(lowered.module, inputs, input_names, output_names, dynamic_batch)
+    exported = run_exporter(lowered.module, inputs, dynamic_batch)
+    names = interface_names(
+        [str(value.name) for value in exported.graph.inputs], list(captured.outputs), input_names, output_names
+    )
     warnings += exporter_warnings(exported)
 
     passes = [
         Simplify(),
-        NameOutputs(output_names or lowered.output_names),
+        NameInterface(*names),
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
@@ -190,7 +195,7 @@ def convert_export(
         if second is not None:
             certificate = replace(certificate, second_batch=_certify(proto, lowered, named, twice(inputs), second))
         warnings += certificate.warnings()
-        figures = end_to_end(gm, inputs, normalizers, captured.outputs, proto)
+        figures = end_to_end(gm, inputs, normalizers, list(captured.outputs.values()), proto)
         certificate = replace(certificate, end_to_end=figures)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
@@ -223,7 +228,6 @@ def _second_batch(
     inputs: tuple[Any, ...],
     normalizers: Normalizers,
     captured: Captured,
-    names: Sequence[str],
 ) -> tuple[Captured, tuple[str, ...]]:
     """The run of the model on the batch twice, and what is to be told of it."""
     forced, size = gm.quant_report.forced, batch_size(inputs)
@@ -234,11 +238,9 @@ def _second_batch(
             f"dynamic_batch was asked for, but the prepared model does not run on {2 * size} samples: "
             f"{cause.__cause__ or cause}. {cause_of(forced)}"
         ) from cause
-    if len(names) != len(captured.outputs):
-        names = [f"output_{number}" for number in range(len(captured.outputs))]
     if ANY_BATCH in gm.quant_report.sameness:
         forced = ()  # compared with the float model at another batch size
-    return second, check_batch(captured.outputs, second.outputs, names, size, forced)
+    return second, check_batch(captured.outputs, second.outputs, size, forced)
 
 
 def _certify(
@@ -256,7 +258,7 @@ def _certify(
         if path in named
     }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
-    return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
+    return require_parity(proto, arrays, in_file, list(captured.outputs.values()), captured.selections)
 
 
 def write_files(

@@ -38,8 +38,6 @@ NATIVE_OPSET = 18
 def run_exporter(
     module: nn.Module,
     inputs: tuple[Any, ...],
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
 ) -> ir.Model:
     """Run torch's exporter.
@@ -47,8 +45,6 @@ def run_exporter(
     Args:
         module: the lowered graph.
         inputs: example inputs.
-        input_names: names of the model's inputs; by default those of the module's arguments.
-        output_names: names of the model's outputs; by default the exporter chooses them.
         dynamic_batch: leave the batch size open, see :mod:`fxqat.quantization.dynamic_batch`.
 
     If it fails and the graph calls leaves, the graph is captured in the mode of ``torch.export`` that reads their code,
@@ -58,13 +54,13 @@ def run_exporter(
         The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
-        ExportError: the exporter fails, the number of names is wrong, or the model's code fixes the batch size.
+        ExportError: the exporter fails, or the model's code fixes the batch size.
     """
     if dynamic_batch and batch_size(inputs) == 1:  # torch.export treats a batch of 1 as a constant
         inputs = twice(inputs)
     size, batch = batch_size(inputs) if dynamic_batch else 0, torch.export.Dim("batch")
     shapes = map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
-    export = partial(_export, inputs=inputs, input_names=input_names, output_names=output_names, dynamic_shapes=shapes)
+    export = partial(_export, inputs=inputs, dynamic_shapes=shapes)
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -81,9 +77,6 @@ def run_exporter(
             called = ", ".join(str(leaf.target) for leaf in leaves)
             told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
     graph = model.graph
-    for what, names, values in (("input", input_names, graph.inputs), ("output", output_names, graph.outputs)):
-        if names is not None and len(names) != len(values):
-            raise ExportError(f"{what}_names: the model has {len(values)}, got {len(names)} names {list(names)}")
     batches = [v for v, t in zip(graph.inputs, flatten_tensors(inputs), strict=False) if has_batch(t, size)]
     fixed = [value.name for value in batches if value.shape is not None and isinstance(value.shape[0], int)]
     if dynamic_batch and fixed:

@@ -123,7 +123,7 @@ def export_tflite(
             activations,
             captured.integers,
             captured.reals,
-            dict(zip(lowered.output_names, captured.outputs, strict=True)),
+            captured.outputs,
             versions,
         )
         require_tflite_parity(certificate)

@@ -474,6 +474,44 @@ def test_asked_names_are_given(tmp_path: Path) -> None:
     check_values(gm, inputs, report, model)
 
 
+class Cell(nn.Module):
+    """A step of a recurrent network: one state is handed on as it is, the other one is the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.h = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = state
+        y = self.linear(x) + self.h(h)
+        return y, (y, c)
+
+
+def test_names_of_nested_inputs_and_outputs_are_given_to_the_letter(tmp_path: Path) -> None:
+    x, h, c = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    gm = prepare_by_platform(Cell().eval(), "TSQAT", example_inputs=(x, (h, c)), check="off")
+    calibrate(gm, (x, (h, c)))
+    path = tmp_path / "m.onnx"
+
+    def names_in_file() -> tuple[list[str], list[str]]:
+        graph = onnx.load(path).graph
+        return [value.name for value in graph.input], [value.name for value in graph.output]
+
+    convert_export(gm, file_path=path, output_names=["y", "h", "c"])
+    assert names_in_file() == (["x", "state_0", "state_1"], ["y", "h", "c"])
+    assert [np.array_equal(found, c) for found in run_file(path, (x, h, c))] == [False, False, True]
+    convert_export(gm, file_path=path, input_names=["x", "h", "c"], verify=False)
+    assert names_in_file() == (["x", "h", "c"], ["output_0", "output_1_0", "output_1_1"])
+    leaves = "output_0, output_1_0, output_1_1"
+    for names, message in (
+        ({"output_names": ["y", "h"]}, rf"one name for each output tensor, 3: {leaves}; got 2: .'y', 'h'."),
+        ({"input_names": ["x", "state"]}, r"one name for each input tensor, 3: x, state_0, state_1; got 2"),
+        ({"output_names": ["y", "h", "x"]}, r"output_names: x names an input already. Give input_names, too"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            convert_export(gm, file_path=path, verify=False, **names)
+
+
 def test_asked_names_that_modules_have_too_stay_apart(tmp_path: Path) -> None:
     gm, inputs = known("residual", "TSQAT")
     report, model, document = export(gm, inputs, tmp_path, input_names=["conv"], output_names=["head.weight"])

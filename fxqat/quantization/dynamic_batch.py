@@ -14,7 +14,7 @@ Rule 2 cannot be demanded: it is reported. Rules 1 and 3 are, if the model's cod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,18 +54,16 @@ def twice(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def check_batch(
-    single: Sequence[np.ndarray],
-    double: Sequence[np.ndarray],
-    names: Sequence[str],
+    single: Mapping[str, np.ndarray],
+    double: Mapping[str, np.ndarray],
     size: int,
     forced: Iterable[ForcedNumber],
 ) -> tuple[str, ...]:
     """Check that outputs follow the batch size.
 
     Args:
-        single: outputs of the batch.
-        double: outputs of the batch twice.
-        names: names of the outputs.
+        single: outputs of the batch, by name.
+        double: outputs of the batch twice, by name.
         size: the batch size.
         forced: the numbers that the model's code took from sizes.
 
@@ -76,7 +74,7 @@ def check_batch(
         ExportError: an output does not follow the batch size, and the model's code took numbers from sizes.
     """
     numbers = [f for f in forced if isinstance(f.value, int) and not isinstance(f.value, bool)]
-    outputs = list(zip(names, single, double, strict=True))
+    outputs = [(name, array, double[name]) for name, array in single.items()]
     stuck = [name for name, a, b in outputs if a.ndim and a.shape[0] == size and b.shape == a.shape]
     if numbers and stuck:
         raise ExportError(
