@@ -33,7 +33,7 @@ from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import inputs_in_float32
-from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
+from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
 from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.file_size import check_size
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -41,6 +41,7 @@ from fxqat.quantization.lower import Lowered, lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
+from fxqat.utils.batches import described
 from fxqat.utils.files import write_all
 from fxqat.utils.tensors import flatten_tensors
 
@@ -94,6 +95,7 @@ def convert_export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     verify: bool = True,
     weights: str = "integer",
     input_stats: InputStats | None = None,
@@ -119,6 +121,10 @@ def convert_export(
             dict, ``output``, or ``output_0`` and so on, with a number if it is the name of an input.
         dynamic_batch: leave the batch size open: the first dimension of the first input, and of every input that has
             the same first dimension. The model and the file then also run on the batch twice.
+        dynamic_shapes: leave any dimensions open, as in ``torch.onnx.export``: for each input, by name or in order, a
+            dict by dimension, ``{"x": {0: "batch", 2: "height", 3: Dim("width", max=1024)}}``, or a sequence with an
+            entry for each dimension; None fixes a dimension. The model and the file then also run at a second size:
+            twice as long, or as the bounds allow.
         verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` for float weights before Q/DQ pairs.
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
@@ -136,7 +142,7 @@ def convert_export(
         CalibrationError: a fake-quant has no usable range.
         ExportError: an argument is wrong, the opset does not have the type of a tensor, the parameters do not fit into
             a file, the model does not run on the inputs, a hook changes its outputs, an output is complex or does not
-            follow the batch size, the exporter or a pass fails, or a file cannot be written.
+            follow an open size, the exporter or a pass fails, or a file cannot be written.
         ParityError: the file does not compute what the model computes; nothing is written.
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
@@ -156,24 +162,26 @@ def convert_export(
     check_size(gm, weights)
     require_calibrated(gm)
 
+    sizes = _open_sizes(gm, inputs, dynamic_shapes, dynamic_batch)
+
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
     captured = capture(gm, inputs, normalizers)
     warnings = lowered.warnings + not_in_file(captured)
     second = None
-    if dynamic_batch:
-        second, notes = _second_batch(gm, inputs, normalizers, captured)
+    if sizes is not None:
+        second, notes = _second_size(gm, sizes, inputs, normalizers, captured)
         warnings += notes
 
-    exported = run_exporter(lowered.module, inputs, dynamic_batch)
-    names = interface_names(
+    exported = run_exporter(lowered.module, inputs, sizes)
+    interface = interface_names(
         [str(value.name) for value in exported.graph.inputs], list(captured.outputs), input_names, output_names
     )
     warnings += exporter_warnings(exported)
 
     passes = [
         Simplify(),
-        NameInterface(*names),
+        NameInterface(*interface),
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
@@ -192,8 +200,9 @@ def convert_export(
     certificate = None
     if verify:
         certificate = _certify(proto, lowered, named, inputs, captured)
-        if second is not None:
-            certificate = replace(certificate, second_batch=_certify(proto, lowered, named, twice(inputs), second))
+        if sizes is not None and second is not None:
+            at_second = _certify(proto, lowered, named, sizes.second_inputs(inputs), second)
+            certificate = replace(certificate, second_size=at_second)
         warnings += certificate.warnings()
         figures = end_to_end(gm, inputs, normalizers, list(captured.outputs.values()), proto)
         certificate = replace(certificate, end_to_end=figures)
@@ -223,24 +232,31 @@ def not_in_file(captured: Captured) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _second_batch(
-    gm: QuantGraphModule,
-    inputs: tuple[Any, ...],
-    normalizers: Normalizers,
-    captured: Captured,
+def _open_sizes(
+    gm: QuantGraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, dynamic_batch: bool
+) -> OpenSizes | None:
+    """The sizes to leave open, with what is known of the model's code."""
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    report, kept = gm.quant_report, gm.provenance.example_inputs
+    sizes = open_sizes(inputs, names, dynamic_shapes, dynamic_batch, report.forced, kept)
+    if sizes is not None and sizes.only_batch and ANY_BATCH in report.sameness:
+        return replace(sizes, forced=())  # compared with the float model at another batch size
+    return sizes
+
+
+def _second_size(
+    gm: QuantGraphModule, sizes: OpenSizes, inputs: tuple[Any, ...], normalizers: Normalizers, captured: Captured
 ) -> tuple[Captured, tuple[str, ...]]:
-    """The run of the model on the batch twice, and what is to be told of it."""
-    forced, size = gm.quant_report.forced, batch_size(inputs)
+    """The run of the model on inputs of the second size, and what is to be told of it."""
+    others = sizes.second_inputs(inputs)
     try:
-        second = capture(gm, twice(inputs), normalizers)
+        second = capture(gm, others, normalizers)
     except ExportError as cause:
         raise ExportError(
-            f"dynamic_batch was asked for, but the prepared model does not run on {2 * size} samples: "
-            f"{cause.__cause__ or cause}. {cause_of(forced)}"
+            f"open sizes were asked for, but the prepared model does not run on inputs of another size, "
+            f"{described(others)}: {cause.__cause__ or cause}. {sizes.cause}"
         ) from cause
-    if ANY_BATCH in gm.quant_report.sameness:
-        forced = ()  # compared with the float model at another batch size
-    return second, check_batch(captured.outputs, second.outputs, size, forced)
+    return second, check_sizes(sizes, captured.outputs, second.outputs)
 
 
 def _certify(

@@ -21,10 +21,9 @@ from torch import nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
-from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
+from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
 WARNINGS = "fxqat.warnings"
@@ -38,14 +37,14 @@ NATIVE_OPSET = 18
 def run_exporter(
     module: nn.Module,
     inputs: tuple[Any, ...],
-    dynamic_batch: bool = False,
+    sizes: OpenSizes | None = None,
 ) -> ir.Model:
     """Run torch's exporter.
 
     Args:
         module: the lowered graph.
         inputs: example inputs.
-        dynamic_batch: leave the batch size open, see :mod:`fxqat.quantization.dynamic_batch`.
+        sizes: the sizes to leave open, None for none.
 
     If it fails and the graph calls leaves, the graph is captured in the mode of ``torch.export`` that reads their code,
     and with the sizes that they return for the example inputs.
@@ -54,13 +53,12 @@ def run_exporter(
         The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
-        ExportError: the exporter fails, or the model's code fixes the batch size.
+        ExportError: the exporter fails, or the model's code fixes an open size.
     """
-    if dynamic_batch and batch_size(inputs) == 1:  # torch.export treats a batch of 1 as a constant
-        inputs = twice(inputs)
-    size, batch = batch_size(inputs) if dynamic_batch else 0, torch.export.Dim("batch")
-    shapes = map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
-    export = partial(_export, inputs=inputs, dynamic_shapes=shapes)
+    opened = () if sizes is None else sizes.first
+    if sizes is not None and any(1 in axes.values() for axes in opened):  # torch.export treats 1 as a constant
+        inputs = sizes.second_inputs(inputs)
+    export = partial(_export, inputs=inputs, dynamic_shapes=None if sizes is None else sizes.shapes)
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -68,7 +66,9 @@ def run_exporter(
             model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
             leaves = leaf_calls(module)
-            if dynamic_batch or not leaves:
+            if sizes is not None:
+                raise ExportError(f"torch.onnx.export failed with open sizes: {cause}\n{sizes.cause}") from cause
+            if not leaves:
                 raise ExportError(f"torch.onnx.export failed: {cause}") from cause
             try:
                 model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
@@ -76,14 +76,14 @@ def run_exporter(
                 raise ExportError(f"torch.onnx.export failed: {cause}") from cause
             called = ", ".join(str(leaf.target) for leaf in leaves)
             told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
-    graph = model.graph
-    batches = [v for v, t in zip(graph.inputs, flatten_tensors(inputs), strict=False) if has_batch(t, size)]
-    fixed = [value.name for value in batches if value.shape is not None and isinstance(value.shape[0], int)]
-    if dynamic_batch and fixed:
-        raise ExportError(
-            f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
-            "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
-        )
+    fixed = [
+        f"{value.name}[{axis}]"
+        for value, axes in zip(model.graph.inputs, opened, strict=False)
+        for axis in axes
+        if value.shape is not None and isinstance(value.shape[axis], int)
+    ]
+    if sizes is not None and fixed:
+        raise ExportError(f"the model fixes {', '.join(fixed)}, which was to be open. {sizes.cause}")
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
 

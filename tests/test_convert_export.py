@@ -1333,9 +1333,54 @@ def test_a_dynamic_batch_is_certified_at_a_second_size(tmp_path: Path) -> None:
     gm, x = body(lambda self, x: self.linear(x))
     report, _, _ = export(gm, x, tmp_path, dynamic_batch=True)
     assert report.certificate is not None
-    assert report.certificate.second_batch is not None
-    assert report.certificate.second_batch.tensors[0].size == 2 * report.certificate.tensors[0].size
+    assert report.certificate.second_size is not None
+    assert report.certificate.second_size.tensors[0].size == 2 * report.certificate.tensors[0].size
     assert report.warnings == ()
+
+
+class Segmenter(nn.Module):
+    """A small U-Net; with ``fixed``, its code takes the height as a number."""
+
+    def __init__(self, fixed: bool = False) -> None:
+        super().__init__()
+        self.down, self.up, self.fixed = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 3, 1), fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.interpolate(self.up(self.down(x)), scale_factor=2.0)
+        y = torch.cat([x, y], 1)
+        return y / int(x.shape[2]) if self.fixed else y
+
+
+def test_height_and_width_stay_open_and_are_certified_at_two_sizes(tmp_path: Path) -> None:
+    x = torch.rand(1, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    gm = calibrate(prepare_by_platform(Segmenter().eval(), example_inputs=x, check="off"), (x,))
+    shapes = {"x": {0: "batch", 2: "height", 3: torch.export.Dim("width", max=20)}}
+    report, model, _ = export(gm, x, tmp_path, dynamic_shapes=shapes)
+    (value,) = model.graph.input
+    assert [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] == [
+        "batch",
+        3,
+        "height",
+        "width",
+    ]
+    assert report.warnings == ()
+    assert report.certificate is not None
+    assert report.certificate.second_size is not None
+    sizes = [certificate.tensors[0].size for certificate in (report.certificate, report.certificate.second_size)]
+    assert sizes == [3 * 8 * 12, 2 * 3 * 16 * 6]  # the width may not be 24
+    other = (torch.rand(3, 3, 10, 14, generator=torch.Generator().manual_seed(1)),)
+    (found,), (expected,) = run_file(tmp_path / "model.onnx", other), deployed_outputs(gm, other)
+    assert found.shape == expected.shape == (3, 6, 10, 14)
+    assert np.abs(found - expected).max() <= 0.02
+
+
+def test_a_height_that_became_a_number_is_refused_with_its_line(tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 12)
+    gm = calibrate(prepare_by_platform(Segmenter(fixed=True).eval(), example_inputs=x, check="off"), (x,))
+    for inputs in (x, torch.rand(2, 3, 16, 12)):
+        with pytest.raises(ExportError, match=r"holds the number 8.* 8 at .*test_convert_export\.py:\d+"):
+            convert_export(gm, inputs, tmp_path / "model.onnx", dynamic_shapes={"x": {2: "height"}})
+    convert_export(gm, x, tmp_path / "model.onnx", dynamic_shapes={"x": {3: "width"}}, verify=False)
 
 
 def recurrent(self: nn.Module, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fxqat.custom_symbolic_opset import NATIVE_OPSET, exporter_warnings, run_exporter, translation_table
 from fxqat.fake_quantize import torch_ops
 from fxqat.onnx.opset import opset_of
+from fxqat.quantization.dynamic_sizes import OpenSizes, open_sizes
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 from tests.export_models import constants, node_types, run_file
 
@@ -258,11 +259,14 @@ class Masked(nn.Module):
         return (x[:, None] * mask).sum(2) * factor
 
 
+def with_open_batch(inputs: tuple[Tensor, ...]) -> OpenSizes | None:
+    return open_sizes(inputs, ["x", "mask", "factor"][: len(inputs)], dynamic_batch=True)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_only_inputs_with_a_batch_get_an_open_dimension(batch: int) -> None:
-    model = run_exporter(
-        Masked().eval(), (torch.randn(batch, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
-    )
+    inputs = (torch.randn(batch, 5), torch.ones(5, 5), torch.tensor(2.0))
+    model = run_exporter(Masked().eval(), inputs, with_open_batch(inputs))
     shapes = [[dim if isinstance(dim, int) else str(dim) for dim in value.shape] for value in model.graph.inputs]
     assert shapes == [["batch", 5], [5, 5], []]
 
@@ -276,9 +280,8 @@ def test_warnings_of_the_exporter_are_kept_and_its_noise_is_not() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = run_exporter(Warns().eval(), (torch.randn(2, 2),), dynamic_batch=True)
-        quiet = run_exporter(
-            Masked().eval(), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
-        )
+        x, more = torch.randn(2, 2), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0))
+        model = run_exporter(Warns().eval(), (x,), with_open_batch((x,)))
+        quiet = run_exporter(Masked().eval(), more, with_open_batch(more))
     assert exporter_warnings(model) == ("this branch is for squares only",)
     assert exporter_warnings(quiet) == ()
