@@ -39,6 +39,7 @@ from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
+from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import line_of_forward
 
@@ -207,13 +208,19 @@ def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat:
         raise ConfigError(f"{name}: nothing to quantize for {report.backend}. Every node is left float:\n{report}")
 
 
-def _preserve(model: nn.Module, prepared: nn.Module, names: tuple[str, ...]) -> None:
-    """Copy attributes of the model."""
-    for name in names:
-        if not hasattr(model, name):
-            raise ConfigError(f"preserve_attr: {type(model).__name__} has no attribute {name!r}")
-        if inspect.ismethod(getattr(model, name)):
-            raise ConfigError(f"preserve_attr: {name!r} is a method; it would still work on the float model")
-        if hasattr(prepared, name):
-            raise ConfigError(f"preserve_attr: {name!r} is already part of the prepared model")
-        setattr(prepared, name, copy.deepcopy(getattr(model, name)))
+def _preserve(model: nn.Module, prepared: nn.Module, paths: tuple[str, ...]) -> None:
+    """Copy attributes of the model and of modules in it."""
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+        except AttributeError:
+            raise ConfigError(f"preserve_attr: the model has no module {owner!r}") from None
+        if not hasattr(module, name):
+            raise ConfigError(f"preserve_attr: {owner or type(model).__name__} has no attribute {name!r}")
+        value = getattr(module, name)
+        if inspect.ismethod(value):
+            raise ConfigError(f"preserve_attr: {path!r} is a method; it would still work on the float model")
+        if has_attribute(prepared, path):
+            raise ConfigError(f"preserve_attr: {path!r} is already part of the prepared model")
+        set_attribute(prepared, path, copy.deepcopy(value))

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxqat.errors import ConfigError
 from fxqat.nn.fused import FusedLayer
-from fxqat.ops.identify import identify
+from fxqat.ops.identify import identify, op_spelled
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import SPELLING
@@ -56,7 +56,7 @@ class Match:
     Args:
         module: path of the called module, a glob (``layer1.*.conv1``) or ``re:`` and a regular expression.
         type: type of the called module, or its class name.
-        function: function or method, or its name.
+        function: function or method, or its name; it means every spelling in its row of the op table.
         node: name of the node, a glob or ``re:``.
         where: the configuration entry, for messages.
     """
@@ -92,7 +92,10 @@ class Match:
         if target is None:
             return False
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        return self.function in (target, name, identify(node).name)
+        if self.function in (target, name):
+            return True
+        asked, found = (op_spelled(spelling) for spelling in (self.function, target))  # type: ignore[arg-type]
+        return asked is not None and (asked is found or asked.name == identify(node).name)
 
     def _is_node(self, node: fx.Node) -> bool:
         return _fits(str(self.node), node.name, self.where)
