@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
 from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter
-from fxqat.errors import ExportError
+from fxqat.errors import ExportError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
@@ -85,6 +85,7 @@ class ExportReport:
         return "\n".join(lines if self.certificate is None else [*lines, str(self.certificate)])
 
 
+@tells_of_the_bundle()
 def convert_export(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,

@@ -18,7 +18,7 @@ from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
-from fxqat.errors import ConfigError, FxqatError
+from fxqat.errors import ConfigError, FxqatError, tells_of_the_bundle
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.nn.qat import BN_FREEZE
@@ -46,6 +46,7 @@ from fxqat.utils.source import line_of_forward
 __all__ = ["BackendType", "prepare_by_platform"]
 
 
+@tells_of_the_bundle()
 @collector_paused()
 @without_fast_path()
 def prepare_by_platform(

@@ -42,10 +42,8 @@ def op_spelled(spelling: Callable[..., Any] | str) -> Op | None:
     """The row that has a spelling: a function, a method of tensors, or the name of either or of the op.
 
     Example:
-        >>> op_spelled(torch.add) is op_spelled(operator.iadd) is op_spelled(torch.Tensor.add_) is op_spelled(
-        ...     "torch.add"
-        ... )
-        True
+        >>> {op_spelled(spelling).name for spelling in (torch.add, operator.iadd, torch.Tensor.add_, "torch.add")}
+        {'add'}
     """
     if isinstance(spelling, str):
         namespace, _, name = spelling.rpartition(".")

@@ -265,14 +265,10 @@ def _resolved_leaves(
     for leaf in leaf_modules:
         if not isinstance(leaf, (str, type)):
             raise ConfigError(f"leaf_module: expected a module type, its name, or a dotted path, got {leaf!r}")
-        if (
-            isinstance(leaf, type)
-            and any(isinstance(module, leaf) for module in modules.values())
-            or isinstance(leaf, str)
-            and leaf in modules
-        ):
+        is_known_type = isinstance(leaf, type) and any(isinstance(module, leaf) for module in modules.values())
+        if is_known_type or leaf in modules:
             found.append(leaf)
-        elif isinstance(leaf, str) and leaf in names:
+        elif leaf in names:
             found += {type(module): None for module in modules.values() if type(module).__name__ == leaf}
         else:
             name = leaf if isinstance(leaf, str) else leaf.__name__
