@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
-from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter
+from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter, user_translations
 from fxqat.errors import ExportError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
@@ -101,6 +101,7 @@ def convert_export(
     weights: str = "integer",
     input_stats: InputStats | None = None,
     runtime: str | None = None,
+    custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
@@ -135,6 +136,9 @@ def convert_export(
             :mod:`fxqat.quantization.raw_inputs`.
         runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
             the form that it runs fast and right. None keeps the form of the backend.
+        custom_translation_table: for operators of your own (``torch.library``) a function of ONNX operators each, as in
+            ``torch.onnx.export``. What ONNX Runtime cannot run cannot be verified: it is refused unless ``verify`` is
+            False.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -160,6 +164,7 @@ def convert_export(
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
+    user_translations(custom_translation_table)
     check_size(gm, weights)
     require_calibrated(gm)
 
@@ -174,7 +179,7 @@ def convert_export(
         second, notes = _second_size(gm, sizes, inputs, normalizers, captured)
         warnings += notes
 
-    exported = run_exporter(lowered.module, inputs, sizes)
+    exported = run_exporter(lowered.module, inputs, sizes, custom_translation_table)
     interface = interface_names(
         [str(value.name) for value in exported.graph.inputs], list(captured.outputs), input_names, output_names
     )

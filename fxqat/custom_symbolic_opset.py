@@ -24,7 +24,7 @@ from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -38,6 +38,7 @@ def run_exporter(
     module: nn.Module,
     inputs: tuple[Any, ...],
     sizes: OpenSizes | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> ir.Model:
     """Run torch's exporter.
 
@@ -45,6 +46,7 @@ def run_exporter(
         module: the lowered graph.
         inputs: example inputs.
         sizes: the sizes to leave open, None for none.
+        translations: of the user's operators, see :func:`user_translations`.
 
     If it fails and the graph calls leaves, the graph is captured in the mode of ``torch.export`` that reads their code,
     and with the sizes that they return for the example inputs.
@@ -59,6 +61,7 @@ def run_exporter(
     if sizes is not None and any(1 in axes.values() for axes in opened):  # torch.export treats 1 as a constant
         inputs = sizes.second_inputs(inputs)
     export = partial(_export, inputs=inputs, dynamic_shapes=None if sizes is None else sizes.shapes)
+    export = partial(export, custom_translation_table=translation_table() | user_translations(translations))
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -96,7 +99,6 @@ def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any,
         optimize=False,
         verbose=False,
         opset_version=NATIVE_OPSET,
-        custom_translation_table=translation_table(),
         **options,
     )
     if program is None:
@@ -141,6 +143,30 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.conv2d.default: _conv,
         torch.ops.aten.conv3d.default: _conv,
     }
+
+
+def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The translations of the user's operators, by the overloads that torch's exporter looks for.
+
+    Args:
+        given: what torch calls ``custom_translation_table``: for an operator (``torch.ops.mylib.wavy``, one of its
+            overloads, or the function that ``torch.library.custom_op`` returns) a function of ONNX operators.
+
+    Raises:
+        ExportError: an entry is none of these, or is for an operator of fxqat's own.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ExportError(f"custom_translation_table must be a dict of functions by operator, got {given!r}")
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for target, function in (given or {}).items():
+        overload = operator_of(target)
+        if overload is None or overload.namespace == "fxqat" or not callable(function):
+            raise ExportError(
+                "custom_translation_table: expected an operator such as torch.ops.mylib.wavy.default, not of fxqat, "
+                f"with a function of ONNX operators, got {target!r}: {function!r}"
+            )
+        found[overload] = function
+    return found
 
 
 def _quantize_dequantize(

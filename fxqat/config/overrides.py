@@ -17,6 +17,7 @@ from fxqat.ops.identify import identify, op_spelled
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import SPELLING
+from fxqat.utils.torch_compat import operator_name
 
 TENSORS = ("weight", "activation", "output", "value")
 """The tensors of a node that an override can change: its weight, the values it reads, the value it produces (twice)."""
@@ -56,7 +57,8 @@ class Match:
     Args:
         module: path of the called module, a glob (``layer1.*.conv1``) or ``re:`` and a regular expression.
         type: type of the called module, or its class name.
-        function: function or method, or its name; it means every spelling in its row of the op table.
+        function: function or method, or its name; it means every spelling in its row of the op table. An own
+            operator is meant by its function, ``torch.ops.mylib.wavy``, or ``"mylib::wavy"``.
         node: name of the node, a glob or ``re:``.
         where: the configuration entry, for messages.
     """
@@ -93,6 +95,9 @@ class Match:
             return False
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
         if self.function in (target, name):
+            return True
+        operator = operator_name(target)
+        if operator and (operator_name(self.function) or self.function) in (operator, operator.partition("::")[2]):
             return True
         asked, found = (op_spelled(spelling) for spelling in (self.function, target))  # type: ignore[arg-type]
         return asked is not None and (asked is found or asked.name == identify(node).name)
