@@ -92,10 +92,10 @@ def capture(
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
     with hooked(activations, record, with_kwargs=True), _Selections() as selections:
         outputs = _run(work, inputs)
-    complex_ones = [f"{name} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
+    complex_ones = [f"{name!r} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
     if complex_ones:
         raise ExportError(
-            f"{', '.join(complex_ones)}: ONNX has no complex outputs. Return torch.view_as_real(...) of it, or "
+            f"output {', '.join(complex_ones)}: ONNX has no complex outputs. Return torch.view_as_real(...) of it, or "
             "its real and imaginary parts."
         )
     if hooks:
