@@ -20,7 +20,9 @@ import inspect
 import io
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,8 +53,8 @@ def save_checkpoint(
     file_path: str | os.PathLike[str],
     file_path_json: str | os.PathLike[str] | None = None,
     *,
-    file_path_onnx: str | os.PathLike[str] | None = None,
-    example_inputs: tuple[Any, ...] | Tensor | None = None,
+    file_path_onnx: str | os.PathLike[str] | bool | None = None,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
     extra: dict[str, Any] | None = None,
     runtime: str | None = None,
 ) -> None:
@@ -65,38 +67,47 @@ def save_checkpoint(
     Of a model that :func:`fxqat.tools.training.shard` has sharded, every rank must call it: the tensors are gathered,
     and rank 0 writes the file.
 
+    With a JSON path, the QDQ ONNX file and its certificate are written beside the JSON if example inputs are known:
+    ``save_checkpoint(gm, "model.pth", "model.json")`` writes ``model.onnx``, too. An export traces, converts and
+    compares the model, which takes seconds to minutes. So give the JSON path when training has finished, and in each
+    epoch only ``file_path``: it has the scales as well.
+
     Args:
         model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``.
         file_path: the ``.pth`` file.
         file_path_json: the JSON of scales and zero points, None for none; the model must be calibrated.
-        file_path_onnx: the QDQ ONNX file, None for none; needs ``example_inputs``.
-        example_inputs: the inputs for the ONNX export.
+        file_path_onnx: the QDQ ONNX file. None: the JSON's path with the ending ``.onnx`` if there is a JSON path and
+            example inputs are known, else no ONNX file. False: no ONNX file.
+        example_inputs: the inputs for the ONNX export; None: those that the model was prepared with.
         extra: further state of the training (epoch, optimizer state); tensors and plain values only.
         runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export`.
 
     Raises:
         CheckpointError: the model is not a prepared one, JSON or ONNX is requested of a sharded model, the model is
             sharded by the old FullyShardedDataParallel, two paths are the same file, a path cannot be written,
-            ``example_inputs`` is missing, ``runtime`` is given without ``file_path_onnx``, or ``extra`` holds something
-            that ``torch.load(weights_only=True)`` would refuse.
-        CalibrationError: JSON or ONNX is requested of a model that is not calibrated; the ``.pth`` is written already.
+            ``example_inputs`` is missing, ``runtime`` or ``example_inputs`` is given and no ONNX file is written, or
+            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
+        CalibrationError: JSON or ONNX is requested of a model that is not calibrated; nothing is written.
         ExportError: ``runtime`` is unknown; or JSON or ONNX is requested of a model that cannot be exported, then the
             ``.pth`` is written already.
     """
     gm = prepared_model(model, CheckpointError)
-    if file_path_onnx is not None and example_inputs is None:
-        raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
-    if runtime is not None and file_path_onnx is None:
-        raise CheckpointError(f"runtime={runtime!r} needs file_path_onnx: it is how the ONNX file is written")
+    knows_inputs = example_inputs is not None or gm.provenance.example_inputs is not None
+    onnx_path = _onnx_path(file_path_onnx, file_path_json, knows_inputs)
+    if onnx_path is None and not (runtime is None and example_inputs is None):
+        option = "example_inputs" if runtime is None else f"runtime={runtime!r}"
+        raise CheckpointError(f"{option} needs file_path_onnx or file_path_json: it is for the ONNX file")
     passes_for(runtime)
-    paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": file_path_onnx}
+    paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": onnx_path}
     check_distinct(paths, CheckpointError)
     sharded = _is_sharded(gm)
-    if sharded and (file_path_json is not None or file_path_onnx is not None):
+    if sharded and (file_path_json is not None or onnx_path is not None):
         raise CheckpointError(
             "the model is sharded: save the checkpoint alone, load it into a model that is prepared in the same way "
             "and not sharded, and write JSON and ONNX from that one"
         )
+    if file_path_json is not None or onnx_path is not None:
+        require_calibrated(gm)
     state, qat_state = _whole_states(gm)
     content = {
         "format": FORMAT,
@@ -114,15 +125,26 @@ def save_checkpoint(
             with atomic_path(file_path, CheckpointError) as temporary:
                 torch.save(content, temporary)
                 append_digest(temporary)
-    if file_path_onnx is not None:
-        assert example_inputs is not None
-        convert_export(model, example_inputs, file_path_onnx, file_path_json, runtime=runtime)
+    if onnx_path is not None:
+        convert_export(model, example_inputs, onnx_path, file_path_json, runtime=runtime)
     elif file_path_json is not None:
-        require_calibrated(gm)
         tensors = lower(gm).tensors.values()
         document = params_document(tensors, gm.provenance.backend, opset_for(tensors, None))
         with atomic_path(file_path_json, CheckpointError) as temporary:
             temporary.write_text(json.dumps(document, indent=1))
+
+
+def _onnx_path(
+    given: str | os.PathLike[str] | bool | None, json_path: str | os.PathLike[str] | None, knows_inputs: bool
+) -> str | os.PathLike[str] | None:
+    """The ONNX file that :func:`save_checkpoint` writes, None for none."""
+    if given is True:
+        raise CheckpointError("file_path_onnx must be a path, None or False, got True")
+    if given is None:
+        return Path(json_path).with_suffix(".onnx") if json_path is not None and knows_inputs else None
+    if given is not False and not knows_inputs:
+        raise CheckpointError("file_path_onnx needs example_inputs: pass a tuple of the model's inputs")
+    return None if given is False else given
 
 
 def _check_extra(extra: Any) -> None:

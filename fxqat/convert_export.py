@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import numpy as np
 import onnx
 from torch import Tensor, nn
 
-from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple
-from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter
-from fxqat.errors import ExportError
+from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
+from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter, user_translations
+from fxqat.errors import ExportError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.foldable_weights import FoldableWeights
-from fxqat.onnx.name_outputs import NameOutputs
+from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
@@ -33,13 +33,14 @@ from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import inputs_in_float32
-from fxqat.quantization.dynamic_batch import batch_size, cause_of, check_batch, twice
+from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
 from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
+from fxqat.utils.batches import described
 from fxqat.utils.files import write_all
 from fxqat.utils.tensors import flatten_tensors
 
@@ -83,20 +84,23 @@ class ExportReport:
         return "\n".join(lines if self.certificate is None else [*lines, str(self.certificate)])
 
 
+@tells_of_the_bundle()
 def convert_export(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
-    file_path: str | os.PathLike[str],
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+    file_path: str | os.PathLike[str] | None = None,
     file_path_json: str | os.PathLike[str] | None = None,
     *,
     opset_version: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = False,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     verify: bool = True,
     weights: str = "integer",
     input_stats: InputStats | None = None,
     runtime: str | None = None,
+    custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> ExportReport:
     """Export a prepared model as QDQ ONNX with integer weights, and prove that the file computes what the model does.
 
@@ -107,15 +111,21 @@ def convert_export(
     Args:
         model: a calibrated model of ``prepare_by_platform``, on any device, also wrapped by DDP or ``torch.compile``.
         example_inputs: a tuple of inputs, a dict of them by name, or a single tensor. They give the shapes, and the
-            file is compared with the model on them.
+            file is compared with the model on them. None: those that the model was prepared with.
         file_path: the ONNX file to write.
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
             None is 18, or 21 if a tensor has less than 5 or more than 8 bits.
-        input_names: names of the file's inputs.
-        output_names: names of the file's outputs; by default the keys of a dict, ``output``, or ``output_0`` and so on.
+        input_names: names of the file's inputs, one for each tensor, also in nested inputs; by default the names of the
+            arguments.
+        output_names: names of the file's outputs, one for each tensor, also in nested outputs; by default the keys of a
+            dict, ``output``, or ``output_0`` and so on, with a number if it is the name of an input.
         dynamic_batch: leave the batch size open: the first dimension of the first input, and of every input that has
             the same first dimension. The model and the file then also run on the batch twice.
+        dynamic_shapes: leave any dimensions open, as in ``torch.onnx.export``: for each input, by name or in order, a
+            dict by dimension, ``{"x": {0: "batch", 2: "height", 3: Dim("width", max=1024)}}``, or a sequence with an
+            entry for each dimension; None fixes a dimension. The model and the file then also run at a second size:
+            twice as long, or as the bounds allow.
         verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` for float weights before Q/DQ pairs.
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
@@ -125,6 +135,9 @@ def convert_export(
             :mod:`fxqat.quantization.raw_inputs`.
         runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
             the form that it runs fast and right. None keeps the form of the backend.
+        custom_translation_table: for operators of your own (``torch.library``) a function of ONNX operators each, as in
+            ``torch.onnx.export``. What ONNX Runtime cannot run cannot be verified: it is refused unless ``verify`` is
+            False.
 
     Returns:
         Paths, opset, tensors and certificate.
@@ -133,13 +146,15 @@ def convert_export(
         CalibrationError: a fake-quant has no usable range.
         ExportError: an argument is wrong, the opset does not have the type of a tensor, the parameters do not fit into
             a file, the model does not run on the inputs, a hook changes its outputs, an output is complex or does not
-            follow the batch size, the exporter or a pass fails, or a file cannot be written.
+            follow an open size, the exporter or a pass fails, or a file cannot be written.
         ParityError: the file does not compute what the model computes; nothing is written.
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
     gm = prepared_model(model, ExportError)
-    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs))
+    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
+    if file_path is None:
+        raise ExportError("file_path is missing: give the path of the ONNX file to write")
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)
@@ -148,23 +163,29 @@ def convert_export(
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
+    user_translations(custom_translation_table)
     require_calibrated(gm)
+
+    sizes = _open_sizes(gm, inputs, dynamic_shapes, dynamic_batch)
 
     lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), opset_version)
     captured = capture(gm, inputs, normalizers)
     warnings = lowered.warnings + not_in_file(captured)
     second = None
-    if dynamic_batch:
-        second, notes = _second_batch(gm, inputs, normalizers, captured, output_names or lowered.output_names)
+    if sizes is not None:
+        second, notes = _second_size(gm, sizes, inputs, normalizers, captured)
         warnings += notes
 
-    exported = run_exporter(lowered.module, inputs, input_names, output_names, dynamic_batch)
+    exported = run_exporter(lowered.module, inputs, sizes, custom_translation_table)
+    interface = interface_names(
+        [str(value.name) for value in exported.graph.inputs], list(captured.outputs), input_names, output_names
+    )
     warnings += exporter_warnings(exported)
 
     passes = [
         Simplify(),
-        NameOutputs(output_names or lowered.output_names),
+        NameInterface(*interface),
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
@@ -185,12 +206,11 @@ def convert_export(
         certificate = None
         if verify:
             certificate = _certify(made.proto, activations, named, inputs, captured)
-            if second is not None:
-                certificate = replace(
-                    certificate, second_batch=_certify(made.proto, activations, named, twice(inputs), second)
-                )
+            if sizes is not None and second is not None:
+                at_second = _certify(made.proto, activations, named, sizes.second_inputs(inputs), second)
+                certificate = replace(certificate, second_size=at_second)
             warnings += certificate.warnings()
-            figures = end_to_end(gm, inputs, normalizers, captured.outputs, made.proto)
+            figures = end_to_end(gm, inputs, normalizers, list(captured.outputs.values()), made.proto)
             certificate = replace(certificate, end_to_end=figures)
 
         raw = stats_by_name([value.name for value in made.proto.graph.input], inputs, normalizers)
@@ -217,27 +237,31 @@ def not_in_file(captured: Captured) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _second_batch(
-    gm: QuantGraphModule,
-    inputs: tuple[Any, ...],
-    normalizers: Normalizers,
-    captured: Captured,
-    names: Sequence[str],
+def _open_sizes(
+    gm: QuantGraphModule, inputs: tuple[Any, ...], dynamic_shapes: Any, dynamic_batch: bool
+) -> OpenSizes | None:
+    """The sizes to leave open, with what is known of the model's code."""
+    names = [str(node.target) for node in gm.graph.nodes if node.op == "placeholder"]
+    report, kept = gm.quant_report, gm.provenance.example_inputs
+    sizes = open_sizes(inputs, names, dynamic_shapes, dynamic_batch, report.forced, kept)
+    if sizes is not None and sizes.only_batch and ANY_BATCH in report.sameness:
+        return replace(sizes, forced=())  # compared with the float model at another batch size
+    return sizes
+
+
+def _second_size(
+    gm: QuantGraphModule, sizes: OpenSizes, inputs: tuple[Any, ...], normalizers: Normalizers, captured: Captured
 ) -> tuple[Captured, tuple[str, ...]]:
-    """The run of the model on the batch twice, and what is to be told of it."""
-    forced, size = gm.quant_report.forced, batch_size(inputs)
+    """The run of the model on inputs of the second size, and what is to be told of it."""
+    others = sizes.second_inputs(inputs)
     try:
-        second = capture(gm, twice(inputs), normalizers)
+        second = capture(gm, others, normalizers)
     except ExportError as cause:
         raise ExportError(
-            f"dynamic_batch was asked for, but the prepared model does not run on {2 * size} samples: "
-            f"{cause.__cause__ or cause}. {cause_of(forced)}"
+            f"open sizes were asked for, but the prepared model does not run on inputs of another size, "
+            f"{described(others)}: {cause.__cause__ or cause}. {sizes.cause}"
         ) from cause
-    if len(names) != len(captured.outputs):
-        names = [f"output_{number}" for number in range(len(captured.outputs))]
-    if ANY_BATCH in gm.quant_report.sameness:
-        forced = ()  # compared with the float model at another batch size
-    return second, check_batch(captured.outputs, second.outputs, names, size, forced)
+    return second, check_sizes(sizes, captured.outputs, second.outputs)
 
 
 def _certify(
@@ -254,7 +278,7 @@ def _certify(
         if path in named
     }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
-    return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)
+    return require_parity(proto, arrays, in_file, list(captured.outputs.values()), captured.selections)
 
 
 def write_files(

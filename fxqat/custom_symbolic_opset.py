@@ -21,11 +21,10 @@ from torch import nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
-from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
+from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.tensors import flatten_tensors, map_tensors
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, translations_read_once
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, translations_read_once
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -38,18 +37,16 @@ NATIVE_OPSET = 18
 def run_exporter(
     module: nn.Module,
     inputs: tuple[Any, ...],
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
-    dynamic_batch: bool = False,
+    sizes: OpenSizes | None = None,
+    translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> ir.Model:
     """Run torch's exporter.
 
     Args:
         module: the lowered graph.
         inputs: example inputs.
-        input_names: names of the model's inputs; by default those of the module's arguments.
-        output_names: names of the model's outputs; by default the exporter chooses them.
-        dynamic_batch: leave the batch size open, see :mod:`fxqat.quantization.dynamic_batch`.
+        sizes: the sizes to leave open, None for none.
+        translations: of the user's operators, see :func:`user_translations`.
 
     If it fails and the graph calls leaves, the graph is captured in the mode of ``torch.export`` that reads their code,
     and with the sizes that they return for the example inputs.
@@ -58,13 +55,13 @@ def run_exporter(
         The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
-        ExportError: the exporter fails, the number of names is wrong, or the model's code fixes the batch size.
+        ExportError: the exporter fails, or the model's code fixes an open size.
     """
-    if dynamic_batch and batch_size(inputs) == 1:  # torch.export treats a batch of 1 as a constant
-        inputs = twice(inputs)
-    size, batch = batch_size(inputs) if dynamic_batch else 0, torch.export.Dim("batch")
-    shapes = map_tensors(inputs, lambda t: {0: batch} if has_batch(t, size) else {}) if dynamic_batch else None
-    export = partial(_export, inputs=inputs, input_names=input_names, output_names=output_names, dynamic_shapes=shapes)
+    opened = () if sizes is None else sizes.first
+    if sizes is not None and any(1 in axes.values() for axes in opened):  # torch.export treats 1 as a constant
+        inputs = sizes.second_inputs(inputs)
+    export = partial(_export, inputs=inputs, dynamic_shapes=None if sizes is None else sizes.shapes)
+    export = partial(export, custom_translation_table=translation_table() | user_translations(translations))
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -72,7 +69,9 @@ def run_exporter(
             model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
             leaves = leaf_calls(module)
-            if dynamic_batch or not leaves:
+            if sizes is not None:
+                raise ExportError(f"torch.onnx.export failed with open sizes: {cause}\n{sizes.cause}") from cause
+            if not leaves:
                 raise ExportError(f"torch.onnx.export failed: {cause}") from cause
             try:
                 model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
@@ -80,17 +79,14 @@ def run_exporter(
                 raise ExportError(f"torch.onnx.export failed: {cause}") from cause
             called = ", ".join(str(leaf.target) for leaf in leaves)
             told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
-    graph = model.graph
-    for what, names, values in (("input", input_names, graph.inputs), ("output", output_names, graph.outputs)):
-        if names is not None and len(names) != len(values):
-            raise ExportError(f"{what}_names: the model has {len(values)}, got {len(names)} names {list(names)}")
-    batches = [v for v, t in zip(graph.inputs, flatten_tensors(inputs), strict=False) if has_batch(t, size)]
-    fixed = [value.name for value in batches if value.shape is not None and isinstance(value.shape[0], int)]
-    if dynamic_batch and fixed:
-        raise ExportError(
-            f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
-            "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
-        )
+    fixed = [
+        f"{value.name}[{axis}]"
+        for value, axes in zip(model.graph.inputs, opened, strict=False)
+        for axis in axes
+        if value.shape is not None and isinstance(value.shape[axis], int)
+    ]
+    if sizes is not None and fixed:
+        raise ExportError(f"the model fixes {', '.join(fixed)}, which was to be open. {sizes.cause}")
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
 
@@ -104,7 +100,6 @@ def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any,
             optimize=False,
             verbose=False,
             opset_version=NATIVE_OPSET,
-            custom_translation_table=translation_table(),
             **options,
         )
     if program is None:
@@ -149,6 +144,30 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.conv2d.default: _conv,
         torch.ops.aten.conv3d.default: _conv,
     }
+
+
+def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """The translations of the user's operators, by the overloads that torch's exporter looks for.
+
+    Args:
+        given: what torch calls ``custom_translation_table``: for an operator (``torch.ops.mylib.wavy``, one of its
+            overloads, or the function that ``torch.library.custom_op`` returns) a function of ONNX operators.
+
+    Raises:
+        ExportError: an entry is none of these, or is for an operator of fxqat's own.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ExportError(f"custom_translation_table must be a dict of functions by operator, got {given!r}")
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for target, function in (given or {}).items():
+        overload = operator_of(target)
+        if overload is None or overload.namespace == "fxqat" or not callable(function):
+            raise ExportError(
+                "custom_translation_table: expected an operator such as torch.ops.mylib.wavy.default, not of fxqat, "
+                f"with a function of ONNX operators, got {target!r}: {function!r}"
+            )
+        found[overload] = function
+    return found
 
 
 def _quantize_dequantize(

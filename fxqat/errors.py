@@ -1,5 +1,12 @@
 """The errors that fxqat raises: one class for each stage at which a user can act."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BUNDLE = "To show this failure to somebody else: fxqat bundle FILE.py:FACTORY --input SHAPE -b BACKEND -o bundle.zip"
+
 
 class FxqatError(Exception):
     """Base of every error that fxqat raises on purpose."""
@@ -27,3 +34,27 @@ class ExportError(FxqatError):
 
 class ParityError(ExportError):
     """The exported file and the fake-quant model compute different results."""
+
+
+@contextmanager
+def tells_of_the_bundle() -> Iterator[None]:
+    """Add to a failure in the block, or in the decorated function, how to make the debug bundle.
+
+    A failure is a model that cannot be traced, a file that differs from its model, an export that failed because
+    something else did, or an error that is not fxqat's. Wrong arguments are none. The sentence is a note of the error
+    (Python 3.11), which tracebacks show below the message; before 3.11 it is part of the message.
+    """
+    try:
+        yield
+    except Exception as error:
+        caused = isinstance(error, ExportError) and not isinstance(error.__cause__, (OSError, FxqatError, type(None)))
+        if isinstance(error, (TraceError, ParityError)) or caused or not isinstance(error, (FxqatError, TypeError)):
+            _add_note(error)
+        raise
+
+
+def _add_note(error: Exception) -> None:
+    if not hasattr(error, "add_note"):
+        error.args = (f"{error}\n{BUNDLE}",)
+    elif BUNDLE not in getattr(error, "__notes__", ()):
+        error.add_note(BUNDLE)

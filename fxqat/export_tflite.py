@@ -64,7 +64,7 @@ class TfliteReport:
 
 def export_tflite(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None,
     file_path: str | os.PathLike[str],
     file_path_json: str | os.PathLike[str] | None = None,
     *,
@@ -81,6 +81,7 @@ def export_tflite(
     Args:
         model: a calibrated model of ``prepare_by_platform``, best for the backend ``LiteRT``: activations must be int8.
         example_inputs: a tuple of inputs, a dict of them by name, or a single tensor, in the layout of the model.
+            None: those that the model was prepared with.
         file_path: the .tflite file to write.
         file_path_json: the JSON file of scales and zero points to write.
         channels_last: the file takes inputs of three or more dimensions in the layout ``(N, ..., C)``.
@@ -99,7 +100,7 @@ def export_tflite(
     Source: LiteRT documentation, "LiteRT 8-bit quantization specification".
     """
     gm = prepared_model(model, ExportError)
-    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs))
+    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     check_paths(file_path, file_path_json)
     versions = litert_versions()
     require_calibrated(gm)
@@ -122,7 +123,7 @@ def export_tflite(
             activations,
             captured.integers,
             captured.reals,
-            dict(zip(lowered.output_names, captured.outputs, strict=True)),
+            captured.outputs,
             versions,
         )
         require_tflite_parity(certificate)

@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from fxqat.config.calibration_only import check_calibration_only
 from fxqat.config.config import SIZE, PrepareConfig, parse_config
 from fxqat.config.effective import describe_config
-from fxqat.config.example_inputs import inputs_in_order
+from fxqat.config.example_inputs import inputs_in_order, inputs_to_keep
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
-from fxqat.errors import ConfigError, FxqatError
+from fxqat.errors import ConfigError, FxqatError, tells_of_the_bundle
 from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.nn.qat import BN_FREEZE
@@ -39,12 +39,14 @@ from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
 from fxqat.utils.contexts import collector_paused, without_fast_path
+from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import line_of_forward
 
 __all__ = ["BackendType", "prepare_by_platform"]
 
 
+@tells_of_the_bundle()
 @collector_paused()
 @without_fast_path()
 def prepare_by_platform(
@@ -70,7 +72,8 @@ def prepare_by_platform(
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
         example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
             name. With them the Python code of the model may look at sizes, lengths and types while it is traced.
-            Arguments of forward that they leave out are fixed to their defaults.
+            Arguments of forward that they leave out are fixed to their defaults. The prepared model keeps a copy on
+            the CPU: exports take it if none are given.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
@@ -149,6 +152,7 @@ def _prepare(
         prepared, report, effective, float_tensors, split, config.preserve_attr, spec.runtime
     )
     prepared.provenance.modes = modes_in(prepared, traced.root, modes)
+    prepared.provenance.example_inputs = inputs_to_keep(inputs)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
@@ -205,13 +209,19 @@ def _check_decisions(gm: fx.GraphModule, report: QuantReport, name: str, is_qat:
         raise ConfigError(f"{name}: nothing to quantize for {report.backend}. Every node is left float:\n{report}")
 
 
-def _preserve(model: nn.Module, prepared: nn.Module, names: tuple[str, ...]) -> None:
-    """Copy attributes of the model."""
-    for name in names:
-        if not hasattr(model, name):
-            raise ConfigError(f"preserve_attr: {type(model).__name__} has no attribute {name!r}")
-        if inspect.ismethod(getattr(model, name)):
-            raise ConfigError(f"preserve_attr: {name!r} is a method; it would still work on the float model")
-        if hasattr(prepared, name):
-            raise ConfigError(f"preserve_attr: {name!r} is already part of the prepared model")
-        setattr(prepared, name, copy.deepcopy(getattr(model, name)))
+def _preserve(model: nn.Module, prepared: nn.Module, paths: tuple[str, ...]) -> None:
+    """Copy attributes of the model and of modules in it."""
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        try:
+            module = model.get_submodule(owner)
+        except AttributeError:
+            raise ConfigError(f"preserve_attr: the model has no module {owner!r}") from None
+        if not hasattr(module, name):
+            raise ConfigError(f"preserve_attr: {owner or type(model).__name__} has no attribute {name!r}")
+        value = getattr(module, name)
+        if inspect.ismethod(value):
+            raise ConfigError(f"preserve_attr: {path!r} is a method; it would still work on the float model")
+        if has_attribute(prepared, path):
+            raise ConfigError(f"preserve_attr: {path!r} is already part of the prepared model")
+        set_attribute(prepared, path, copy.deepcopy(value))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -587,7 +588,34 @@ def test_parameters_of_an_uncalibrated_model_are_not_written(tmp_path: Path) -> 
     gm = prepare_by_platform(build("residual"), "TSQAT")
     with pytest.raises(CalibrationError, match="9 of 9 fake-quants saw no data"):
         save_checkpoint(gm, tmp_path / "c.pth", tmp_path / "c.json")
-    assert not (tmp_path / "c.json").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_with_example_inputs_a_json_path_also_writes_the_proven_onnx_file(tmp_path: Path) -> None:
+    inputs = inputs_of("residual")
+    gm = calibrate(prepare_by_platform(build("residual"), "TSQAT", example_inputs=inputs, check="off"), inputs)
+    save_checkpoint(gm, tmp_path / "each_epoch.pth")
+    save_checkpoint(gm, tmp_path / "alone.pth", tmp_path / "alone.json", file_path_onnx=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"each_epoch.pth", "alone.pth", "alone.json"}
+    save_checkpoint(gm, tmp_path / "last.pth", tmp_path / "model.quant.json")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("each_epoch.pth", "alone.pth", "alone.json", "last.pth"),
+        *("model.quant.json", "model.quant.onnx", "model.quant.parity.json"),
+    }
+    session = onnxruntime.InferenceSession(tmp_path / "model.quant.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: inputs[0].numpy()})
+    expected = deployed_outputs(gm, inputs)[0]
+    assert np.abs(found - expected).max() <= np.abs(expected).max() / 100
+    alone, beside = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "model.quant"))
+    assert alone == beside
+
+
+def test_an_option_of_the_onnx_file_without_it_is_refused(tmp_path: Path) -> None:
+    gm = prepared("residual")
+    for options in ({"example_inputs": inputs_of("residual")}, {"file_path_onnx": True}):
+        with pytest.raises(CheckpointError, match="file_path_onnx"):
+            save_checkpoint(gm, tmp_path / "c.pth", **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("extra", [{"path": Path("x")}, {"best": np.float64(0.5)}, {"f": len}])

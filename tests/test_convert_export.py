@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import math
+import pickle
 import re
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,6 +28,7 @@ from fxqat import (
     prepare_by_platform,
     save_checkpoint,
 )
+from fxqat.config.example_inputs import inputs_to_keep
 from fxqat.convert_export import ExportReport, convert_export
 from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.errors import CalibrationError, ExportError, ParityError
@@ -472,6 +474,44 @@ def test_asked_names_are_given(tmp_path: Path) -> None:
     check_values(gm, inputs, report, model)
 
 
+class Cell(nn.Module):
+    """A step of a recurrent network: one state is handed on as it is, the other one is the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.h = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = state
+        y = self.linear(x) + self.h(h)
+        return y, (y, c)
+
+
+def test_names_of_nested_inputs_and_outputs_are_given_to_the_letter(tmp_path: Path) -> None:
+    x, h, c = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    gm = prepare_by_platform(Cell().eval(), "TSQAT", example_inputs=(x, (h, c)), check="off")
+    calibrate(gm, (x, (h, c)))
+    path = tmp_path / "m.onnx"
+
+    def names_in_file() -> tuple[list[str], list[str]]:
+        graph = onnx.load(path).graph
+        return [value.name for value in graph.input], [value.name for value in graph.output]
+
+    convert_export(gm, file_path=path, output_names=["y", "h", "c"])
+    assert names_in_file() == (["x", "state_0", "state_1"], ["y", "h", "c"])
+    assert [np.array_equal(found, c) for found in run_file(path, (x, h, c))] == [False, False, True]
+    convert_export(gm, file_path=path, input_names=["x", "h", "c"], verify=False)
+    assert names_in_file() == (["x", "h", "c"], ["output_0", "output_1_0", "output_1_1"])
+    leaves = "output_0, output_1_0, output_1_1"
+    for names, message in (
+        ({"output_names": ["y", "h"]}, rf"one name for each output tensor, 3: {leaves}; got 2: .'y', 'h'."),
+        ({"input_names": ["x", "state"]}, r"one name for each input tensor, 3: x, state_0, state_1; got 2"),
+        ({"output_names": ["y", "h", "x"]}, r"output_names: x names an input already. Give input_names, too"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            convert_export(gm, file_path=path, verify=False, **names)
+
+
 def test_asked_names_that_modules_have_too_stay_apart(tmp_path: Path) -> None:
     gm, inputs = known("residual", "TSQAT")
     report, model, document = export(gm, inputs, tmp_path, input_names=["conv"], output_names=["head.weight"])
@@ -563,6 +603,49 @@ def test_example_inputs_without_data_are_refused(inputs: Any, tmp_path: Path) ->
     with pytest.raises(ExportError, match="example_inputs"):
         convert_export(gm, inputs, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+class WithAnOption(nn.Module):
+    """Takes an optional argument between others, and one of a plain value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, more: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        y = self.linear(x) * scale
+        y = y if mask is None else y * mask
+        return y if more is None else y + more
+
+
+@pytest.mark.parametrize("copied", ["same", "deepcopy", "pickle"])
+def test_the_example_inputs_of_prepare_are_taken_if_none_are_given(copied: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(1000, 4)
+    x, more = rows[:3], torch.randn(3, 4)
+    gm = prepare_by_platform(WithAnOption(), "TSQAT", example_inputs=(x, None, more), check="off")
+    calibrate(gm, (x, more))
+    expected = deployed_outputs(gm, (x.clone(), more.clone()))
+    kept = gm.provenance.example_inputs
+    assert kept[0].untyped_storage().nbytes() == 3 * 4 * 4  # not the tensor of which it is a part
+    rows.zero_()  # the user's tensors may change afterwards
+    gm = {"same": lambda g: g, "deepcopy": copy.deepcopy, "pickle": lambda g: pickle.loads(pickle.dumps(g))}[copied](gm)
+    report = convert_export(gm, file_path=tmp_path / "m.onnx")
+    assert report.certificate is not None
+    assert [value.name for value in onnx.load(tmp_path / "m.onnx").graph.input] == ["x", "more"]
+    found = run_file(tmp_path / "m.onnx", kept)
+    assert np.abs(found[0] - expected[0]).max() <= np.abs(expected[0]).max() / 100
+
+
+def test_without_any_example_inputs_the_error_says_what_to_do(tmp_path: Path) -> None:
+    """Objects of the user's may not survive a copy or a pickle: they are not kept."""
+    gm = prepared("residual")
+    with pytest.raises(ExportError, match=r"example_inputs is missing.*give .* as example_inputs of prepare_by"):
+        convert_export(gm, file_path=tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="file_path is missing"):
+        convert_export(gm, inputs_of("residual"))
+    assert inputs_to_keep((torch.ones(2), object())) is None
+    assert inputs_to_keep((torch.ones(2, device="meta"),)) is None
 
 
 def test_example_inputs_of_a_wrong_shape_are_an_export_error(tmp_path: Path) -> None:
@@ -1250,9 +1333,54 @@ def test_a_dynamic_batch_is_certified_at_a_second_size(tmp_path: Path) -> None:
     gm, x = body(lambda self, x: self.linear(x))
     report, _, _ = export(gm, x, tmp_path, dynamic_batch=True)
     assert report.certificate is not None
-    assert report.certificate.second_batch is not None
-    assert report.certificate.second_batch.tensors[0].size == 2 * report.certificate.tensors[0].size
+    assert report.certificate.second_size is not None
+    assert report.certificate.second_size.tensors[0].size == 2 * report.certificate.tensors[0].size
     assert report.warnings == ()
+
+
+class Segmenter(nn.Module):
+    """A small U-Net; with ``fixed``, its code takes the height as a number."""
+
+    def __init__(self, fixed: bool = False) -> None:
+        super().__init__()
+        self.down, self.up, self.fixed = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 3, 1), fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.interpolate(self.up(self.down(x)), scale_factor=2.0)
+        y = torch.cat([x, y], 1)
+        return y / int(x.shape[2]) if self.fixed else y
+
+
+def test_height_and_width_stay_open_and_are_certified_at_two_sizes(tmp_path: Path) -> None:
+    x = torch.rand(1, 3, 8, 12, generator=torch.Generator().manual_seed(0))
+    gm = calibrate(prepare_by_platform(Segmenter().eval(), example_inputs=x, check="off"), (x,))
+    shapes = {"x": {0: "batch", 2: "height", 3: torch.export.Dim("width", max=20)}}
+    report, model, _ = export(gm, x, tmp_path, dynamic_shapes=shapes)
+    (value,) = model.graph.input
+    assert [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] == [
+        "batch",
+        3,
+        "height",
+        "width",
+    ]
+    assert report.warnings == ()
+    assert report.certificate is not None
+    assert report.certificate.second_size is not None
+    sizes = [certificate.tensors[0].size for certificate in (report.certificate, report.certificate.second_size)]
+    assert sizes == [3 * 8 * 12, 2 * 3 * 16 * 6]  # the width may not be 24
+    other = (torch.rand(3, 3, 10, 14, generator=torch.Generator().manual_seed(1)),)
+    (found,), (expected,) = run_file(tmp_path / "model.onnx", other), deployed_outputs(gm, other)
+    assert found.shape == expected.shape == (3, 6, 10, 14)
+    assert np.abs(found - expected).max() <= 0.02
+
+
+def test_a_height_that_became_a_number_is_refused_with_its_line(tmp_path: Path) -> None:
+    x = torch.rand(2, 3, 8, 12)
+    gm = calibrate(prepare_by_platform(Segmenter(fixed=True).eval(), example_inputs=x, check="off"), (x,))
+    for inputs in (x, torch.rand(2, 3, 16, 12)):
+        with pytest.raises(ExportError, match=r"holds the number 8.* 8 at .*test_convert_export\.py:\d+"):
+            convert_export(gm, inputs, tmp_path / "model.onnx", dynamic_shapes={"x": {2: "height"}})
+    convert_export(gm, x, tmp_path / "model.onnx", dynamic_shapes={"x": {3: "width"}}, verify=False)
 
 
 def recurrent(self: nn.Module, x: Tensor) -> Tensor:

@@ -3,18 +3,26 @@
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxscript
 import pytest
 import torch
-from torch import Tensor, nn
+from onnxscript import opset18
+from torch import Tensor, fx, nn
 
+from fxqat import convert_export, prepare_by_platform
+from fxqat.config.overrides import Match
 from fxqat.custom_symbolic_opset import NATIVE_OPSET, exporter_warnings, run_exporter, translation_table
+from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops
 from fxqat.onnx.opset import opset_of
+from fxqat.quantization.dynamic_sizes import OpenSizes, open_sizes
+from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
-from tests.export_models import constants, node_types, run_file
+from tests.export_models import calibrate, constants, deployed_outputs, node_types, run_file
 
 RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
 
@@ -258,11 +266,14 @@ class Masked(nn.Module):
         return (x[:, None] * mask).sum(2) * factor
 
 
+def with_open_batch(inputs: tuple[Tensor, ...]) -> OpenSizes | None:
+    return open_sizes(inputs, ["x", "mask", "factor"][: len(inputs)], dynamic_batch=True)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_only_inputs_with_a_batch_get_an_open_dimension(batch: int) -> None:
-    model = run_exporter(
-        Masked().eval(), (torch.randn(batch, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
-    )
+    inputs = (torch.randn(batch, 5), torch.ones(5, 5), torch.tensor(2.0))
+    model = run_exporter(Masked().eval(), inputs, with_open_batch(inputs))
     shapes = [[dim if isinstance(dim, int) else str(dim) for dim in value.shape] for value in model.graph.inputs]
     assert shapes == [["batch", 5], [5, 5], []]
 
@@ -276,9 +287,104 @@ def test_warnings_of_the_exporter_are_kept_and_its_noise_is_not() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = run_exporter(Warns().eval(), (torch.randn(2, 2),), dynamic_batch=True)
-        quiet = run_exporter(
-            Masked().eval(), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0)), dynamic_batch=True
-        )
+        x, more = torch.randn(2, 2), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0))
+        model = run_exporter(Warns().eval(), (x,), with_open_batch((x,)))
+        quiet = run_exporter(Masked().eval(), more, with_open_batch(more))
     assert exporter_warnings(model) == ("this branch is for squares only",)
     assert exporter_warnings(quiet) == ()
+
+
+# Operators of the user's own
+
+
+@torch.library.custom_op("fxqat_test::wavy", mutates_args=())
+def wavy(x: Tensor, frequency: float) -> Tensor:
+    """An operator of a user."""
+    return torch.sin(x * frequency) + x
+
+
+wavy.register_fake(lambda x, frequency: torch.empty_like(x))
+
+
+class Wavy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(wavy(self.before(x), 2.0))
+
+
+def wavy_in_onnx(x: Any, frequency: float) -> Any:
+    return opset18.Add(opset18.Sin(opset18.Mul(x, frequency)), x)
+
+
+OPERATOR = torch.ops.fxqat_test.wavy
+QDQ = torch.ops.fxqat.quantize_dequantize.default
+IN_CHIP = onnxscript.values.Op(
+    onnxscript.values.Opset("my.chip", 1),
+    "Wavy",
+    op_schema=onnx.defs.OpSchema(
+        "Wavy",
+        "my.chip",
+        1,
+        inputs=[onnx.defs.OpSchema.FormalParameter("x", "T")],
+        outputs=[onnx.defs.OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", ["tensor(float)"], "")],
+        attributes=[onnx.defs.OpSchema.Attribute("frequency", onnx.defs.OpSchema.AttrType.FLOAT)],
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def with_own_operator() -> tuple[QuantGraphModule, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    config = {"extra_quantizer_dict": {"additional_function_type": [wavy]}}
+    gm = prepare_by_platform(Wavy().eval(), "TSQAT", config, example_inputs=x, check="off")
+    return calibrate(gm, (x,)), x
+
+
+def test_an_own_operator_is_quantized_by_any_of_its_names(with_own_operator: tuple[QuantGraphModule, Tensor]) -> None:
+    gm, _ = with_own_operator
+    (row,) = [row for row in gm.quant_report if row.node.startswith("wavy")]
+    assert (row.status, row.reason) == ("quantized", "asked for by extra_quantizer_dict")
+    nodes = list(fx.symbolic_trace(Wavy()).graph.nodes)
+    for name in (wavy, OPERATOR, OPERATOR.default, "wavy", "fxqat_test::wavy"):
+        assert [node.name for node in nodes if Match(function=name)(node)] == [row.node]
+    assert not any(Match(function="other::wavy")(node) for node in nodes)
+
+
+@pytest.mark.parametrize("key", [wavy, OPERATOR, OPERATOR.default], ids=["function", "packet", "overload"])
+def test_an_own_operator_is_exported_by_the_users_translation(
+    key: Any, with_own_operator: tuple[QuantGraphModule, Tensor], tmp_path: Path
+) -> None:
+    gm, x = with_own_operator
+    report = convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table={key: wavy_in_onnx})
+    assert report.certificate is not None
+    assert "Sin" in node_types(onnx.load(tmp_path / "m.onnx"))
+    (found,), (expected,) = run_file(tmp_path / "m.onnx", (x,)), deployed_outputs(gm, (x,))
+    assert np.abs(found - expected).max() <= np.abs(expected).max() / 100
+
+
+def test_an_operator_that_onnx_runtime_lacks_is_told_and_written_without_verification(
+    with_own_operator: tuple[QuantGraphModule, Tensor], tmp_path: Path
+) -> None:
+    gm, x = with_own_operator
+    table = {wavy: lambda x, frequency: IN_CHIP(x, frequency=frequency)}
+    with pytest.raises(ExportError, match=r"my\.chip.*has this operator, export with verify=False"):
+        convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table=table)
+    assert not list(tmp_path.iterdir())
+    report = convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table=table, verify=False)
+    assert report.certificate is None
+    model = onnx.load(tmp_path / "m.onnx")
+    assert [node.domain for node in model.graph.node if node.op_type == "Wavy"] == ["my.chip"]
+
+
+@pytest.mark.parametrize("table", [{torch.sin: wavy_in_onnx}, {wavy: "Sin"}, [wavy], {QDQ: wavy_in_onnx}])
+def test_a_wrong_translation_table_is_refused(
+    table: Any, with_own_operator: tuple[QuantGraphModule, Tensor], tmp_path: Path
+) -> None:
+    gm, x = with_own_operator
+    with pytest.raises(ExportError, match="custom_translation_table"):
+        convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table=table)

@@ -77,8 +77,9 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
         (fxqat.load_quant_params, "model, file_path_json"),
         (
             fxqat.convert_export,
-            "model, example_inputs, file_path, file_path_json=, *, opset_version=, input_names=, output_names=, "
-            "dynamic_batch=, verify=, weights=, input_stats=, runtime=",
+            "model, example_inputs=, file_path=, file_path_json=, *, opset_version=, input_names=, output_names=, "
+            "dynamic_batch=, dynamic_shapes=, verify=, weights=, input_stats=, runtime=, "
+            "custom_translation_table=",
         ),
         (
             fxqat.export_tflite,

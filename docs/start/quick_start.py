@@ -49,7 +49,7 @@ for x, y in data:
     optimizer.step()
 
 # 5. Save the weights for the float model and all that resuming needs, in one file.
-save_checkpoint(gm, "model.pth", "model.quant.json", extra={"epoch": 1, "optimizer": optimizer.state_dict()})
+save_checkpoint(gm, "model.pth", extra={"epoch": 1, "optimizer": optimizer.state_dict()})
 make_float_model().load_state_dict(torch.load("model.pth", weights_only=True)["state_dict"])
 resumed = prepare_by_platform(make_float_model(), BackendType.TSQAT, example_inputs=data[0][0])
 extra = load_checkpoint(resumed, "model.pth")

@@ -68,7 +68,7 @@ class PrepareConfig:
         first_last: per key of ``FIRST_LAST`` the changes to the first and last weighted layers.
         overrides: changes to single layers or nodes, later wins; applied after ``first_last``.
         unfused: patterns of the fusion table that are not applied.
-        preserve_attr: attributes of the model to carry over to the result.
+        preserve_attr: dotted paths of the attributes of the model to carry over to the result.
         concrete_args: arguments of forward fixed while tracing.
         leaf_module: module types or paths that are not traced into.
         bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
@@ -214,12 +214,13 @@ def _unfused(value: Any) -> frozenset[tuple[str, ...]]:
 
 
 def _preserve_attr(value: Any) -> tuple[str, ...]:
-    if isinstance(value, Mapping):
-        if set(value) - {""}:
-            others = sorted(set(value) - {""})
-            raise ConfigError(f"preserve_attr: only attributes of the model itself (key '') can be kept, got {others}")
-        value = value.get("")
-    return tuple(sequence(value, "preserve_attr", str, words="names of attributes"))
+    """The attributes by their dotted paths."""
+    by_module = value if isinstance(value, Mapping) else {"": value}
+    found: list[str] = []
+    for path, names in by_module.items():
+        names = sequence(names, "preserve_attr", str, words="names of attributes")
+        found += [f"{path}.{name}" if path else name for name in names]
+    return tuple(found)
 
 
 def _bn_mode(value: Any) -> str | int:

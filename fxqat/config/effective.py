@@ -17,6 +17,7 @@ from fxqat.errors import ConfigError
 from fxqat.nn.qat import BN_TRAIN
 from fxqat.quantization.annotation import annotation_of
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.torch_compat import operator_name
 
 HEADER = """Effective configuration of a model prepared for {backend}: read back, it prepares the model the same way.
 Edit an override to change one tensor. 'weight' is the weight of a layer, 'value' the value that a node produces,
@@ -111,4 +112,5 @@ def _tensors(gm: fx.GraphModule) -> Iterator[dict[str, Any]]:
 def _match_entry(match: Match) -> dict[str, Any]:
     """A match as YAML can express it."""
     given = {key: getattr(match, key) for key in ("module", "type", "function", "node")}
-    return {key: getattr(value, "__name__", value) for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if value is not None}
+    return {key: operator_name(value) or getattr(value, "__name__", value) for key, value in given.items()}

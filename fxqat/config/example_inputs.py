@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.utils.batches import described
 from fxqat.utils.nearest_name import nearest
+from fxqat.utils.tensors import map_tensors
 
 
 def inputs_in_order(
@@ -45,6 +47,36 @@ def inputs_in_order(
     if isinstance(example_inputs, Mapping):
         return _by_name(model, example_inputs, fixed or ())
     return tuple(example_inputs)
+
+
+def inputs_to_keep(inputs: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    """A copy of the example inputs that the prepared model keeps for its export, as arguments of its own forward.
+
+    Tensors are copied to the CPU, so that neither the device's memory nor a larger tensor of which they are a part is
+    kept. Arguments that are left out (None) are not arguments of the prepared model.
+
+    Args:
+        inputs: as :func:`inputs_in_order` gives them.
+
+    Returns:
+        The copy; None without inputs, or if they hold something else than ordinary tensors and plain values, which may
+        not be possible to copy or to pickle.
+    """
+    given = tuple(value for value in inputs or () if value is not None)
+    if not given or not _is_plain(given):
+        return None
+    copied: tuple[Any, ...] = map_tensors(given, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return copied
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return type(value) in (Tensor, nn.Parameter) and not value.is_meta
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
 
 
 def _by_name(model: nn.Module, given: Mapping[str, Any], fixed: Collection[str]) -> tuple[Any, ...]:

@@ -13,19 +13,27 @@ from fxqat.errors import ConfigError, ExportError
 from fxqat.utils.batches import read_batch
 from fxqat.utils.files import check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.unused_names import unused_name
 
 
-def example_tuple(model: nn.Module, example_inputs: Any) -> tuple[Any, ...]:
+def example_tuple(model: nn.Module, example_inputs: Any, kept: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
     """The example inputs as a tuple, on the CPU and without gradients.
 
     Args:
         model: the prepared model; a mapping holds its arguments by name.
-        example_inputs: what the user gave.
+        example_inputs: what the user gave; None takes those that the model keeps.
+        kept: the example inputs that the model keeps from ``prepare_by_platform``.
 
     Raises:
-        ExportError: they are neither a tensor, a sequence nor a mapping, or hold no tensor, or an empty one; or a
-            mapping does not fit the model.
+        ExportError: there are none; they are neither a tensor, a sequence nor a mapping, or hold no tensor, or an empty
+            one; or a mapping does not fit the model.
     """
+    if example_inputs is None and kept is None:
+        raise ExportError(
+            "example_inputs is missing, and the prepared model keeps none: give them here, or give tensors and plain "
+            "values as example_inputs of prepare_by_platform"
+        )
+    example_inputs = kept if example_inputs is None else example_inputs
     if not isinstance(example_inputs, (Tensor, tuple, list, Mapping)):
         raise ExportError(
             "example_inputs must be a tensor, a tuple of inputs or a dict of them by name, got "
@@ -69,6 +77,39 @@ def check_names(input_names: Sequence[str] | None, output_names: Sequence[str] |
     both = set(input_names or ()) & set(output_names or ())
     if both:
         raise ExportError(f"input_names and output_names have {both} in common")
+
+
+def interface_names(
+    inputs: Sequence[str], outputs: Sequence[str], input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    """The names of a file's inputs and outputs: those asked for, to the letter, or the default ones.
+
+    Args:
+        inputs: default names of the inputs, one for each tensor.
+        outputs: default names of the outputs. A default name that is taken gets a number.
+        input_names: names asked for, None for none.
+        output_names: names asked for, None for none.
+
+    Raises:
+        ExportError: there is another number of names than of tensors; or a name for an output is the default name of an
+            input.
+    """
+    for what, names, leaves in (("input", input_names, inputs), ("output", output_names, outputs)):
+        if names is not None and len(names) != len(leaves):
+            raise ExportError(
+                f"{what}_names must have one name for each {what} tensor, {len(leaves)}: {', '.join(leaves)}; got "
+                f"{len(names)}: {list(names)}"
+            )
+    of_inputs = list(inputs if input_names is None else input_names)
+    if output_names is not None:
+        both = [name for name in output_names if name in of_inputs]
+        if both:
+            raise ExportError(f"output_names: {', '.join(both)} names an input already. Give input_names, too")
+        return of_inputs, list(output_names)
+    taken: list[str | None] = [*of_inputs]
+    for name in outputs:
+        taken.append(unused_name(name, taken))
+    return of_inputs, [str(name) for name in taken[len(of_inputs) :]]
 
 
 def check_paths(*paths: str | os.PathLike[str] | None) -> None:

@@ -13,10 +13,11 @@ from torch import fx
 
 from fxqat.errors import ConfigError
 from fxqat.nn.fused import FusedLayer
-from fxqat.ops.identify import identify
+from fxqat.ops.identify import identify, op_spelled
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import SPELLING
+from fxqat.utils.torch_compat import operator_name
 
 TENSORS = ("weight", "activation", "output", "value")
 """The tensors of a node that an override can change: its weight, the values it reads, the value it produces (twice)."""
@@ -56,7 +57,8 @@ class Match:
     Args:
         module: path of the called module, a glob (``layer1.*.conv1``) or ``re:`` and a regular expression.
         type: type of the called module, or its class name.
-        function: function or method, or its name.
+        function: function or method, or its name; it means every spelling in its row of the op table. An own
+            operator is meant by its function, ``torch.ops.mylib.wavy``, or ``"mylib::wavy"``.
         node: name of the node, a glob or ``re:``.
         where: the configuration entry, for messages.
     """
@@ -92,7 +94,13 @@ class Match:
         if target is None:
             return False
         name = target if isinstance(target, str) else getattr(target, "__name__", "")
-        return self.function in (target, name, identify(node).name)
+        if self.function in (target, name):
+            return True
+        operator = operator_name(target)
+        if operator and (operator_name(self.function) or self.function) in (operator, operator.partition("::")[2]):
+            return True
+        asked, found = (op_spelled(spelling) for spelling in (self.function, target))  # type: ignore[arg-type]
+        return asked is not None and (asked is found or asked.name == identify(node).name)
 
     def _is_node(self, node: fx.Node) -> bool:
         return _fits(str(self.node), node.name, self.where)

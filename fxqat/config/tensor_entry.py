@@ -10,7 +10,9 @@ from fxqat.config.overrides import TENSORS, TensorChange
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fake_quantizes import ALIASES as FAKE_QUANTIZE_ALIASES
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.fake_quantize.fake_quantizes import HINTS as FAKE_QUANTIZE_HINTS
 from fxqat.observer.observers import ALIASES as OBSERVER_ALIASES
+from fxqat.observer.observers import HINTS as OBSERVER_HINTS
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme, TensorQConfig
 from fxqat.utils.nearest_name import nearest
@@ -40,6 +42,8 @@ MODULE_SPELLINGS = {
 TABLES: dict[str, Mapping[str, Any]] = {"observer": OBSERVERS, "fake_quantize": FAKE_QUANTIZES}
 ALIASES = {"observer": OBSERVER_ALIASES, "fake_quantize": FAKE_QUANTIZE_ALIASES}
 """The names that other libraries give these observers and fake-quants."""
+HINTS = {"observer": OBSERVER_HINTS, "fake_quantize": FAKE_QUANTIZE_HINTS}
+"""How to spell here what other libraries have under other names."""
 
 
 def read_change(entry: Mapping[str, Any], where: str, tensor: str) -> TensorChange:
@@ -110,11 +114,21 @@ def _named(name: str, value: Any, where: str) -> Any:
         if not callable(value):
             raise ConfigError(f"{where} must be a name or a class, got {value!r}; names: {', '.join(TABLES[name])}")
         return value
-    short = value.removesuffix("Observer").removesuffix("FakeQuantize")
-    short = ALIASES[name].get(short, short)
-    if short not in TABLES[name]:
-        raise ConfigError(f"{where}: unknown {name} {value!r}; {nearest(short, TABLES[name])}")
-    return short
+    known = {_plain(row): row for row in TABLES[name]} | {_plain(alias): row for alias, row in ALIASES[name].items()}
+    found = known.get(_plain(value))
+    if found is None:
+        hints = {_plain(other): hint for other, hint in HINTS[name].items()}
+        hint = hints.get(_plain(value)) or nearest(value, TABLES[name])
+        raise ConfigError(f"{where}: unknown {name} {value!r}; {hint}")
+    return found
+
+
+def _plain(name: str) -> str:
+    """A name as libraries agree on it: without case, underscores, and the kind at its end."""
+    plain = name.lower().replace("_", "")
+    for kind in ("observer", "fakequantize", "quantizer", "quanter"):
+        plain = plain.removesuffix(kind) or plain
+    return plain
 
 
 def _scheme_value(key: str, value: Any, where: str) -> Any:

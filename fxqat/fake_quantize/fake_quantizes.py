@@ -31,6 +31,24 @@ FAKE_QUANTIZES: dict[str, type[FakeQuantizeBase]] = {
 ALIASES: Mapping[str, str] = MappingProxyType({"LSQ": "Learnable", "LSQPlus": "Learnable", "Tqt": "TQT"})
 """Names in other libraries, without ``FakeQuantize`` at the end, where they differ from ours."""
 
+_NO_TRAINING = "it is no fake-quant to train with: use 'Fixed', calibrate, and call"
+
+HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "FakeQuantize": "use 'Fixed': scales from the observer, straight-through gradients",
+        "FusedMovingAvgObs": "it is observer and fake-quant in one: use observer 'EMAMinMax' and fake-quant 'Fixed'",
+        "FakeQuanterWithAbsMaxObserver": "use fake-quant 'Fixed' and observer 'EMAMinMax'",
+        "ActLSQplus": "use 'Learnable', which learns scale and zero point, and observer 'LSQPlus'",
+        "WeightLSQplus": "use 'Learnable', and observer 'LSQPlus'",
+        "AdaRound": f"{_NO_TRAINING} fxqat.tools.reconstruct",
+        "QDrop": f"{_NO_TRAINING} fxqat.tools.reconstruct",
+        "NNIE": "its logarithmic grid is none of QuantizeLinear; the nearest is 'TQT', scales that are powers of two",
+        "abs_max": "that is an observer: use fake-quant 'Fixed' and observer 'MinMax' with symmetry: true",
+        "moving_average_abs_max": "that is an observer: use fake-quant 'Fixed' and observer 'EMAMinMax'",
+    }
+)
+"""Names in other libraries of what is spelled in another way here, and how."""
+
 
 def not_learned(config: TensorQConfig) -> TensorQConfig:
     """A copy with ``Fixed`` instead of a fake-quant that learns; a class of the user's own stays."""

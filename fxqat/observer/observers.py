@@ -34,14 +34,36 @@ OBSERVERS: dict[str, type[ObserverBase]] = {
 }
 
 ALIASES: dict[str, str] = {
+    "AVG": "Average",
     "AverageMinMax": "Average",
     "EMAPercentile": "Percentile",
     "EMAQuantile": "Percentile",
+    "Hist": "Percentile",
+    "Histogram": "HistogramL2",
     "KLD": "KL",
     "MinMaxFloor": "PoTFloor",
     "ModeMinMaxFloor": "PoTMode",
+    "MovingAverageMinMax": "EMAMinMax",
 }
-"""Names in MQBench and other libraries, without ``Observer`` at the end, and the same observer here.
+"""Names in MQBench, torch and Paddle, without ``Observer`` at the end, and the same observer here.
 
 The arguments are those of our observer.
 """
+
+_PER_CHANNEL = "with per_channel: true in the scheme (w_qscheme)"
+
+HINTS: dict[str, str] = {
+    "abs_max": "use 'MinMax' with symmetry: true in the scheme; a symmetric range is that of the largest magnitude",
+    "channel_wise_abs_max": f"use 'MinMax' {_PER_CHANNEL} and symmetry: true",
+    "range_abs_max": "use 'MinMax' with symmetry: true; it takes all batches instead of a window of them",
+    "moving_average_abs_max": "use 'EMAMinMax' with symmetry: true in the scheme",
+    "FakeQuanterWithAbsMax": "it is observer and fake-quant in one: use observer 'EMAMinMax' and fake-quant 'Fixed'",
+    "EMD": "no observer compares distributions so; the nearest is 'MSE', or 'KL'",
+    "PTF": "no observer has powers of two per channel; the nearest is 'PoTFloor'",
+    "PerChannelMinMax": f"use 'MinMax' {_PER_CHANNEL}",
+    "MovingAveragePerChannelMinMax": f"use 'EMAMinMax' {_PER_CHANNEL}",
+    "EMAMinMaxFloor": "use 'EMAMinMax' with pot_scale: true in the scheme, or 'PoTFloor', which has no moving average",
+    "Placeholder": "it observes nothing; to leave a tensor float, use overrides with activation: null",
+    "Noop": "it observes nothing; to leave a tensor float, use overrides with activation: null",
+}
+"""Names in other libraries of what is spelled in another way here, and how."""

@@ -147,7 +147,11 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as cause:
-        raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}") from cause
+        unknown = "not a registered function/op" in str(cause)
+        remedy = (
+            ". If the program that will run the file has this operator, export with verify=False" if unknown else ""
+        )
+        raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}{remedy}") from cause
 
 
 def run_optimized(

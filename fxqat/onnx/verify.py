@@ -127,7 +127,7 @@ class ParityCertificate:
         onnxruntime_version: the version of ONNX Runtime.
         selections: the indices of every sort and maximum that was compared by the values it selects.
         optimized_error: the error of ONNX Runtime at full optimization, None if it runs.
-        second_batch: the comparison at another batch size, None if the file has a fixed one.
+        second_size: the comparison at another size of the open dimensions, None if the file has none.
         end_to_end: the float model compared with the fake-quant model and the file, for information: the figures of
             ``fxqat.quantization.end_to_end``; None if there are none.
     """
@@ -139,7 +139,7 @@ class ParityCertificate:
     onnxruntime_version: str
     selections: tuple[SelectionParity, ...] = ()
     optimized_error: str | None = None
-    second_batch: ParityCertificate | None = None
+    second_size: ParityCertificate | None = None
     end_to_end: dict[str, Any] | None = None
 
     @property
@@ -147,7 +147,7 @@ class ParityCertificate:
         """Whether all rules hold."""
         all_hold = all(tensor.passed for tensor in self.tensors) and all(output.passed for output in self.outputs)
         selected = all(selection.passed for selection in self.selections)
-        return all_hold and selected and (self.second_batch is None or self.second_batch.passed)
+        return all_hold and selected and (self.second_size is None or self.second_size.passed)
 
     def warnings(self) -> tuple[str, ...]:
         """What a user of the file must hear although the file is right."""
@@ -170,7 +170,7 @@ class ParityCertificate:
         """The certificate as a dict for JSON.
 
         Version 2 has ``step_error``, ``step_mismatches`` and ``optimized_change`` of an output, ``selections``,
-        ``optimized_error`` and ``second_batch``.
+        ``optimized_error`` and ``second_size``.
         """
         return {"format": "fxqat.parity", "version": 2, "passed": self.passed} | asdict(self)
 
@@ -199,7 +199,7 @@ class ParityCertificate:
         lines += _end_to_end_lines(self.end_to_end)
         if self.optimized_error is not None:
             lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
-        second = [] if self.second_batch is None else [f"at another batch size: {self.second_batch}"]
+        second = [] if self.second_size is None else [f"at another size: {self.second_size}"]
         return [*lines, *second]
 
 

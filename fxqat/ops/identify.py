@@ -29,11 +29,30 @@ _BY_NAME = {op.name: op for op in OPS}
 _BY_MODULE = {kind: op for op in OPS for kind in op.modules}
 _BY_FUNCTION = {function: op for op in OPS for function in op.functions}
 _BY_METHOD = {method: op for op in OPS for method in op.methods}
+_BY_FUNCTION_NAME = {function.__name__: op for op in OPS for function in op.functions}
+_NAMESPACES = ("", "torch", "operator", "F", "Tensor")
 
 
 def op_named(name: str) -> Op | None:
     """The row with a name; None if there is none."""
     return _BY_NAME.get(name)
+
+
+def op_spelled(spelling: Callable[..., Any] | str) -> Op | None:
+    """The row that has a spelling: a function, a method of tensors, or the name of either or of the op.
+
+    Example:
+        >>> {op_spelled(spelling).name for spelling in (torch.add, operator.iadd, torch.Tensor.add_, "torch.add")}
+        {'add'}
+    """
+    if isinstance(spelling, str):
+        namespace, _, name = spelling.rpartition(".")
+        if namespace.partition(".")[0] not in _NAMESPACES:
+            return None
+        return _BY_NAME.get(name) or _BY_FUNCTION_NAME.get(name) or _BY_METHOD.get(name)
+    name = getattr(spelling, "__name__", "")
+    is_method = getattr(torch.Tensor, name, None) is spelling
+    return _BY_METHOD.get(name) if is_method else _BY_FUNCTION.get(spelling)
 
 
 def identify(node: fx.Node) -> Op:

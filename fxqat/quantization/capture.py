@@ -26,7 +26,7 @@ from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.user_hooks import drop_hooks, lost_hooks
 from fxqat.utils.contexts import hooked
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import map_tensors, named_leaves
 
 SELECTING = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "msort": "TopK"}
 SELECTING |= {"max": "ArgMax", "argmax": "ArgMax", "min": "ArgMin", "argmin": "ArgMin"}
@@ -39,7 +39,7 @@ class Captured:
 
     Args:
         integers: int32 arrays by tensor name.
-        outputs: the model's outputs in order.
+        outputs: the model's outputs in order, by their default names (:func:`~fxqat.utils.tensors.named_leaves`).
         selections: the indices that sorts and maxima gave, in order, by the operator that they become in ONNX.
         hooks: the user's hooks that the file does not have.
         updated: names of the buffers that the run changed.
@@ -48,7 +48,7 @@ class Captured:
     """
 
     integers: dict[str, np.ndarray]
-    outputs: list[np.ndarray]
+    outputs: dict[str, np.ndarray]
     selections: Mapping[str, list[np.ndarray]]
     hooks: tuple[str, ...]
     updated: tuple[str, ...]
@@ -92,7 +92,7 @@ def capture(
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
     with hooked(activations, record, with_kwargs=True), _Selections() as selections:
         outputs = _run(work, inputs)
-    complex_ones = [f"{number} is {output.dtype}" for number, output in enumerate(outputs) if output.is_complex()]
+    complex_ones = [f"{name!r} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
     if complex_ones:
         raise ExportError(
             f"output {', '.join(complex_ones)}: ONNX has no complex outputs. Return torch.view_as_real(...) of it, or "
@@ -101,14 +101,14 @@ def capture(
     if hooks:
         _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
     after = {name: buffer.clone() for name, buffer in work.named_buffers()}
-    updated = [name for name, buffer in after.items() if name not in before or not _same([before[name]], [buffer])]
+    updated = [name for name in after if name not in before or not _same({name: before[name]}, {name: after[name]})]
 
     def carries(name: str) -> bool:
         _set_buffers(work, before | {name: after[name]})
         return not _same(_run(work, inputs), outputs)
 
     carried = tuple(name for name in updated if carries(name))
-    arrays = [output.detach().numpy() for output in outputs]
+    arrays = {name: output.detach().numpy() for name, output in outputs.items()}
     return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, reals)
 
 
@@ -131,14 +131,15 @@ class _Selections(TorchFunctionMode):
         return result
 
 
-def _run(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+def _run(model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
     try:
-        return [t.clone() for t in flatten_tensors(model(*map_tensors(inputs, lambda tensor: tensor.detach().cpu())))]
+        outputs = model(*map_tensors(inputs, lambda tensor: tensor.detach().cpu()))
+        return {name: tensor.clone() for name, tensor in named_leaves(outputs).items()}
     except Exception as cause:  # the user's model may raise anything
         raise ExportError(f"the model does not run on example_inputs: {cause}") from cause
 
 
-def _check_hooks(hooks: Sequence[str], without: list[Tensor], with_hooks: list[Tensor]) -> None:
+def _check_hooks(hooks: Sequence[str], without: dict[str, Tensor], with_hooks: dict[str, Tensor]) -> None:
     if not _same(without, with_hooks):
         raise ExportError(
             f"hooks change the outputs of the prepared model, and the file would not have them: {', '.join(hooks)}. "
@@ -146,8 +147,8 @@ def _check_hooks(hooks: Sequence[str], without: list[Tensor], with_hooks: list[T
         )
 
 
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
+def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t.nan_to_num(), b[name].nan_to_num()) for name, t in a.items())
 
 
 def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fxqat.quantization.dtype_casts import follow_dtype
 from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
-from fxqat.utils.fx_graph import copy_modes
+from fxqat.utils.fx_graph import copy_modes, set_attribute
 from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.torch_compat import HOOKS, SeesConversion, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
@@ -45,7 +46,7 @@ class Provenance:
         tensor_names: name in the float model's state dict -> name in the prepared model's.
         split_tensors: name in the float model's state dict -> its parts (``fxqat.quantization.split_parameters``).
         unread: tensors of the float model that the graph does not read (auxiliary heads), by name.
-        preserved: names of the attributes that were copied from the float model.
+        preserved: dotted paths of the attributes that were copied from the float model.
         config: how each tensor is quantized (``fxqat.config.effective``).
         bias_corrected: whether the biases were changed to compensate quantization errors. Then the model without its
             fake-quants is no longer the float model.
@@ -53,6 +54,8 @@ class Provenance:
         runtime: the runtime for which files of the model are written, see ``BackendSpec``.
         modes: paths of the modules that ``train(mode)`` leaves in the other mode, by the mode
             (``fxqat.quantization.train_method``).
+        example_inputs: the inputs that the model was prepared with, on the CPU, as arguments of the prepared model;
+            None if there were none. Exports take them if none are given.
     """
 
     backend: str
@@ -66,6 +69,7 @@ class Provenance:
     noise: QuantizationNoise | None = None
     runtime: str = ""
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
+    example_inputs: tuple[Any, ...] | None = None
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -92,7 +96,7 @@ def make_provenance(
         config: how each tensor is quantized.
         float_tensors: of the float model, as :func:`named_tensors` gives them.
         split: the parameters that were split, by ``id``.
-        preserved: names of the attributes that are copied from the float model.
+        preserved: dotted paths of the attributes that are copied from the float model.
         runtime: the runtime for which files are written.
     """
     names = {id(tensor): name for name, tensor in reversed(named_tensors(prepared))}
@@ -193,7 +197,7 @@ class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
         result: Any = super().__deepcopy__(memo)
-        _carry_over(self.__dict__, result, memo)
+        _carry_over(self, result, memo)
         _keep_ranges_local(result)
         result.living_copies = LivingCopies()
         self.__dict__.setdefault("living_copies", LivingCopies()).found.add(result)
@@ -219,10 +223,13 @@ def _keep_ranges_local(gm: nn.Module) -> None:
     keep_local_under_ddp(gm, [name for name, _ in gm.named_buffers() if ".observer." in name])
 
 
-def _carry_over(source: dict[str, Any], target: nn.Module, memo: dict[int, Any]) -> None:
+def _carry_over(holder: nn.Module, target: nn.Module, memo: dict[int, Any]) -> None:
+    source: dict[str, Any] = holder.__dict__
     target.provenance = copy.deepcopy(source["provenance"], memo)
-    for name in (*source["provenance"].preserved, *HOOKS):
+    for name in HOOKS:
         setattr(target, name, copy.deepcopy(source[name], memo))
+    for path in source["provenance"].preserved:
+        set_attribute(target, path, copy.deepcopy(attrgetter(path)(holder), memo))
 
 
 def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:

@@ -53,14 +53,12 @@ class Lowered:
     Args:
         module: the graph module.
         tensors: the record of each Q/DQ pair and stored tensor, by its path in the module.
-        output_names: default names of the outputs: the keys of a mapping, ``output``, or ``output_0`` and so on.
         weights_only: the paths of the stored weights that only layers read which compute in float.
         warnings: the raw inputs that are normalized in float, and why.
     """
 
     module: fx.GraphModule
     tensors: dict[str, QuantizedTensor]
-    output_names: tuple[str, ...]
     weights_only: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
 
@@ -105,8 +103,7 @@ def lower(
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()
     weights_only = frozenset(path for path, only in state.weights_only.items() if only)
-    names = tuple(_output_names(output.args[0], ""))
-    return Lowered(module, tensors, names, weights_only, tuple(_normalized_in_float(work)))
+    return Lowered(module, tensors, weights_only, tuple(_normalized_in_float(work)))
 
 
 def _normalized_in_float(gm: fx.GraphModule) -> Iterator[str]:
@@ -164,17 +161,6 @@ def _without_dataclasses(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_without_dataclasses(item) for item in value)
     return value
-
-
-def _output_names(value: object, prefix: str) -> Iterator[str]:
-    if isinstance(value, fx.Node):
-        yield prefix or "output"
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _output_names(item, f"{prefix}_{key}" if prefix else str(key))
-    elif isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from _output_names(item, f"{prefix or 'output'}_{number}")
 
 
 class _Lowering:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
-from fxqat.utils.fx_graph import attribute_of, called_module, calls_in
+from fxqat.utils.fx_graph import attribute_of, called_module, calls_in, set_attribute
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule, from_calls
 from fxqat.utils.unused_names import unused_name
@@ -80,7 +81,7 @@ def to_float(model: nn.Module) -> FloatGraphModule:
     root = _tree(work, writer.modules, writer.float_tensors.tensors, writer.constants)
     result: FloatGraphModule = from_calls(FloatGraphModule, root.__dict__, calls_in(writer.graph), type(gm).__name__)
     for name in work.provenance.preserved:
-        setattr(result, name, getattr(work, name))
+        set_attribute(result, name, attrgetter(name)(work))
     return result
 
 

@@ -107,7 +107,7 @@ def trace(
     Args:
         model: the user's model; not changed.
         custom_tracer: a tracer to use instead of steps 1 to 3.
-        leaf_modules: module types or paths to keep whole (not together with ``custom_tracer``).
+        leaf_modules: module types, names of types, or paths to keep whole (not together with ``custom_tracer``).
         concrete_args: arguments of ``forward`` fixed to a value, as in ``torch.fx.symbolic_trace``.
         example_inputs: the model's inputs, for step 1. Arguments that they leave out are fixed to their defaults.
         untraceable: ``"leaf"`` (step 3) or ``"error"``.
@@ -116,7 +116,7 @@ def trace(
         ConfigError: a leaf or an argument does not exist in the model, or leaves are given with a custom tracer.
         TraceError: the model cannot be copied or traced.
     """
-    _check_leaves(model, custom_tracer, leaf_modules)
+    leaf_modules = _resolved_leaves(model, custom_tracer, leaf_modules)
     _check_arguments(model, concrete_args or {})
     try:
         root = copy_model(model)
@@ -251,20 +251,30 @@ def _bind(
         ) from cause
 
 
-def _check_leaves(
+def _resolved_leaves(
     model: nn.Module, custom_tracer: fx.Tracer | None, leaf_modules: Sequence[type[nn.Module] | str]
-) -> None:
+) -> list[type[nn.Module] | str]:
+    """The leaves as types and paths that the model has; the name of a type that is also a path means the path."""
     if custom_tracer is not None and not isinstance(custom_tracer, fx.Tracer):
         raise ConfigError(f"custom_tracer must be a torch.fx.Tracer object, got {custom_tracer!r}")
     if custom_tracer is not None and leaf_modules:
         raise ConfigError("leaf_module and custom_tracer exclude each other: choose the leaves in the custom tracer")
-    paths = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules())
+    names = sorted({type(module).__name__ for module in modules.values()})
+    found: list[type[nn.Module] | str] = []
     for leaf in leaf_modules:
-        if isinstance(leaf, str) and leaf not in paths:
-            close = difflib.get_close_matches(leaf, paths, n=1, cutoff=0.0)
-            raise ConfigError(f"leaf_module: the model has no module {leaf!r}; did you mean {close[0]!r}?")
         if not isinstance(leaf, (str, type)):
-            raise ConfigError(f"leaf_module: expected a module type or a dotted path, got {leaf!r}")
+            raise ConfigError(f"leaf_module: expected a module type, its name, or a dotted path, got {leaf!r}")
+        is_known_type = isinstance(leaf, type) and any(isinstance(module, leaf) for module in modules.values())
+        if is_known_type or leaf in modules:
+            found.append(leaf)
+        elif leaf in names:
+            found += {type(module): None for module in modules.values() if type(module).__name__ == leaf}
+        else:
+            name = leaf if isinstance(leaf, str) else leaf.__name__
+            close = difflib.get_close_matches(name, [*modules, *names], n=1, cutoff=0.0)
+            raise ConfigError(f"leaf_module: the model has no module {name!r}; did you mean {close[0]!r}?")
+    return found
 
 
 def _check_arguments(model: nn.Module, concrete_args: Mapping[str, Any]) -> None:

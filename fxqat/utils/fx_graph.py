@@ -64,6 +64,26 @@ def set_module(gm: nn.Module, path: str, module: nn.Module) -> None:
     setattr(gm.get_submodule(parent), name, module)
 
 
+def has_attribute(root: nn.Module, path: str) -> bool:
+    """Whether there is an attribute at a dotted path."""
+    try:
+        operator.attrgetter(path)(root)
+    except AttributeError:
+        return False
+    return True
+
+
+def set_attribute(root: nn.Module, path: str, value: object) -> None:
+    """Set an attribute at a dotted path; modules on the way that do not exist are made, without content."""
+    *parents, name = path.split(".")
+    module = root
+    for parent in parents:
+        if not hasattr(module, parent):
+            setattr(module, parent, nn.Module())
+        module = getattr(module, parent)
+    setattr(module, name, value)
+
+
 def copy_modes(source: nn.Module, target: nn.Module) -> None:
     """Give each module of ``target`` the mode of its counterpart in ``source``, and new ones the mode of ``source``."""
     modes = {path: module.training for path, module in source.named_modules()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fxqat.utils.unused_names import unused_name
 
 HALF = (torch.float16, torch.bfloat16)
 """The types of half precision."""
@@ -29,6 +31,35 @@ def flatten_tensors(value: Any) -> list[Tensor]:
     if is_dataclass(value) and not isinstance(value, type):
         return [t for f in fields(value) for t in flatten_tensors(getattr(value, f.name))]
     return []
+
+
+def named_leaves(value: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of :func:`flatten_tensors` by names that tell where they are.
+
+    The names are the keys of mappings, the fields of dataclasses and the numbers of items, joined by ``_``; they begin
+    with ``output`` where that would be a number.
+
+    Example:
+        >>> list(named_leaves((torch.ones(1), {"h": [torch.ones(1), torch.ones(1)]})))
+        ['output_0', 'output_1_h_0', 'output_1_h_1']
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in _leaves(value, prefix):
+        found[unused_name(name, found)] = tensor
+    return found
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield prefix or "output", value
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{prefix or 'output'}_{number}")
+    else:
+        is_object = is_dataclass(value) and not isinstance(value, type)
+        fields_of = {f.name: getattr(value, f.name) for f in fields(value)} if is_object else value
+        for key, item in fields_of.items() if isinstance(fields_of, Mapping) else ():
+            yield from _leaves(item, f"{prefix}_{key}" if prefix else str(key))
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -31,6 +31,22 @@ ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""
 
+
+def operator_of(target: Any) -> torch._ops.OpOverload | None:
+    """The operator that a target names: itself, the default overload of a packet, or that of a custom op; else None."""
+    if isinstance(target, torch._library.custom_ops.CustomOpDef):
+        return target._opoverload
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return getattr(target, "default", None)
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
+def operator_name(target: Any) -> str:
+    """The name of an operator of ``torch.ops``, ``"mylib::wavy"``; empty for any other target."""
+    found = operator_of(target)
+    return "" if found is None else found.name().partition(".")[0]
+
+
 CHECK = torch._check
 """Demands a condition on sizes, which torch.export then assumes."""
 

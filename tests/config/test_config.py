@@ -1,6 +1,7 @@
 """``prepare_custom_config_dict``: every key has its effect, and no other key is taken."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
 from fxqat.observer.mse import MSEObserver
+from fxqat.tools.to_float import to_float
 from tests.builders import spelling
 from tests.models import BasicBlock, ConvBnRelu, Residual, build, calibrate, calibrated, inputs, prepared
 
@@ -249,7 +251,8 @@ def test_preserve_attr_carries_attributes_over(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [(["clases"], "no attribute 'clases'"), ({"fc": ["x"]}, "'fc'"), ("note", "expected a list")]
+    ("value", "message"),
+    [(["clases"], "no attribute 'clases'"), ({"fc": ["x"]}, "fc has no attribute 'x'"), ("note", "expected a list")],
 )
 def test_preserve_attr_of_what_is_not_there_is_an_error(value, message):
     model = build("conv_bn_relu")
@@ -257,6 +260,21 @@ def test_preserve_attr_of_what_is_not_there_is_an_error(value, message):
     with pytest.raises(ConfigError, match=message) as caught:
         prepare_by_platform(model, "TSQAT", {"preserve_attr": value})
     assert "preserve_attr" in str(caught.value)
+
+
+def test_preserve_attr_of_modules_inside():
+    """MQBench's form; a module whose only content is its attribute is not called in the graph."""
+    model = build("residual")
+    model.layer1.strides, model.layer1[0].note, model.version = [1, 2], "first", 3
+    names = {"": ["version"], "layer1": ["strides"], "layer1.0": ["note"]}
+    gm = prepare_by_platform(model, "TSQAT", {"preserve_attr": names})
+    for made in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm)), to_float(gm)):
+        assert (made.version, made.layer1.strides, made.get_submodule("layer1.0").note) == (3, [1, 2], "first")
+    assert gm.layer1.strides is not model.layer1.strides
+    with pytest.raises(ConfigError, match=r"preserve_attr: layer1.0.conv1 has no attribute 'x'"):
+        prepare_by_platform(model, "TSQAT", {"preserve_attr": {"layer1.0.conv1": ["x"]}})
+    with pytest.raises(ConfigError, match="preserve_attr: 'layer1.0.conv1.weight' is already part"):
+        prepare_by_platform(model, "TSQAT", {"preserve_attr": {"layer1.0.conv1": ["weight"]}})
 
 
 @pytest.mark.parametrize("name", ["conv1", "fc"])
@@ -278,8 +296,9 @@ def test_leaf_module_keeps_a_module_whole_and_float(leaf):
     torch.testing.assert_close(gm(*inputs("residual")), build("residual")(*inputs("residual")))
 
 
-def test_leaf_module_by_type():
-    gm = prepared("residual", config={"leaf_module": [BasicBlock]})
+@pytest.mark.parametrize("leaf", [BasicBlock, "BasicBlock"])
+def test_leaf_module_by_type(leaf):
+    gm = prepared("residual", config={"leaf_module": [leaf]})
     assert [row.node for row in gm.quant_report if row.weight] == ["stem", "fc"]
     assert type(gm.get_submodule("layer1.0")) is BasicBlock
 

@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
+import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxqat.config.overrides import Match, Override, TensorChange, check_all_match
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
 from fxqat.nn.qat import QATLayer
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
+from fxqat.ops.identify import identify
+from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.fuse import fuse
 from fxqat.quantization.standardize import standardize
 from fxqat.scheme import QuantizeScheme, TensorQConfig
@@ -80,6 +83,53 @@ def test_functions_match_by_object_name_and_op(function, node):
     assert node in found
     assert all(n.op in ("call_function", "call_method") for n in gm.graph.nodes if n.name in found)
     assert len(found) <= 2
+
+
+SPELLINGS = {
+    "add": lambda x, y: [torch.add(x, y), x + y, x.add(y), operator.iadd(x, y), 1 + x],
+    "sub": lambda x, y: [torch.sub(x, y), x - y, x.subtract(y), 1 - x],
+    "mul": lambda x, y: [torch.mul(x, y), x * y, x.multiply(y), 2 * x],
+    "div": lambda x, y: [torch.div(x, y), x / y, x.true_divide(y), 1 / x],
+    "matmul": lambda x, y: [torch.matmul(x, y), x @ y, x.mm(y)],
+    "cat": lambda x, y: [torch.cat([x, y]), torch.concat([x, y])],
+}
+
+
+@pytest.mark.parametrize("op", SPELLINGS)
+def test_a_function_means_every_spelling_of_its_operation(op):
+    """``exclude_function_type: [torch.add]`` also means ``x + y``."""
+
+    class All(nn.Module):
+        def forward(self, x, y):
+            return [value for found in SPELLINGS.values() for value in found(x, y)]
+
+    graph = fx.symbolic_trace(All()).graph
+    expected = {identify(node).name: 0 for node in graph.nodes}
+    for asked in (getattr(torch, op), op, f"torch.{op}", getattr(torch.Tensor, op, op)):
+        found = [node for node in graph.nodes if Match(function=asked)(node)]
+        assert [identify(node).name for node in found] == [op] * len(SPELLINGS[op](torch.ones(2, 2), torch.ones(2, 2)))
+    assert len(expected) > len(SPELLINGS)
+    assert not any(Match(function=f"mine.{op}")(node) for node in graph.nodes)
+
+
+@pytest.mark.parametrize("key", ["exclude_function_type", "additional_function_type"])
+def test_an_operator_is_left_float_or_quantized_by_its_function(key):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.a(x) + x).add(1.0))
+
+    backend = "TSQAT" if key.startswith("exclude") else "ArmCPU"
+    plain = prepare_by_platform(Sums(), backend).quant_report
+    report = prepare_by_platform(Sums(), backend, {"extra_quantizer_dict": {key: [torch.add]}}).quant_report
+    before, after = ([row.reason for row in rows if row.op == "add"] for rows in (plain, report))
+    assert len(before) == 2
+    word = "left float by exclude_function_type" if key.startswith("exclude") else "asked for by extra_quantizer_dict"
+    assert not any(reason.startswith(word) for reason in before)
+    assert all(reason.startswith(word) for reason in after)
 
 
 @pytest.mark.parametrize("function", [F.linear, "linear"])

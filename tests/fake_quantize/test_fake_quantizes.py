@@ -1,11 +1,16 @@
 """The names that backends and users write."""
 
+import re
+
 import pytest
 
+import fxqat.tools
 from fxqat.config.config import parse_config
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.fake_quantize.fake_quantizes import ALIASES, FAKE_QUANTIZES, not_learned
+from fxqat.fake_quantize.fake_quantizes import ALIASES, FAKE_QUANTIZES, HINTS, not_learned
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
+from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 from tests.builders import make_suitable
 
@@ -58,6 +63,8 @@ def test_without_training_a_class_of_the_users_own_stays() -> None:
         ("DoReFaFakeQuantize", "DoReFa"),
         ("TqtFakeQuantize", "TQT"),
         ("EWGS", "EWGS"),
+        ("PACTQuanter", "PACT"),
+        ("lsq", "Learnable"),
     ],
 )
 def test_spellings_of_other_libraries_are_translated_at_the_door(spelling: str, row: str) -> None:
@@ -65,3 +72,15 @@ def test_spellings_of_other_libraries_are_translated_at_the_door(spelling: str, 
     assert change.modules["fake_quantize"] == row
     assert row in FAKE_QUANTIZES
     assert set(ALIASES.values()) <= set(FAKE_QUANTIZES)
+
+
+@pytest.mark.parametrize("spelling", HINTS)
+def test_what_is_spelled_in_another_way_here_is_answered_with_a_hint(spelling: str) -> None:
+    with pytest.raises(ConfigError, match="unknown fake_quantize") as caught:
+        parse_config({"extra_qconfig_dict": {"w_fakequantize": spelling}})
+    assert HINTS[spelling] in str(caught.value)
+    rows = set(re.findall(r"'(\w+)'", HINTS[spelling]))
+    assert rows <= {*FAKE_QUANTIZES, *OBSERVERS}
+    tools = re.findall(r"fxqat\.tools\.(\w+)", HINTS[spelling])
+    assert rows
+    assert all(hasattr(fxqat.tools, tool) for tool in tools)

@@ -8,11 +8,12 @@ import pytest
 
 import fxqat.observer
 from fxqat.config.config import parse_config
+from fxqat.errors import ConfigError
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.observer.mse import MSEObserver
-from fxqat.observer.observers import ALIASES, OBSERVERS
+from fxqat.observer.observers import ALIASES, HINTS, OBSERVERS
 from fxqat.observer.pot_floor import PoTFloorObserver
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "observers.rst").read_text(encoding="utf-8")
@@ -86,3 +87,28 @@ def test_the_page_documents_every_file_and_every_alias_it_names() -> None:
     assert len(named) == 5
     assert named.items() <= ALIASES.items()
     assert named["MinMaxFloor"] == PoTFloorObserver.__name__.removesuffix("Observer")
+
+
+@pytest.mark.parametrize("spelling", HINTS)
+def test_what_is_spelled_in_another_way_here_is_answered_with_a_hint(spelling: str) -> None:
+    with pytest.raises(ConfigError, match="unknown observer") as caught:
+        parse_config({"extra_qconfig_dict": {"a_observer": spelling}})
+    assert HINTS[spelling] in str(caught.value)
+    rows = set(re.findall(r"'(\w+)'", HINTS[spelling])) - {"Fixed"}
+    assert rows <= {*OBSERVERS}
+    assert rows or "null" in HINTS[spelling]
+
+
+@pytest.mark.parametrize(
+    ("spelling", "row"),
+    [
+        ("kl", "KL"),
+        ("mse", "MSE"),
+        ("avg", "Average"),
+        ("hist", "Percentile"),
+        ("min_max", "MinMax"),
+        ("KLQuantizer", "KL"),
+    ],
+)
+def test_paddles_names_of_algorithms_are_understood(spelling: str, row: str) -> None:
+    assert parse_config({"extra_qconfig_dict": {"a_observer": spelling}}).activation.modules["observer"] == row

@@ -324,10 +324,8 @@ def test_the_certificate_passes_only_if_all_of_it_does() -> None:
     assert not replace(certificate, outputs=(replace(output, step_mismatches=1),)).passed
     assert not replace(certificate, selections=(replace(selection, wrong=1),)).passed
     assert replace(certificate, outputs=(replace(output, cosine_optimized=0.5),)).passed  # for information only
-    assert replace(certificate, second_batch=certificate).passed
-    assert not replace(
-        certificate, second_batch=replace(certificate, outputs=(replace(output, step_error=1.0),))
-    ).passed
+    assert replace(certificate, second_size=certificate).passed
+    assert not replace(certificate, second_size=replace(certificate, outputs=(replace(output, step_error=1.0),))).passed
 
 
 @pytest.mark.parametrize(("change", "said"), [(0.995, None), (0.98, "cosine 0.9800"), (None, None)])

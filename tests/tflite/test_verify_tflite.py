@@ -60,7 +60,7 @@ def test_every_tensor_is_found_and_a_wrong_integer_is_seen():
     tensors = [record for record in lowered.tensors.values() if record.kind == "activation"]
 
     def verify(integers):
-        outputs = {"y": captured.outputs[0]}
+        outputs = {"y": next(iter(captured.outputs.values()))}
         content = with_float_interface(converted())
         return verify_tflite(content, [x.numpy()], tensors, integers, captured.reals, outputs, {})
 

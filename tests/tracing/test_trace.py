@@ -236,7 +236,13 @@ def test_a_model_that_cannot_be_copied_is_an_error():
 
 @pytest.mark.parametrize(
     ("leaves", "message"),
-    [(["body.7"], "no module 'body.7'"), ([Gate()], "module type or a dotted path"), ([3], "got 3")],
+    [
+        (["body.7"], "no module 'body.7'"),
+        ([Gate()], "a module type, its name"),
+        ([3], "got 3"),
+        (["Gat"], "no module 'Gat'; did you mean 'Gate'"),
+        ([nn.LSTM], "no module 'LSTM'"),
+    ],
 )
 def test_wrong_leaves_are_errors(leaves, message):
     model = Gated()

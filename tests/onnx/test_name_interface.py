@@ -1,0 +1,43 @@
+"""NameInterface: inputs and outputs get their names to the letter."""
+
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from fxqat.onnx.name_interface import NameInterface
+
+
+def model_of(*outputs: str) -> ir.Model:
+    values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in ("x", "a", "b")}
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Exp", ["a"], ["b"])]
+    graph = helper.make_graph(nodes, "graph", [values["x"]], [values[name] for name in outputs])
+    return ir.from_proto(helper.make_model(graph))
+
+
+def test_outputs_get_their_names_in_order() -> None:
+    model = model_of("b", "a")
+    assert NameInterface(["x"], ["last", "first"])(model).modified
+    assert [value.name for value in model.graph.outputs] == ["last", "first"]
+    assert [node.outputs[0].name for node in model.graph] == ["first", "last"]
+
+
+def test_names_may_change_places_with_each_other_and_with_values_inside() -> None:
+    model = model_of("b")
+    NameInterface(["b"], ["a"])(model)
+    assert [model.graph.inputs[0].name, model.graph.outputs[0].name] == ["b", "a"]
+    assert [node.outputs[0].name for node in model.graph] == ["a_1", "a"]
+
+
+@pytest.mark.parametrize("outputs", [("b", "x"), ("x", "b"), ("b", "b")])
+def test_an_output_that_is_an_input_or_another_output_gets_a_name_of_its_own(outputs: tuple[str, ...]) -> None:
+    model = model_of(*outputs)
+    NameInterface(["picture"], ["y", "z"])(model)
+    assert [value.name for value in model.graph.inputs] == ["picture"]
+    assert [value.name for value in model.graph.outputs] == ["y", "z"]
+    assert [node.op_type for node in model.graph] == ["Relu", "Exp", "Identity"]
+
+
+def test_with_another_number_of_names_the_names_stay() -> None:
+    model = model_of("a", "b")
+    assert not NameInterface(["x"], ["y"])(model).modified
+    assert [value.name for value in model.graph.outputs] == ["a", "b"]
