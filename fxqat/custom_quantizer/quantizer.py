@@ -153,12 +153,12 @@ class BackendQuantizer:
             return overrides.apply(node, Request(op, None, FAMILY_REASONS.get(op.family, EXACT)))
         if node.target is eval_or_train and kinds[node] is Kind.OTHER:
             return Request(op, None, OF_MODE)
-        if kinds[node] is Kind.OTHER:
-            return Request(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
+        if kinds[node] is Kind.OTHER and op.family != RECURRENT:
+            return Request(op, None, FAMILY_REASONS[NOT_FLOAT])
         if rule is None:
-            if op.family in FAMILY_REASONS:
-                return Request(op, None, FAMILY_REASONS[op.family])
             why = self.spec.why_float(op.name, op.family)
+            if op.family in FAMILY_REASONS:
+                return Request(op, None, FAMILY_REASONS[op.family], why)
             request = Request(op, None, f"{self.spec.name} has no rule for {op.name}", why)
             if not self._stores_weight(node, op):
                 return request

@@ -40,6 +40,11 @@ TSQAT = BackendSpec(
     fixed_ranges=MappingProxyType(
         {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
     ),
-    left_float=MappingProxyType({"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}),
+    left_float=MappingProxyType(
+        {
+            "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
+            "recurrent_cell": "ONNX has operators for whole sequences only",
+        }
+    ),
     source="fxqat's reference table: every op of docs/op_table.rst in integers",
 )
