@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
+from fxqat.custom_quantizer.override_rules import recurrent_form
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError, FxqatError
@@ -139,7 +141,8 @@ def _prepare(
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
-    gm = split_recurrent(gm, spec.rules.keys())
+    steps = split_recurrent(gm, partial(recurrent_form, spec, config))
+    remarks["forced"] = (*remarks.get("forced", ()), *steps)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

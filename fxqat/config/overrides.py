@@ -109,11 +109,13 @@ class Override:
             produces): the change, or None to leave it float. What is not named stays as it was. ``"value"`` also means
             the value it produces: it changes how the value is quantized, not whether.
         function: computes the changes instead, from the node's path and its configuration so far.
+        recurrent: the form of a recurrent module, see ``fxqat.quantization.split_recurrent``; None as the backend has.
     """
 
     match: Match
     changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
     function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
+    recurrent: str | None = None
 
     def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
         """The changes for one of the nodes meant."""

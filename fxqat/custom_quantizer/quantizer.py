@@ -18,6 +18,7 @@ from fxqat.custom_quantizer.override_rules import (
     can_change,
     check_additions,
     check_lists,
+    check_recurrent,
     check_shared_weights,
 )
 from fxqat.custom_quantizer.position_decoding import decoding_positions
@@ -87,6 +88,7 @@ class BackendQuantizer:
         """
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(override.match for override in config.overrides)])
+        check_recurrent(gm.graph.nodes, config)
         kinds = value_kinds(gm)
         excluded = always_float(gm)
         kinds |= dict.fromkeys(excluded, Kind.OTHER)

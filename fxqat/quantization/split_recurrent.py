@@ -8,54 +8,80 @@ only move values bring its input, states and outputs into the layout of torch:
 3. the two directions of a bidirectional layer are joined; dropout runs between two layers;
 4. who reads the state at the end of one layer reads it there; who reads all of them reads a ``cat``.
 
+On request a layer is unrolled instead over the steps of the example inputs (``fxqat.nn.unrolled``): then its
+operations are quantized one by one, and the graph is right for this number of steps only.
+
 A module stays whole, and float, if its layers cannot be such operators: see :func:`why_whole`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import GraphAppendingTracer
 
+from fxqat.config.config import UNROLLED
+from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import CELLS, RECURRENT_TYPES, RecurrentLayer
+from fxqat.nn.unrolled import linear_of, unroll
 from fxqat.utils.fx_graph import called_module, set_module
-from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, kind_of
+from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
+from fxqat.utils.source import line_of_node
 from fxqat.utils.torch_compat import has_hooks
 
-PROJECTS = "has projections (proj_size), which ONNX's LSTM has not"
+LAYER = "layer"
+WHOLE = "whole"
+
+PROJECTS = "has projections (proj_size), which ONNX's LSTM has not: unroll it"
 NOT_A_TENSOR = "its input is no tensor (a packed sequence): pad the sequences instead, pack_padded_sequence has no ONNX"
+LINEAR_LAYERS = {"ih": "of_input", "hh": "of_state", "hr": "projection"}
+"""The names of the linear layers of an unrolled module, by the names of their weights."""
+
 OUTPUTS = ("output", "hidden", "cell")
 HOOKED = "has forward hooks, which a quantized layer would not run"
 
 
-def split_recurrent(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
-    """Split the modules in place and return the graph module (without generating its code again).
+def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tuple[ForcedNumber, ...]:
+    """Split the modules in place (without generating the code of the graph module again).
 
     Args:
         gm: a standardized graph module.
-        names: names of the ops of the table (``lstm``, ``gru``, ``rnn``) that are quantized.
+        form_of: for a call of a recurrent module, ``LAYER``, ``UNROLLED``, or ``WHOLE`` to leave it alone.
+
+    Returns:
+        The numbers of steps over which layers were unrolled.
+
+    Raises:
+        ConfigError: a module is to be unrolled, and its number of steps is not known.
     """
-    made: dict[int, nn.Module] = {}
+    made: dict[tuple[int, str], nn.Module] = {}
+    forced: list[ForcedNumber] = []
     for node, module in [(node, called_module(node)) for node in gm.graph.nodes]:
-        if isinstance(module, nn.RNNBase) and type(module) in RECURRENT_TYPES and CELLS[module.mode].op in names:
-            reason = why_whole(node, module)
-            if reason:
-                node.meta[KEPT_WHOLE] = reason
-                continue
-            if id(module) not in made:
-                made[id(module)] = _layers(module)
-            set_module(gm, str(node.target), made[id(module)])
-            _Splitter(gm, node, module).split()
+        form = form_of(node) if isinstance(module, nn.RNNBase) and type(module) in RECURRENT_TYPES else WHOLE
+        if form == WHOLE:
+            continue
+        assert isinstance(module, nn.RNNBase)
+        reason = why_whole(node, module, form)
+        if reason:
+            node.meta[KEPT_WHOLE] = reason
+            continue
+        parts = made.setdefault((id(module), form), _unrolled_layers(module) if form == UNROLLED else _layers(module))
+        set_module(gm, str(node.target), parts)
+        splitter = _Splitter(gm, node, module, form)
+        if form == UNROLLED:
+            forced.append(ForcedNumber(f"steps of {node.target}", splitter.steps, line_of_node(node)))
+        splitter.split()
     gm.graph.lint()
-    return gm
+    return tuple(forced)
 
 
-def why_whole(node: fx.Node, module: nn.RNNBase) -> str:
+def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
     """Why a recurrent module is not split; empty if it is."""
-    if module.proj_size:
+    if module.proj_size and form == LAYER:
         return PROJECTS
     if has_hooks(module):
         return HOOKED
@@ -79,6 +105,31 @@ def _layers(module: nn.RNNBase) -> nn.Module:
     return nn.ModuleDict(parts).train(module.training)
 
 
+def _unrolled_layers(module: nn.RNNBase) -> nn.Module:
+    """The linear layers of a module, and the dropout between its layers."""
+    parts: dict[str, nn.Module] = {}
+    for number in range(module.num_layers):
+        for end in ("", "_reverse")[: 1 + module.bidirectional]:
+            for kind, name in LINEAR_LAYERS.items():
+                layer = linear_of(module, kind, f"_l{number}{end}")
+                if layer is not None:
+                    parts[f"{name}_{number}{end}"] = layer
+        if module.dropout and number + 1 < module.num_layers:
+            parts[f"dropout_{number}"] = nn.Dropout(module.dropout).train(module.training)
+    return nn.ModuleDict(parts).train(module.training)
+
+
+class _Tracer(GraphAppendingTracer):
+    """Appends nodes to a graph, each of which passes through a function."""
+
+    def __init__(self, graph: fx.Graph, meant: Callable[[fx.Node], fx.Node]) -> None:
+        super().__init__(graph)
+        self.meant = meant
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.meant(super().create_node(*args, **kwargs))
+
+
 class _Splitter:
     """Writes the nodes of one call of a recurrent module, before it.
 
@@ -86,12 +137,14 @@ class _Splitter:
         gm: the graph module.
         node: the call.
         module: what it calls.
+        form: ``LAYER`` or ``UNROLLED``.
     """
 
-    def __init__(self, gm: fx.GraphModule, node: fx.Node, module: nn.RNNBase) -> None:
+    def __init__(self, gm: fx.GraphModule, node: fx.Node, module: nn.RNNBase, form: str) -> None:
         self.gm = gm
         self.node = node
         self.module = module
+        self.form = form
         self.directions = 2 if module.bidirectional else 1
         self.meta = {k: v for k, v in node.meta.items() if k not in (VALUE, SHAPE)}
         self.made: list[fx.Node] = []
@@ -124,6 +177,8 @@ class _Splitter:
 
     def _meant(self, made: fx.Node) -> fx.Node:
         made.meta = dict(self.meta)
+        if self.form == UNROLLED:
+            del made.meta[VALUE]  # some are tuples or sizes: the ops tell
         self.made.append(made)
         return made
 
@@ -138,7 +193,14 @@ class _Splitter:
         return [self._call(operator.getitem, given, place) for place in range(2)]
 
     def _layer(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
-        """Call one layer; returns its output, ``(T, N, D * H)``, and its states at the end."""
+        """Compute one layer; returns its output, ``(T, N, D * H)``, and its states at the end."""
+        path = str(self.node.target)
+        y, final = (self._unrolled if self.form == UNROLLED else self._operator)(number, x, states)
+        if self.module.dropout and number + 1 < self.module.num_layers:
+            y = self._meant(self.gm.graph.call_module(f"{path}.dropout_{number}", (y,)))
+        return y, final
+
+    def _operator(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
         path, is_alone = str(self.node.target), self.module.num_layers == 1
         if not is_alone:
             rows = slice(number * self.directions, (number + 1) * self.directions)
@@ -151,9 +213,46 @@ class _Splitter:
             y = self._call(torch.squeeze, y, 1)
         else:
             y = self._call(torch.flatten, self._call(torch.transpose, y, 1, 2), 2)
-        if self.module.dropout and number + 1 < self.module.num_layers:
-            y = self._meant(self.gm.graph.call_module(f"{path}.dropout_{number}", (y,)))
         return y, final
+
+    @property
+    def steps(self) -> int:
+        """The number of steps on the example inputs."""
+        shape = _argument(self.node, 0, "input").meta.get(SHAPE)
+        if shape is None:
+            raise ConfigError(f"{self.node.target} is to be unrolled: prepare with example_inputs, which fix its steps")
+        return int(shape[1 if len(shape) == 3 and self.module.batch_first else 0])
+
+    def _unrolled(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
+        graph, module, path = self.gm.graph, self.module, str(self.node.target)
+        tracer = _Tracer(graph, self._meant)
+
+        def layer(name: str) -> Callable[[fx.Proxy], fx.Proxy]:
+            return lambda value: fx.Proxy(self._meant(graph.call_module(f"{path}.{name}", (value.node,))), tracer)
+
+        def named(value: fx.Proxy, name: str) -> fx.Proxy:
+            old = value.node
+            new = graph.create_node(old.op, old.target, old.args, old.kwargs, name=f"{self.node.name}_{name}")
+            self.made.remove(old)
+            graph.erase_node(old)
+            return fx.Proxy(self._meant(new), tracer)
+
+        source = fx.Proxy(x, tracer)
+        widths = (module.proj_size or module.hidden_size, module.hidden_size)[: CELLS[module.mode].num_states]
+        outputs, finals = [], []
+        for direction, end in enumerate(("", "_reverse")[: self.directions]):
+            first = number * self.directions + direction
+            start = [fx.Proxy(state, tracer)[first] for state in states]
+            start = start or [source.new_zeros((source.size(1), width)) for width in widths]
+            names = {kind: f"{name}_{number}{end}" for kind, name in LINEAR_LAYERS.items()}
+            projection = {"projection": layer(names["hr"])} if module.proj_size else {}
+            steps = list(range(self.steps))[:: -1 if end else 1]
+            functions = (layer(names["ih"]), layer(names["hh"]))
+            y, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named)
+            outputs.append(y)
+            finals.append(final)
+        y = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)
+        return y.node, [torch.stack(states).node for states in zip(*finals, strict=True)]
 
     def _item(self, call: fx.Node, place: int) -> fx.Node:
         name = f"{call.name}_{OUTPUTS[place]}"
