@@ -239,20 +239,22 @@ class _Splitter:
 
         source = fx.Proxy(x, tracer)
         widths = (module.proj_size or module.hidden_size, module.hidden_size)[: CELLS[module.mode].num_states]
-        outputs, finals = [], []
+        outputs: list[Any] = []
+        finals: list[list[Any]] = []
         for direction, end in enumerate(("", "_reverse")[: self.directions]):
             first = number * self.directions + direction
-            start = [fx.Proxy(state, tracer)[first] for state in states]
-            start = start or [source.new_zeros((source.size(1), width)) for width in widths]
+            given: list[Any] = [fx.Proxy(state, tracer) for state in states]
+            start = [state[first] for state in given] or [source.new_zeros((source.size(1), width)) for width in widths]
             names = {kind: f"{name}_{number}{end}" for kind, name in LINEAR_LAYERS.items()}
             projection = {"projection": layer(names["hr"])} if module.proj_size else {}
             steps = list(range(self.steps))[:: -1 if end else 1]
             functions = (layer(names["ih"]), layer(names["hh"]))
-            y, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named)
-            outputs.append(y)
+            output, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named)
+            outputs.append(output)
             finals.append(final)
-        y = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)
-        return y.node, [torch.stack(states).node for states in zip(*finals, strict=True)]
+        y: Any = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)
+        last: list[Any] = [torch.stack(states) for states in zip(*finals, strict=True)]
+        return y.node, [state.node for state in last]
 
     def _item(self, call: fx.Node, place: int) -> fx.Node:
         name = f"{call.name}_{OUTPUTS[place]}"
