@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
+from torch.nn.utils.rnn import PackedSequence
 
 from fxqat.config.config import UNROLLED
 from fxqat.errors import ConfigError
@@ -60,11 +61,11 @@ def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tu
     """
     made: dict[tuple[int, str], nn.Module] = {}
     forced: list[ForcedNumber] = []
-    for node, module in [(node, called_module(node)) for node in gm.graph.nodes]:
-        form = form_of(node) if isinstance(module, nn.RNNBase) and type(module) in RECURRENT_TYPES else WHOLE
+    calls = [(node, module) for node in gm.graph.nodes if type(module := called_module(node)) in RECURRENT_TYPES]
+    for node, module, form in [(node, module, form_of(node)) for node, module in calls]:
+        assert isinstance(module, nn.RNNBase)
         if form == WHOLE:
             continue
-        assert isinstance(module, nn.RNNBase)
         reason = why_whole(node, module, form)
         if reason:
             node.meta[KEPT_WHOLE] = reason
@@ -86,7 +87,8 @@ def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
     if has_hooks(module):
         return HOOKED
     x = _argument(node, 0, "input")
-    return "" if isinstance(x, fx.Node) and kind_of(x) in (None, "float") else NOT_A_TENSOR
+    is_tensor = isinstance(x, fx.Node) and kind_of(x) in (None, "float") and x.target is not PackedSequence
+    return "" if is_tensor else NOT_A_TENSOR
 
 
 def _argument(node: fx.Node, position: int, name: str) -> Any:

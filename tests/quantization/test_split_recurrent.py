@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat import ConfigError, convert_export, enable_calibration, enable_quantization, prepare_by_platform
+from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.config.effective import effective_config
+from fxqat.errors import ConfigError
 
 UNROLL = {"match": {"module": "rnn"}, "recurrent": "unrolled"}
 
@@ -108,7 +109,7 @@ def test_what_is_no_operator_stays_whole_with_the_reason(model, reason):
 @pytest.mark.parametrize(
     "module",
     [
-        nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True),
+        nn.LSTM(5, 4, bidirectional=True, batch_first=True),
         nn.GRU(5, 6),
         nn.RNN(5, 6, nonlinearity="relu", bias=False),
         nn.LSTM(5, 6, proj_size=4),
@@ -116,7 +117,7 @@ def test_what_is_no_operator_stays_whole_with_the_reason(model, reason):
     ids=["lstm", "gru", "rnn", "projections"],
 )
 def test_an_unrolled_module_computes_the_same_and_its_states_can_have_16_bits(module, tmp_path):
-    x, net = torch.randn(3, 4, 5), Net(module)
+    x, net = torch.randn(3, 3, 5), Net(module)
     wide = {"match": {"node": "re:rnn_(hidden|cell).*"}, "output": {"bit": 16}}
     gm = quantized(net, x, overrides=[UNROLL, wide])
     states = [row for row in gm.quant_report if row.node.startswith(("rnn_hidden", "rnn_cell"))]
@@ -133,7 +134,8 @@ def test_the_effective_configuration_keeps_the_form():
     gm = quantized(Net(nn.GRU(5, 6)), x, overrides=[UNROLL])
     again = prepare_by_platform(Net(nn.GRU(5, 6)).eval(), "TSQAT", effective_config(gm), example_inputs=(x,))
     assert effective_config(gm)["overrides"][0] == UNROLL
-    assert again.quant_report.to_text() == gm.quant_report.to_text()
+    found = [[(row.node, row.op, row.output, row.weight, row.group) for row in it.quant_report] for it in (again, gm)]
+    assert found[0] == found[1]
 
 
 def test_a_form_that_cannot_be_is_an_error():
