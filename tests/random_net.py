@@ -333,9 +333,10 @@ class RandomNet(nn.Module):
 
     def _shared(self, values: list[Tensor]) -> tuple[Any, ...]:
         source = self._pick(values)
-        if not self.layers or source is None:
+        names = [name for name in self.layers if not name.startswith("recurrent")]
+        if not names or source is None:
             return (None,)
-        name = self.random.choice(list(self.layers))
+        name = self.random.choice(names)
         return (Step("shared", (source,), name),)
 
     def _norm(self, values: list[Tensor]) -> tuple[Any, ...]:

@@ -101,10 +101,9 @@ def main() -> None:
                 report = convert_export(gm, (test[:2],), path)
                 share = path.stat().st_size / size
             assert report.certificate is not None
-            print(
-                f"W{bits}A8: cosine to float, mean {cosine.mean():.5f}, smallest {cosine.min():.5f}; file {share:.3f} of "
-                f"the parameters; certificate {'passed' if report.certificate.passed else 'FAILED'}"
-            )
+            verdict = "passed" if report.certificate.passed else "FAILED"
+            print(f"W{bits}A8: cosine to float, mean {cosine.mean():.5f}, smallest {cosine.min():.5f}")
+            print(f"W{bits}A8: file {share:.3f} of the parameters; certificate {verdict}")
 
 
 if __name__ == "__main__":
