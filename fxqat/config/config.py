@@ -15,6 +15,7 @@ from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
+from fxqat.nn.recurrent import UNROLLED
 from fxqat.scheme import QConfig
 from fxqat.utils.nearest_name import nearest
 
@@ -51,8 +52,8 @@ MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 LATENCY, SIZE = "latency", "size"
 """What ``optimize_for`` can be."""
-RECURRENT, UNROLLED = "recurrent", "unrolled"
-"""The key of an override that chooses the form of a recurrent layer, and the only form that can be chosen."""
+RECURRENT = "recurrent"
+"""The key of an override that chooses the form of a recurrent layer; only ``UNROLLED`` can be chosen."""
 FIRST_LAST = ("first_last", "first", "last")
 """Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 

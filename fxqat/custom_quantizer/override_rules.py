@@ -13,10 +13,10 @@ from fxqat.custom_quantizer.legal_schemes import check_legal
 from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
+from fxqat.nn.recurrent import LAYER, WHOLE
 from fxqat.ops.families import LOOKUP, WEIGHTED
 from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import ValueQuant
-from fxqat.quantization.split_recurrent import LAYER, WHOLE
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF

@@ -25,17 +25,13 @@ from torch import fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 from torch.nn.utils.rnn import PackedSequence
 
-from fxqat.config.config import UNROLLED
 from fxqat.errors import ConfigError
-from fxqat.nn.recurrent import CELLS, RECURRENT_TYPES, RecurrentLayer
+from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer
 from fxqat.nn.unrolled import linear_of, unroll
 from fxqat.utils.fx_graph import called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
 from fxqat.utils.torch_compat import has_hooks
-
-LAYER = "layer"
-WHOLE = "whole"
 
 PROJECTS = "has projections (proj_size), which ONNX's LSTM has not: unroll it"
 NOT_A_TENSOR = "its input is no tensor (a packed sequence): pad the sequences instead, pack_padded_sequence has no ONNX"

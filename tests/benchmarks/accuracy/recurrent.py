@@ -84,7 +84,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 def measure(name: str, form: str, trained: nn.Module, float_accuracy: float, epochs: int) -> dict[str, Any]:
     """One row of the table."""
     images, labels, test_images, test_labels = data()
-    config = {"overrides": FORMS[form], "extra_qconfig_dict": {"a_observer": "MinMax"}} if FORMS[form] else None
+    config = {"overrides": FORMS[form]} if FORMS[form] else None
     gm = prepare_by_platform(copy.deepcopy(trained), "TSQAT", config, example_inputs=(images[:4],))
     gm.eval()
     enable_calibration(gm)
