@@ -52,7 +52,7 @@ CELLS: dict[str, Cell] = {
 """By the ``mode`` of torch's recurrent layers."""
 
 LAYER, UNROLLED, WHOLE = "layer", "unrolled", "whole"
-"""The forms of a recurrent module: an operator for each layer, plain operations (``fxqat.nn.unrolled``), or left alone."""
+"""The forms of a recurrent module: an operator for each layer, plain operations (``fxqat.nn.unrolled``), left alone."""
 
 RECURRENT_TYPES: tuple[type[nn.RNNBase], ...] = (nn.LSTM, nn.GRU, nn.RNN)
 
