@@ -146,7 +146,7 @@ class _Writer:
             self._values[node] = self._values[node.all_input_nodes[0]]  # case 1
         elif isinstance(module, RecurrentLayer):
             raise ConfigError(
-                f"{node.target}: recurrent layers cannot be written back. Load the weights into your model instead: the "
+                f"{node.target}: recurrent layers cannot be written back. Load the weights into your model: the "
                 "'state_dict' of a file of save_checkpoint fits it."
             )
         elif isinstance(module, (QATLayer, FusedLayer)):
