@@ -21,6 +21,7 @@ from torch import nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
+from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
 from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
@@ -122,12 +123,14 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1,
-    ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv, opset 11.
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; LSTM, GRU and RNN, opset 14; MaxRoiPool, opset 1;
+    ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv,
+    opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
+        torch.ops.fxqat.recurrent.default: _recurrent,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
         # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
@@ -184,6 +187,26 @@ def _quantize_dequantize(
 
 def _dequantize(q: Any, scale: onnxscript.onnx_types.FLOAT, zero_point: Any, axis: int) -> Any:
     return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+
+
+def _recurrent(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, mode: str, directions: int) -> tuple[Any, Any, Any]:
+    hidden, rows = int(r.shape[-1]), [directions, -1]
+    w, r = (_as_shape(t, [*rows, int(t.shape[-1])]) if len(t.shape) == 2 else t for t in (w, r))
+    b = _as_shape(b, rows) if b is not None and len(b.shape) == 1 else b
+    options: dict[str, Any] = {"hidden_size": hidden, "direction": ("forward", "bidirectional")[directions - 1]}
+    if mode == "LSTM":
+        return op.LSTM(x, w, r, b, None, h, c, **options)
+    if mode == "GRU":
+        y, last = op.GRU(x, w, r, b, None, h, linear_before_reset=1, **options)
+    else:
+        activation = {"RNN_TANH": "Tanh", "RNN_RELU": "Relu"}[mode]
+        y, last = op.RNN(x, w, r, b, None, h, activations=[activation] * directions, **options)
+    return y, last, last
+
+
+def _as_shape(x: Any, shape: Sequence[int]) -> Any:
+    sizes: Any = op.Constant(value_ints=list(shape))
+    return op.Reshape(x, sizes)
 
 
 def _roi_pool(

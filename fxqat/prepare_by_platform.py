@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -16,6 +17,7 @@ from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order, inputs_to_keep
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
+from fxqat.custom_quantizer.override_rules import recurrent_form
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError, FxqatError, tells_of_the_bundle
@@ -35,6 +37,7 @@ from fxqat.quantization.report import QuantReport, build_report
 from fxqat.quantization.sameness import SamenessError, check_now_or_at_first_call
 from fxqat.quantization.split_ops import split_ops
 from fxqat.quantization.split_parameters import split_parameters
+from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
@@ -141,6 +144,8 @@ def _prepare(
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
+    steps = split_recurrent(gm, partial(recurrent_form, spec, config))
+    remarks["forced"] = (*remarks.get("forced", ()), *steps)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

@@ -28,6 +28,8 @@ ACTIVATION_FUNCTIONS = (
     "leaky_relu",
     "elu",
 )
+SEVERAL = ("chunk", "split", "recurrent")
+"""The steps that give two values."""
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu6": nn.ReLU6,
@@ -151,6 +153,22 @@ class Attention(nn.Module):
         return result
 
 
+class Recurrence(nn.Module):
+    """A recurrent module on a sequence, with or without given states; returns its output and a slice of a state."""
+
+    def __init__(self, kind: type[nn.RNNBase], width: int, starts: bool, **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(width, 4, batch_first=True, **options)
+        self.starts = starts
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.rnn.num_layers * (1 + self.rnn.bidirectional)
+        h = x.mean(1)[:, :1].expand(rows, -1, 4).clamp(-1, 1) if self.starts else None
+        first = h if h is None or not isinstance(self.rnn, nn.LSTM) else (h, h * 0.5)
+        y, states = self.rnn(x, first)
+        return y, states[1][0] if isinstance(self.rnn, nn.LSTM) else states[-1]
+
+
 class RandomNet(nn.Module):
     """A network that runs a plan.
 
@@ -208,7 +226,7 @@ class RandomNet(nn.Module):
         lines = [f"{self.sizes}"]
         number = self.count
         for step in self.plan:
-            count = 2 if step.op in ("chunk", "split") else 1
+            count = 2 if step.op in SEVERAL else 1
             lines.append(f"{', '.join(str(number + i) for i in range(count))} = {step}")
             number += count
         return "\n".join([*lines, f"return {self.outputs}"])
@@ -216,7 +234,7 @@ class RandomNet(nn.Module):
     def _results(self, step: Step, values: list[Any]) -> list[Any]:
         given = [values[i] for i in step.reads]
         result = self.layers[step.module](*given) if step.module else OPS[step.op](*given, **step.options)
-        return list(result) if step.op in ("chunk", "split") else [result]
+        return list(result) if step.op in SEVERAL else [result]
 
     def _try(self, values: list[Tensor], step: Step | None, layer: nn.Module | None = None) -> bool:
         if step is None:
@@ -239,7 +257,13 @@ class RandomNet(nn.Module):
 
     def _grow(self, values: list[Tensor]) -> None:
         """Add one step that fits."""
-        draws = (
+        for _ in range(20):
+            if self._try(values, *self.random.choice(self._draws())(values)):
+                return
+
+    def _draws(self) -> list[Callable[[list[Tensor]], tuple[Any, ...]]]:
+        """What a step can be, as often as it is likely."""
+        return (
             [self._conv] * 6
             + [self._linear] * 3
             + [self._attention] * 2
@@ -251,9 +275,6 @@ class RandomNet(nn.Module):
             + [self._cut] * 2
             + [self._move] * 2
         )
-        for _ in range(20):
-            if self._try(values, *self.random.choice(draws)(values)):
-                return
 
     def _pick(self, values: list[Tensor], *dims: int) -> int | None:
         """A value with one of these numbers of dimensions; newer values are likelier."""
@@ -312,9 +333,10 @@ class RandomNet(nn.Module):
 
     def _shared(self, values: list[Tensor]) -> tuple[Any, ...]:
         source = self._pick(values)
-        if not self.layers or source is None:
+        names = [name for name in self.layers if not name.startswith("recurrent")]
+        if not names or source is None:
             return (None,)
-        name = self.random.choice(list(self.layers))
+        name = self.random.choice(names)
         return (Step("shared", (source,), name),)
 
     def _norm(self, values: list[Tensor]) -> tuple[Any, ...]:
@@ -391,3 +413,26 @@ class RandomNet(nn.Module):
         if value.dim() > 2 and value[0].numel() <= 256:
             draws += ["to_vector"]
         return (Step("move", (source,), "", {"kind": choice(draws)}),)
+
+
+class RandomRecurrentNet(RandomNet):
+    """A network whose first step is a recurrent module, with others among the further steps."""
+
+    def inputs(self, batch: int = 2, seed: int = 0) -> tuple[Tensor, ...]:
+        """An image and a sequence."""
+        if not hasattr(self, "sizes"):
+            side = self.random.choice((8, 12))
+            self.sizes = [(self.random.choice((1, 3, 4)), side, side), (self.random.choice((3, 6)), 8)]
+        return super().inputs(batch, seed)
+
+    def _draws(self) -> list[Callable[[list[Tensor]], tuple[Any, ...]]]:
+        return [self._recurrent] if not self.plan else [*super()._draws(), *[self._recurrent] * 12]
+
+    def _recurrent(self, values: list[Tensor]) -> tuple[Any, ...]:
+        source, choice = self._pick(values, 3), self.random.choice
+        if source is None or values[source].shape[1] > 16:
+            return (None,)
+        kind = choice((nn.LSTM, nn.LSTM, nn.GRU, nn.RNN))
+        flags = {name: choice((True, False)) for name in ("bidirectional", "bias")}
+        layer = Recurrence(kind, values[source].shape[-1], choice((True, False)), num_layers=choice((1, 1, 2)), **flags)
+        return Step("recurrent", (source,), self._name("recurrent")), layer

@@ -274,6 +274,7 @@ GRAPH_PASSES = (
     "quantization.products",
     "quantization.standardize",
     "quantization.split_ops",
+    "quantization.split_recurrent",
     "quantization.fuse",
     "quantization.insert",
     "quantization.raw_inputs",

@@ -5,7 +5,7 @@ import torch
 
 from fxqat import BackendType
 from tests.benchmarks.zoo.random_nets import failures, page, run, summary
-from tests.random_net import OPS, RandomNet
+from tests.random_net import OPS, RandomNet, RandomRecurrentNet
 
 # Chosen among 1000 to 1079: most kinds of steps and layers in few steps, on eight backends.
 SEEDS = (1036, 1064, 1001, 1046, 1079, 1074, 1070, 1038)
@@ -17,6 +17,13 @@ def test_a_random_network_is_prepared_trained_and_exported(seed, tmp_path):
     assert (outcome.stage, outcome.failure) == ("", "")
     assert outcome.quantized > 0
     assert outcome.backend in [backend.value for backend in BackendType]
+
+
+@pytest.mark.parametrize("seed", range(5000, 5008))
+def test_a_random_network_with_recurrent_modules_is_prepared_trained_and_exported(seed, tmp_path):
+    outcome = run(seed, tmp_path, RandomRecurrentNet)
+    assert (outcome.stage, outcome.failure) == ("", "")
+    assert outcome.quantized > 0
 
 
 def test_a_seed_gives_the_same_network():

@@ -15,6 +15,7 @@ from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
 from fxqat.nn.qat import BN_FREEZE, BN_TRAIN
+from fxqat.nn.recurrent import UNROLLED
 from fxqat.scheme import QConfig
 from fxqat.utils.nearest_name import nearest
 
@@ -51,6 +52,8 @@ MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 LATENCY, SIZE = "latency", "size"
 """What ``optimize_for`` can be."""
+RECURRENT = "recurrent"
+"""The key of an override that chooses the form of a recurrent layer; only ``UNROLLED`` can be chosen."""
 FIRST_LAST = ("first_last", "first", "last")
 """Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 
@@ -164,7 +167,7 @@ def _override(where: str, entry: Any) -> Override:
         raise ConfigError(
             f"{where}: expected a mapping, or (not in YAML) a function of a path and a QConfig; got {entry!r}"
         )
-    mapping(entry, where, ("match", *TENSORS))
+    mapping(entry, where, ("match", RECURRENT, *TENSORS))
     match = mapping(entry.get("match"), f"{where}.match", MATCH_KINDS)
     if not match:
         raise ConfigError(f"{where}: needs a 'match' with at least one of {', '.join(MATCH_KINDS)}")
@@ -172,8 +175,12 @@ def _override(where: str, entry: Any) -> Override:
         kinds, words = MATCH_KINDS[key]
         if not isinstance(value, kinds):
             raise ConfigError(f"{where}.match: {key} must be {words}, got {value!r}")
-    changes = _changes({tensor: entry[tensor] for tensor in entry if tensor != "match"}, where)
-    return Override(Match(**match, where=where), changes)
+    form = entry.get(RECURRENT)
+    if RECURRENT in entry and form != UNROLLED:
+        raise ConfigError(f"{where}.{RECURRENT} must be {UNROLLED!r}, got {form!r}")
+    given = {tensor: entry[tensor] for tensor in entry if tensor not in ("match", RECURRENT)}
+    changes = {} if form and not given else _changes(given, where)
+    return Override(Match(**match, where=where), changes, recurrent=form)
 
 
 def _changes(entry: Any, where: str) -> dict[str, TensorChange | None]:

@@ -91,8 +91,9 @@ def _placement(overrides: Iterable[Override]) -> Iterator[dict[str, Any]]:
             for tensor, change in override.changes.items()
             if change is None or tensor in ("activation", "output")
         }
-        if changes:
-            yield {"match": _match_entry(override.match), **changes}
+        form = {} if override.recurrent is None else {"recurrent": override.recurrent}
+        if changes or form:
+            yield {"match": _match_entry(override.match), **form, **changes}
 
 
 def _tensors(gm: fx.GraphModule) -> Iterator[dict[str, Any]]:

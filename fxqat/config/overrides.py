@@ -16,7 +16,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.ops.identify import identify, op_spelled
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.node_meta import SPELLING
+from fxqat.utils.node_meta import PART_OF, SPELLING
 from fxqat.utils.torch_compat import operator_name
 
 TENSORS = ("weight", "activation", "output", "value")
@@ -80,14 +80,15 @@ class Match:
         return all(test(node) for value, test in tests if value is not None)
 
     def _is_module(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and _fits(str(self.module), str(node.target), self.where)
+        paths = [str(node.target)] if node.op == "call_module" else []
+        paths += node.meta.get(PART_OF, ())[:1]
+        return any(_fits(str(self.module), path, self.where) for path in paths)
 
     def _is_type(self, node: fx.Node) -> bool:
         module = called_module(node)
         layers = (module, module.layer) if isinstance(module, FusedLayer) else (module,)
-        if isinstance(self.type, str):
-            return any(type(layer).__name__ == self.type for layer in layers)
-        return any(type(layer) is self.type for layer in layers)
+        types = [*map(type, layers), *node.meta.get(PART_OF, ())[1:]]
+        return any(self.type in ((kind.__name__,) if isinstance(self.type, str) else (kind,)) for kind in types)
 
     def _is_function(self, node: fx.Node) -> bool:
         target = node.meta.get(SPELLING, node.target if node.op in ("call_function", "call_method") else None)
@@ -116,11 +117,13 @@ class Override:
             produces): the change, or None to leave it float. What is not named stays as it was. ``"value"`` also means
             the value it produces: it changes how the value is quantized, not whether.
         function: computes the changes instead, from the node's path and its configuration so far.
+        recurrent: the form of a recurrent module, see ``fxqat.quantization.split_recurrent``; None as the backend has.
     """
 
     match: Match
     changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
     function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
+    recurrent: str | None = None
 
     def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
         """The changes for one of the nodes meant."""

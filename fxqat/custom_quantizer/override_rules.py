@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from torch import fx
 
+from fxqat.config.config import PrepareConfig
 from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.legal_schemes import check_legal
 from fxqat.custom_quantizer.requests import RankedConfig, Request
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
+from fxqat.nn.recurrent import LAYER, WHOLE
 from fxqat.ops.families import LOOKUP, WEIGHTED
+from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF
 
 
 class Overrides:
@@ -125,6 +129,29 @@ class Overrides:
             request.overridden_by.append(where)
         if change is not None and change.scheme.get("fixed_range") is not None:
             self._fixed_range_by[node.name] = where
+
+
+def recurrent_form(spec: BackendSpec, config: PrepareConfig, node: fx.Node) -> str:
+    """The form of a recurrent module: as the last override says, or else by the backend's table."""
+    asked = [override.recurrent for override in config.overrides if override.recurrent and override.match(node)]
+    if asked:
+        return str(asked[-1])
+    op = identify(node)
+    wanted = spec.rule(op.name, op.family) is not None or any(match(node) for match in config.additional)
+    return LAYER if wanted else WHOLE
+
+
+def check_recurrent(nodes: Iterable[fx.Node], config: PrepareConfig) -> None:
+    """Check that each override with ``recurrent`` has changed the form of a layer.
+
+    Raises:
+        ConfigError: it matches no recurrent layer, or one that cannot have this form.
+    """
+    for override in config.overrides:
+        found = [node for node in nodes if override.match(node)] if override.recurrent else []
+        if override.recurrent and not any(PART_OF in node.meta for node in found):
+            why = next((node.meta[KEPT_WHOLE] for node in found if KEPT_WHOLE in node.meta), "no LSTM, GRU or RNN")
+            raise ConfigError(f"{override.match.where}: recurrent has no effect on {found[0].name!r}: {why}")
 
 
 def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...], exclude: tuple[Match, ...]) -> None:

@@ -18,6 +18,7 @@ from fxqat.custom_quantizer.override_rules import (
     can_change,
     check_additions,
     check_lists,
+    check_recurrent,
     check_shared_weights,
 )
 from fxqat.custom_quantizer.position_decoding import decoding_positions
@@ -42,11 +43,12 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
+from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import TOO_COSTLY, Annotation, ValueQuant
-from fxqat.utils.fx_graph import node_inputs
-from fxqat.utils.node_meta import ANNOTATION, Kind
+from fxqat.utils.fx_graph import called_module, node_inputs
+from fxqat.utils.node_meta import ANNOTATION, KEPT_WHOLE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
 ADDITIONAL = Rule(reason=ADDED)
@@ -85,6 +87,7 @@ class BackendQuantizer:
         """
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(override.match for override in config.overrides)])
+        check_recurrent(gm.graph.nodes, config)
         kinds = value_kinds(gm)
         excluded = always_float(gm)
         kinds |= dict.fromkeys(excluded, Kind.OTHER)
@@ -140,6 +143,8 @@ class BackendQuantizer:
             op = replace(op, family=MATMUL, inputs=2)
         if node in excluded:
             return Request(op, None, excluded[node])
+        if KEPT_WHOLE in node.meta:
+            return Request(op, None, node.meta[KEPT_WHOLE])
         rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL
@@ -149,12 +154,12 @@ class BackendQuantizer:
             return overrides.apply(node, Request(op, None, FAMILY_REASONS.get(op.family, EXACT)))
         if node.target is eval_or_train and kinds[node] is Kind.OTHER:
             return Request(op, None, OF_MODE)
-        if kinds[node] is Kind.OTHER:
-            return Request(op, None, FAMILY_REASONS[RECURRENT if op.family == RECURRENT else NOT_FLOAT])
+        if kinds[node] is Kind.OTHER and op.family != RECURRENT:
+            return Request(op, None, FAMILY_REASONS[NOT_FLOAT])
         if rule is None:
-            if op.family in FAMILY_REASONS:
-                return Request(op, None, FAMILY_REASONS[op.family])
             why = self.spec.why_float(op.name, op.family)
+            if op.family in FAMILY_REASONS:
+                return Request(op, None, FAMILY_REASONS[op.family], why)
             request = Request(op, None, f"{self.spec.name} has no rule for {op.name}", why)
             if not self._stores_weight(node, op):
                 return request
@@ -164,6 +169,8 @@ class BackendQuantizer:
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
         request = Request(op, rule, rule.reason)
+        if isinstance(called_module(node), RecurrentLayer):
+            request.weight = self.spec.weight_of(op.name)
         if op.family == WEIGHTED:
             problem = why_weight_stays_float(node)
             if problem:
@@ -171,7 +178,8 @@ class BackendQuantizer:
             request.weight = self.spec.weight_of(op.name)
         if rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
             request.activation = self.spec.activation
-        if rule.output and not request.moves_values and fused_activation(node, op, self.spec) is None:
+        gives_values = not request.moves_values and not op.gives_tuple
+        if rule.output and gives_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation
             if op.name in self.spec.fixed_ranges:
                 request.output = request.output.with_scheme(fixed_range=self.spec.fixed_ranges[op.name])

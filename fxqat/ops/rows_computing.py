@@ -37,7 +37,10 @@ LAYERS: tuple[Op, ...] = (
     Op("linear", WEIGHTED, (nn.Linear, ProductLayer), (F.linear, linear_product)),
     Op("embedding", LOOKUP, (nn.Embedding,), (F.embedding, torch.embedding), inputs=0),
     Op("embedding_bag", LOOKUP, (nn.EmbeddingBag,), (F.embedding_bag,), inputs=0),
-    Op("recurrent", RECURRENT, (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+    Op("rnn", RECURRENT, (nn.RNN,), inputs=2, gives_tuple=True),
+    Op("lstm", RECURRENT, (nn.LSTM,), inputs=3, gives_tuple=True),
+    Op("gru", RECURRENT, (nn.GRU,), inputs=2, gives_tuple=True),
+    Op("recurrent_cell", RECURRENT, (nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
 )
 
 PRODUCTS: tuple[Op, ...] = (

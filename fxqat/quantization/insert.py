@@ -2,8 +2,9 @@
 
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
-2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
-   fake-quant of its input, from which the bias gets its scale, unless it computes in float.
+2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, and every recurrent layer
+   a :class:`~fxqat.nn.recurrent.QATRecurrentLayer`. It is called with the fake-quant of its input, from which the bias
+   gets its scale, unless it computes in float.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.observers import OBSERVERS
@@ -190,14 +192,14 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
 
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:
-    converted: dict[int, QATLayer] = {}
+    converted: dict[int, QATLayer | QATRecurrentLayer] = {}
     for node in nodes:
         found = annotation_of(node)
         if found is None or found.weight is None:
             continue
         module = called_module(node)
         assert module is not None
-        if not isinstance(module, QATLayer):
+        if not isinstance(module, (QATLayer, QATRecurrentLayer)):
             if id(module) not in converted:
                 converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target))
             set_module(gm, str(node.target), converted[id(module)])
@@ -219,10 +221,16 @@ def _fake_quant_of(value: object) -> fx.Node | None:
     return None
 
 
-def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str) -> QATLayer:
-    """The QAT layer of a plain or fused layer."""
+def _qat_layer(
+    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str
+) -> QATLayer | QATRecurrentLayer:
+    """The QAT layer of a plain, fused or recurrent layer."""
     config = annotation.weight
     assert config is not None
+    where = f"weight of {path!r} ({annotation.reason})"
+    if isinstance(module, RecurrentLayer):
+        w, r, _ = module.stacked()
+        return QATRecurrentLayer(module, *(_weight_quant(config, it, 0, module.training, where) for it in (w, r)))
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES
@@ -230,12 +238,18 @@ def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, pa
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
-    weight = layer.weight
-    axis = weighted_op(layer).axis
-    with _errors_name(config, f"weight of {path!r} ({annotation.reason})"):
+    quant = _weight_quant(config, layer.weight, weighted_op(layer).axis, layer.training, where)
+    return QATLayer(layer, bn, fused.activation, quant, bn_mode)
+
+
+def _weight_quant(
+    config: TensorQConfig, weight: torch.Tensor, axis: int, training: bool, where: str
+) -> FakeQuantizeBase:
+    """The fake-quant of a weight, beside it."""
+    with _errors_name(config, where):
         quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
         quant.attach(weight)
-    return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
+    return _placed(quant, weight.device, training)
 
 
 def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:

@@ -9,7 +9,8 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
 5. dataclasses in the output become dicts;
 6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers;
-7. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
+7. recurrent layers become ONNX's operators, with stored weights and biases;
+8. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from fxqat.nn.deployed import (
 )
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
+from fxqat.numerics import per_axis
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.fold_numbers import fold_numbers
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -80,7 +83,7 @@ def lower(
     """
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
-    fold_numbers(work)  # case 7
+    fold_numbers(work)  # case 8
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
@@ -88,6 +91,8 @@ def lower(
             state.lower_activation(node, module)  # case 1
         elif isinstance(module, QATLayer):
             state.lower_layer(node, module)  # case 2
+        elif isinstance(module, RecurrentLayer):
+            state.lower_recurrent(node, module)  # case 7
         elif isinstance(module, FusedLayer):
             state.lower_float_layer(node, module)  # case 3
         elif node.target is F.scaled_dot_product_attention:
@@ -205,9 +210,7 @@ class _Lowering:
 
     def lower_layer(self, node: fx.Node, layer: QATLayer) -> None:
         """Replace a QAT layer by its function of stored tensors, followed by its activation."""
-        source = node.kwargs.get("input_fake_quant")
-        quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
-        assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
+        quantizer = self._input_quantizer(node)
         weight, bias = layer.folded()
         weight_scale, bias_scale = layer.deployed_scales(bias, quantizer)
         graph, path = self.gm.graph, str(node.target)
@@ -216,13 +219,51 @@ class _Lowering:
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            stored = self._weight(path, layer, weight, weight_scale)
+            quant = layer.weight_fake_quant
+            weight = quant.target(weight, used_scale=weight_scale)
+            stored = self._weight(path, f"{path}.weight", quant, weight, weight_scale, layer.op.axis)
             self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
             arguments.append(graph.call_module(stored))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
             result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
             if layer.activation is not None:
                 result = graph.call_module(self._add(layer.activation), (result,))
+        self._replace(node, result)
+        self.replaced.add(path)
+
+    def _input_quantizer(self, node: fx.Node) -> FakeQuantizeBase | None:
+        """The fake-quant of the input of a layer, None if that is float."""
+        source = node.kwargs.get("input_fake_quant")
+        quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
+        assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
+        return quantizer
+
+    def lower_recurrent(self, node: fx.Node, layer: RecurrentLayer) -> None:
+        """Replace a recurrent layer by ONNX's operator of stored tensors."""
+        path, (w, r, b) = str(node.target), layer.stacked()
+        directions = len(layer.names)
+        x, h, c = (*node.args, None, None)[:3]
+        stored, b_scale = [], None
+        if isinstance(layer, QATRecurrentLayer):
+            quantizer = self._input_quantizer(node)
+            w_scale, b_scale = layer.deployed_scales(b, quantizer)
+            w_quant, r_quant = layer.weight_ih_fake_quant, layer.weight_hh_fake_quant
+            for kind, quant, weight, scale in (
+                ("weight_ih", w_quant, w, w_scale),
+                ("weight_hh", r_quant, r, r_quant.used_scale()),
+            ):
+                weight, axis = _with_directions(quant.target(weight, used_scale=scale), scale, directions)
+                stored.append(self._weight(f"{path}.{kind}_fake_quant", f"{path}.{kind}", quant, weight, scale, axis))
+                self.weights_only[stored[-1]] = self.weights_only.get(stored[-1], True) and quantizer is None
+        else:
+            stored += [self._add(_Constant(_with_directions(weight, None, directions)[0])) for weight in (w, r)]
+        if b is not None:
+            bias, axis = _with_directions(b, b_scale, directions)
+            stored.append(self._bias(path, bias, b_scale, axis))
+        with self.gm.graph.inserting_before(node):
+            tensors = [*map(self.gm.graph.call_module, stored), None][:3]
+            arguments = (x, *tensors, h, c, layer.mode, directions)
+            result = self.gm.graph.call_function(torch.ops.fxqat.recurrent.default, arguments)
         self._replace(node, result)
         self.replaced.add(path)
 
@@ -236,33 +277,42 @@ class _Lowering:
                 result = self.gm.graph.call_module(self._add(folded.activation), (result,))
         self._replace(node, result)
 
-    def _weight(self, path: str, layer: QATLayer, weight: Tensor, scale: Tensor) -> str:
-        """The path of a layer's stored weight; calls of a shared layer share it unless their scales differ."""
-        quant = layer.weight_fake_quant
+    def _weight(
+        self, path: str, name: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor, channel_axis: int
+    ) -> str:
+        """The path of a layer's stored weight; calls of a shared layer share it unless their scales differ.
+
+        Args:
+            path: of the layer, or of its fake-quant if it has several.
+            name: of the weight.
+            quant: its fake-quant.
+            weight: what ``quant.target`` gives.
+            scale: in use.
+            channel_axis: the axis of the scale, if that has several values.
+        """
         _, zero_point = quant.qparams()
-        known = self._weight_paths.setdefault(id(layer), [])
+        known = self._weight_paths.setdefault(id(quant), [])
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):
                 return known_path
-        weight = quant.target(weight, used_scale=scale)
-        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, layer.op.axis)
-        axis = layer.op.axis if scale.dim() else None
+        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, channel_axis)
+        axis = channel_axis if scale.dim() else None
         if self.weights == "float":
             pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version, axis)
             module = RoundedTensor(weight, pair)
         found = self._add(module)
-        name = f"{path}.weight" + (f"_{len(known)}" if known else "")
+        name += f"_{len(known)}" if known else ""
         dtype = quant.scheme.storage(self.opset_version)
         self.tensors[found] = _record(name, "weight", path, dtype, quant.scheme, axis, scale, zero_point)
         known.append((scale, found))
         return found
 
-    def _bias(self, path: str, bias: Tensor, scale: Tensor | None) -> str:
+    def _bias(self, path: str, bias: Tensor, scale: Tensor | None, channel_axis: int = 0) -> str:
         if scale is None:
             return self._add(_Constant(bias))
-        integers = quantize_bias(bias, scale)
-        found = self._add(stored_bias(integers, scale))
-        axis = 0 if scale.dim() else None
+        wide = per_axis(scale, bias.dim(), channel_axis)
+        found = self._add(stored_bias(quantize_bias(bias, wide), scale, channel_axis))
+        axis = channel_axis if scale.dim() else None
         name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
         self.tensors[found] = _record(name, "bias", path, "int32", None, axis, scale, torch.zeros_like(scale))
         return found
@@ -276,6 +326,16 @@ class _Lowering:
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         old.replace_all_uses_with(new)
         self.gm.graph.erase_node(old)
+
+
+def _with_directions(tensor: Tensor, scale: Tensor | None, directions: int) -> tuple[Tensor, int]:
+    """A tensor of a recurrent layer with a dimension of directions, and the axis of its scale.
+
+    A tensor of two directions with a scale for each row has none: ONNX has no scales of two dimensions.
+    """
+    if scale is not None and scale.dim() and directions > 1:
+        return tensor, 0
+    return tensor.unflatten(0, (directions, -1)), 1
 
 
 class _Constant(nn.Module):

@@ -10,6 +10,8 @@ from typing import Any
 from prettytable import PrettyTable
 from torch import fx
 
+from fxqat.ops.families import RECURRENT
+from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import FLOAT, TOO_COSTLY, annotation_of
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
@@ -146,7 +148,7 @@ class QuantReport:
 
 
 def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantReport:
-    """Collect the annotations of a graph, and log the recurrent layers, which stay float, and the remarks.
+    """Collect the annotations of a graph, and log the recurrent layers that stay float and the remarks.
 
     Args:
         gm: an annotated graph module.
@@ -159,7 +161,7 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
         found = annotation_of(node)
         if found is None:
             continue
-        if found.op == "recurrent":
+        if found.status == FLOAT and node.op == "call_module" and identify(node).family == RECURRENT:
             logging.getLogger("fxqat").info(
                 "%s stays float: %s; its neighbours are quantized", node.target, found.reason
             )

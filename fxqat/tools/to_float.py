@@ -28,6 +28,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_in, set_attribute
@@ -144,6 +145,11 @@ class _Writer:
         module = called_module(node)
         if isinstance(module, FakeQuantizeBase):
             self._values[node] = self._values[node.all_input_nodes[0]]  # case 1
+        elif isinstance(module, RecurrentLayer):
+            raise ConfigError(
+                f"{node.target}: recurrent layers cannot be written back. Load the weights into your model: the "
+                "'state_dict' of a file of save_checkpoint fits it."
+            )
         elif isinstance(module, (QATLayer, FusedLayer)):
             self._values[node] = self._write_layer(node, module)
         elif type(module) in WEIGHTED_TYPES and self._user_path(module, str(node.target)) is None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fxqat.custom_quantizer.backend_type import TABLES
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, RECURRENT, Op
+from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, Op
 from fxqat.ops.table import OPS
 from fxqat.scheme import FLOAT32_BITS, TensorQConfig
 
@@ -36,7 +36,7 @@ READS = {"all": "all operands", "none": "what is already quantized", "residual":
 APART = "; results of a ReLU only among themselves"
 SHARES = {"none": "no", "inputs": "the operands have one scale", "all": "operands and result have one scale"}
 FAMILIES_NOTE = """The family of an op depends on its arguments: nearest-neighbour interpolation only moves values, and
-padding with anything but zeros is not an op of the table. On every backend recurrent layers, ops outside the table,
+padding with anything but zeros is not an op of the table. On every backend ops outside the table,
 masks of infinities, sizes, indices and booleans stay float. Where a quantized op reads the value of a float op, that
 value is quantized."""
 
@@ -54,7 +54,7 @@ MATRIX_NOTE = """*yes*: all operations of the family have integer operands on th
 7; :doc:`/reference/backends` names them, and lists the families. Variants (``ONNXRuntime_AVX2``, ``OpenVINO_AVX2``,
 ``QNN_A16``) are as the backend before the underscore."""
 
-PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT, RECURRENT)]
+PLACED = [op for op in OPS if op.family not in (CONSTRUCTOR, NOT_FLOAT)]
 
 
 def scheme_of(config: TensorQConfig) -> str:

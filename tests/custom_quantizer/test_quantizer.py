@@ -472,7 +472,7 @@ def test_the_quantizer_leaves_the_spec_it_was_given_alone():
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (nn.LSTM(4, 4), "recurrent layers stay float"),
+        (nn.LSTM(4, 6, proj_size=4), "has projections"),
         (nn.Embedding(10, 4), "no rule for embedding"),
         (nn.CosineSimilarity(), "not an op of fxqat's table"),
     ],
@@ -600,8 +600,8 @@ class BeforeRecurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_the_value_before_a_recurrent_layer_is_quantized(kind, with_inputs):
     inputs = (torch.randn(2, 5, 8),) if with_inputs else None
-    gm = prepare_by_platform(BeforeRecurrent(kind).eval(), "TSQAT", example_inputs=inputs)
+    gm = prepare_by_platform(BeforeRecurrent(kind).eval(), "LiteRT", example_inputs=inputs)
     rows = {row.target: row for row in gm.quant_report}
-    assert rows["first"].output == rows["last"].output == "int8 sym per-tensor"
+    assert rows["first"].output == rows["last"].output == "int8 asym per-tensor"
     assert rows["rnn"].status == "float"
     assert "index" not in rows["first"].reason

@@ -18,7 +18,7 @@ FAMILIES = {value for name, value in vars(families).items() if name.isupper() an
 INT8 = TensorQConfig(QuantizeScheme())
 SCALE_BITS = {"ONNXRuntime": (6, 4), "ONNXRuntime_AVX2": (6, 4), "QNN_A16": (5, 12), "Vitis": (1, 1)}
 SCALE_BITS["LiteRT"] = (24, 24)
-ALWAYS_FLOAT = (families.CONSTRUCTOR, families.NOT_FLOAT, families.RECURRENT)
+ALWAYS_FLOAT = (families.CONSTRUCTOR, families.NOT_FLOAT)
 RANGES = {
     ("int8", False): (-128, 127),
     ("int8", True): (-127, 127),

@@ -360,9 +360,9 @@ TABLE: tuple[Case, ...] = (
         x.softmax(-1)
         x.softmax(dim=1)
     """),
-    case(19, "recurrent", "nn.RNN(8, 8, batch_first=True)", kind="tokens", status="float", last="r[0]"),
-    case(20, "recurrent", "nn.LSTM(8, 8, batch_first=True)", kind="tokens", status="float", last="r[0]"),
-    case(21, "recurrent", "nn.GRU(8, 8, batch_first=True)", kind="tokens", status="float", last="r[0]"),
+    case(19, "rnn", "nn.RNN(8, 8, batch_first=True)", kind="tokens", last="r[0]", elsewhere=NO_RULE),
+    case(20, "lstm", "nn.LSTM(8, 8, batch_first=True)", kind="tokens", last="r[0]", elsewhere=NO_RULE),
+    case(21, "gru", "nn.GRU(8, 8, batch_first=True)", kind="tokens", last="r[0]", elsewhere=NO_RULE),
     both(22, "cat", """
         torch.cat([x, y], 1)
         torch.cat((x, y), dim=-1)

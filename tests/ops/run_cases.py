@@ -79,6 +79,7 @@ def spellings_of(cases: Sequence[Case], gm: QuantGraphModule) -> list[Spelled]:
         around = (f"{branch}.before", f"{branch}.other", f"{branch}.after")
         nodes = tuple(row for row in gm.quant_report if branches.get(row.node) == branch)
         rows = tuple(row for row in nodes if row.op == case.op and row.target not in around)
+        rows = tuple(row for row in rows if not row.node.endswith("_output"))  # of a recurrent layer
         found.append(Spelled(case, text, branch, rows, nodes))
     return found
 

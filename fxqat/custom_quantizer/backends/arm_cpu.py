@@ -27,7 +27,8 @@ ARM_CPU = BackendSpec(
             "conv3d": "of convolutions the platform's list has only those over two dimensions",
         }
         | dict.fromkeys(
-            ("weighted", "matmul", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup"),
+            ("weighted", "matmul", "binary", "concat", "pool", "activation", "norm", "math", "resize")
+            + ("lookup", "recurrent"),
             NOT_LISTED,
         )
     ),

@@ -54,7 +54,7 @@ LITERT = BackendSpec(
     ),
     left_float=MappingProxyType(
         dict.fromkeys(
-            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize"),
+            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize", "recurrent"),
             "LiteRT's 8-bit specification has no such operator",
         )
         | {"silu": "split into sigmoid and mul, which are integer operators"}

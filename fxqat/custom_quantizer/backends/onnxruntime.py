@@ -55,7 +55,7 @@ ONNXRUNTIME = BackendSpec(
     ),
     left_float=MappingProxyType(
         dict.fromkeys(
-            ("weighted", "binary", "pool", "activation", "norm", "math", "resize"),
+            ("weighted", "binary", "pool", "activation", "norm", "math", "resize", "recurrent"),
             "ONNX Runtime has no int8 kernel for it that is faster than float, Q/DQ included",
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}

@@ -50,6 +50,7 @@ OPENVINO = BackendSpec(
         | {
             "activation": "not in NNCF's list of ops with quantized inputs",
             "scaled_dot_product_attention": "NNCF wants symmetric inputs for it; those of this table are asymmetric",
+            "recurrent": "in NNCF's list, but what the plugin rounds inside is not documented",
             "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
         }
     ),

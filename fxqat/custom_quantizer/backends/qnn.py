@@ -18,6 +18,7 @@ COMPUTES = Rule(reason="QNN computes it in integers")
 RESIZES = Rule(
     share="all", reason="QNN computes it in integers; stays within the range of its input and keeps its encoding"
 )
+RECURRENT = Rule(reason="one operator of QNN with integer weights, input, states and output")
 JOINS = Rule(
     share="all",
     keeps_relu_apart=True,
@@ -40,22 +41,28 @@ QNN = BackendSpec(
         dict.fromkeys(("weighted", "matmul", "pool"), COMPUTES)
         | dict.fromkeys((*BINARY, *NORMS, *BATCH_NORMS, *MATHS, *MORE_MATHS, "grid_sample"), COMPUTES)
         | dict.fromkeys((*ACTIVATIONS, "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
+        | dict.fromkeys(("lstm", "gru"), RECURRENT)
         | {"interpolate": RESIZES, "concat": JOINS, "pass_through": MOVES, "identity": MOVES}
     ),
     fixed_ranges=MappingProxyType({"sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}),
     weights=MappingProxyType(
-        {"linear": TensorQConfig(INT8_WEIGHT_PER_TENSOR, observer="MinMax", fake_quantize="Learnable")}
+        dict.fromkeys(
+            ("linear", "lstm", "gru"),
+            TensorQConfig(INT8_WEIGHT_PER_TENSOR, observer="MinMax", fake_quantize="Learnable"),
+        )
     ),
     left_float=MappingProxyType(
         dict.fromkeys(
-            ("binary", "activation", "norm", "math", "resize"), "not among the ops that QNN computes in integers"
+            ("binary", "activation", "norm", "math", "resize", "recurrent"),
+            "not among the ops that QNN computes in integers",
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     legal_weights=(LegalSchemes(frozenset({4, 8}), symmetric=True, signed=True),),
     legal_activations=(LegalSchemes(frozenset({8, 16}), signed=False),),
     source="ONNX Runtime documentation, 'QNN Execution Provider', supported operators; onnxruntime/quantization/"
-    "execution_providers/qnn/quant_config.py (MatMul per tensor; sigmoid and tanh on fixed scales); ExecuTorch, "
+    "execution_providers/qnn/quant_config.py (MatMul per tensor; sigmoid and tanh on fixed scales); "
+    "onnxruntime-qnn, LSTM and GRU in QDQ form; ExecuTorch, "
     "backends/qualcomm/builders (ops) and quantizer/qconfig.py (int4 or int8 weights without the smallest integer, "
     "uint8 or uint16 activations)",
 )

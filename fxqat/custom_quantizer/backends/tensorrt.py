@@ -38,7 +38,7 @@ TENSORRT = BackendSpec(
     ),
     left_float=MappingProxyType(
         dict.fromkeys(
-            ("binary", "concat", "activation", "norm", "math", "resize"),
+            ("binary", "concat", "activation", "norm", "math", "resize", "recurrent"),
             "TensorRT fuses it or chooses its precision; Q/DQ around it would prevent both",
         )
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}

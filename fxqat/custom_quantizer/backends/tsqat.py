@@ -11,6 +11,7 @@ from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="in the op table: computed in integers")
 ADD = replace(COMPUTES, scale_bits=SCALE_BITS_OF_SUMS)
+RECURRENT = Rule(reason="one operator with integer weights, input, states and output; computed in float inside")
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 
@@ -25,6 +26,9 @@ WHOLE_OP_TABLE = MappingProxyType(
         "norm": COMPUTES,
         "math": COMPUTES,
         "resize": COMPUTES,
+        "lstm": RECURRENT,
+        "gru": RECURRENT,
+        "rnn": RECURRENT,
         "concat": JOINS,
         "pass_through": MOVES,
         "identity": MOVES,
@@ -39,6 +43,11 @@ TSQAT = BackendSpec(
     fixed_ranges=MappingProxyType(
         {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
     ),
-    left_float=MappingProxyType({"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}),
+    left_float=MappingProxyType(
+        {
+            "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
+            "recurrent_cell": "ONNX has operators for whole sequences only",
+        }
+    ),
     source="fxqat's reference table: every op of docs/reference/op_table.rst in integers",
 )

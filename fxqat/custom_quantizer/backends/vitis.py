@@ -36,7 +36,7 @@ VITIS = BackendSpec(
     fused_activations=frozenset({"relu", "relu6", "leaky_relu"}),
     left_float=MappingProxyType(
         dict.fromkeys(
-            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup"),
+            ("weighted", "binary", "concat", "pool", "activation", "norm", "math", "resize", "lookup", "recurrent"),
             "not an op of the DPU: runs on the host processor",
         )
         | {"matmul": "the DPU multiplies by constant weights only: runs on the host processor"}

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import fxqat  # noqa: E402
 from fxqat import BackendType  # noqa: E402
-from tests.random_net import RandomNet  # noqa: E402
+from tests.random_net import RandomNet, RandomRecurrentNet  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def train_one_step(gm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     gm.eval()
 
 
-def stages(seed: int, path: Path, found: dict[str, Any]) -> Iterator[str]:
+def stages(seed: int, path: Path, found: dict[str, Any], kind: type[RandomNet] = RandomNet) -> Iterator[str]:
     """Run all stages with one network; yields the name of each before it starts."""
     draw = random.Random(seed)
     yield "build"
-    model = RandomNet(seed)
+    model = kind(seed)
     kept = copy.deepcopy(model.state_dict())
     backend = draw.choice([b.value for b in BackendType])
     found |= {"backend": backend, "steps": len(model.plan)}
@@ -126,12 +126,12 @@ def stages(seed: int, path: Path, found: dict[str, Any]) -> Iterator[str]:
     found |= {"off_by_1": max((t.step.off_by_1 for t in certificate.tensors), default=0.0)}
 
 
-def run(seed: int, folder: Path) -> Outcome:
+def run(seed: int, folder: Path, kind: type[RandomNet] = RandomNet) -> Outcome:
     """Run one network, from the seed to the certificate."""
     found: dict[str, Any] = {"backend": "-"}
     start, stage = time.perf_counter(), ""
     try:
-        for stage in stages(seed, folder / "net.onnx", found):  # noqa: B007  the last stage is the one that failed
+        for stage in stages(seed, folder / "net.onnx", found, kind):  # noqa: B007  the last stage is the one that failed
             pass
     except Exception as error:  # noqa: BLE001  a failure stays visible in the table
         found |= {"stage": stage, "failure": reason_of(error)}
@@ -208,28 +208,29 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="number of networks")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--show", action="store_true", help="print the plan and the traceback of each failure")
+    parser.add_argument("--recurrent", action="store_true", help="networks with recurrent modules")
     parser.add_argument("--output", type=Path, help="write the documentation page here")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    outcomes = []
+    outcomes, kind = [], RandomRecurrentNet if arguments.recurrent else RandomNet
     with tempfile.TemporaryDirectory() as folder:
         for seed in tqdm(range(arguments.seed, arguments.seed + arguments.count), disable=None):
-            outcomes.append(run(seed, Path(folder)))
+            outcomes.append(run(seed, Path(folder), kind))
             if outcomes[-1].failure:
                 tqdm.write(f"{seed} {outcomes[-1].backend} {outcomes[-1].stage}: {outcomes[-1].failure}")
                 if arguments.show:
-                    show(seed, Path(folder))
+                    show(seed, Path(folder), kind)
     print(summary(outcomes))
     print(failures(outcomes))
     if arguments.output:
         arguments.output.write_text(page(outcomes), encoding="utf-8")
 
 
-def show(seed: int, folder: Path) -> None:
+def show(seed: int, folder: Path, kind: type[RandomNet] = RandomNet) -> None:
     """Print the plan of a network and the traceback of its failure."""
-    print(RandomNet(seed).describe())
+    print(kind(seed).describe())
     try:
-        for _ in stages(seed, folder / "net.onnx", {}):
+        for _ in stages(seed, folder / "net.onnx", {}, kind):
             pass
     except Exception:  # noqa: BLE001  it is printed
         traceback.print_exc(file=sys.stdout)

@@ -1,0 +1,82 @@
+"""A recurrent layer as plain operations, step by step, for targets without an operator for it.
+
+Every product, sum, sigmoid and tanh is an operation of its own, which a backend quantizes by its table. The two linear
+layers, of the input and of the state, are called by all steps, so that each has one weight and one quantizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Function = Callable[[Any], Any]
+
+
+def unroll(
+    mode: str,
+    x: Any,
+    states: Sequence[Any],
+    steps: Sequence[int],
+    of_input: Function,
+    of_state: Function,
+    projection: Function = lambda h: h,
+    named: Callable[[Any, str], Any] = lambda value, name: value,
+) -> tuple[Any, ...]:
+    """One direction of one layer.
+
+    Args:
+        mode: ``"LSTM"``, ``"GRU"``, ``"RNN_TANH"`` or ``"RNN_RELU"``.
+        x: ``(T, N, I)``, a tensor or a proxy of one.
+        states: hidden state and, for an LSTM, cell state at the start, each ``(N, H)``.
+        steps: the T numbers of the steps, in the order in which they are computed.
+        of_input: the linear layer of the input.
+        of_state: the linear layer of the hidden state.
+        projection: the linear layer without bias of the hidden state of an LSTM with projections.
+        named: gives a name, ``"hidden"`` or ``"cell"``, to a state.
+
+    Returns:
+        The hidden states of all steps, ``(T, N, H)``, and the states at the end, each ``(N, H)``.
+    """
+    products = of_input(x)
+    hidden, cell = (*states, None)[:2]
+    outputs: dict[int, Any] = {}
+    for step in steps:
+        product, of_hidden = products[step], of_state(hidden)
+        if mode == "LSTM":
+            i, f, g, o = _gates(product + of_hidden, 4)
+            cell = named(torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g), "cell")
+            hidden = projection(torch.sigmoid(o) * torch.tanh(cell))
+        elif mode == "GRU":
+            (r_x, z_x, n_x), (r_h, z_h, n_h) = _gates(product, 3), _gates(of_hidden, 3)
+            z, new = torch.sigmoid(z_x + z_h), torch.tanh(n_x + torch.sigmoid(r_x + r_h) * n_h)
+            hidden = new + z * (hidden - new)
+        else:
+            hidden = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[mode](product + of_hidden)
+        hidden = outputs[step] = named(hidden, "hidden")
+    stacked = torch.stack([outputs[step] for step in sorted(outputs)])
+    return (stacked, hidden) if cell is None else (stacked, hidden, cell)
+
+
+def _gates(values: Any, count: int) -> tuple[Any, ...]:
+    parts = torch.chunk(values, count, -1)
+    return tuple(parts[gate] for gate in range(count))
+
+
+def linear_of(module: nn.RNNBase, kind: str, end: str) -> nn.Linear | None:
+    """A linear layer that shares a weight of a recurrent module, and its bias; None if there is no such weight.
+
+    Args:
+        module: the recurrent module.
+        kind: ``"ih"``, ``"hh"`` or ``"hr"``.
+        end: ending of the names, such as ``"_l0_reverse"``.
+    """
+    weight: Tensor | None = getattr(module, f"weight_{kind}{end}", None)
+    if weight is None:
+        return None
+    bias = getattr(module, f"bias_{kind}{end}", None)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]  # torch declares parameters as tensors
+    return layer.train(module.training)

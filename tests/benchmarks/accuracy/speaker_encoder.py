@@ -1,0 +1,110 @@
+"""A pretrained 3-layer LSTM, the speaker encoder of Resemblyzer, on synthesised voices: embeddings against float.
+
+pip download --no-deps resemblyzer; unzip Resemblyzer-*.whl resemblyzer/pretrained.pt
+python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
+
+RATE, WINDOW, HOP, CHANNELS, FRAMES = 16000, 400, 160, 40, 160
+
+
+class Encoder(nn.Module):
+    """The network of the encoder, with its names of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(CHANNELS, 256, 3, batch_first=True)
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, mels: Tensor) -> Tensor:
+        """``(N, frames, 40)`` to embeddings ``(N, 256)`` of length 1."""
+        _, (hidden, _) = self.lstm(mels)
+        raw = torch.relu(self.linear(hidden[-1]))
+        return raw / torch.norm(raw, dim=1, keepdim=True)
+
+
+def mel_filters() -> Tensor:
+    """Triangular filters, equally wide in mel: ``(40, WINDOW // 2 + 1)``."""
+    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700))
+    centers = 700 * (10 ** (torch.linspace(0, float(top), CHANNELS + 2) / 2595) - 1)
+    bins = torch.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    up = (bins - centers[:-2, None]) / (centers[1:-1] - centers[:-2])[:, None]
+    down = (centers[2:, None] - bins) / (centers[2:] - centers[1:-1])[:, None]
+    return torch.minimum(up, down).clamp(min=0) * (2 / (centers[2:] - centers[:-2]))[:, None]
+
+
+def voices(count: int, seed: int) -> Tensor:
+    """Mel spectrograms of synthesised voices: harmonics of a moving pitch, three formants, pauses and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    time = torch.arange(RATE * FRAMES // 100 + WINDOW) / RATE
+    found = []
+    for _ in range(count):
+        r = torch.rand(16, generator=generator)
+        pitch = (80 + 160 * r[0]) * (1 + 0.15 * torch.sin(6.28 * (1 + 3 * r[1]) * time + 6 * r[2]))
+        phase = 6.2832 * torch.cumsum(pitch, 0) / RATE
+        syllables = (torch.sin(6.28 * (2 + 3 * r[3]) * time + 6 * r[4]) + 0.5).clamp(min=0)
+        wave = torch.zeros_like(time)
+        for harmonic in range(1, 30):
+            frequency = harmonic * pitch
+            gain = sum(
+                torch.exp(-(((frequency - low - span * r[5 + i] * (1 + 0.3 * torch.sin(9 * time + i))) / 150) ** 2))
+                for i, (low, span) in enumerate(((300, 500), (900, 1200), (2200, 900)))
+            )
+            wave += gain * torch.sin(harmonic * phase)
+        wave = wave * syllables + 0.003 * torch.randn(time.shape, generator=generator)
+        wave *= 0.05 * (0.5 + r[9]) / wave.square().mean().sqrt()
+        spectrum = torch.stft(wave, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True).abs().square()
+        found.append((mel_filters() @ spectrum).T[:FRAMES])
+    return torch.stack(found)
+
+
+def main() -> None:
+    """Print the cosine of the embeddings and the size of the file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("weights", type=Path)
+    arguments = parser.parse_args()
+    logging.getLogger("fxqat").setLevel(logging.ERROR)
+    model = Encoder().eval()
+    state = torch.load(arguments.weights, map_location="cpu", weights_only=True)["model_state"]
+    model.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(("lstm", "linear"))})
+    calibration, test = voices(48, 0), voices(64, 1)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        reference = model(test)
+        others = F.cosine_similarity(reference[:-1], reference[1:]).mean()
+        print(f"float: {size / 2**20:.2f} MiB of parameters; cosine of two different voices {others:.4f}")
+        for bits in (8, 4):
+            weights = {} if bits == 8 else {"w_qscheme": {"bit": bits}, "w_observer": "MSE"}
+            gm = prepare_by_platform(
+                copy.deepcopy(model), "Experimental", {"extra_qconfig_dict": weights}, example_inputs=(test[:2],)
+            )
+            enable_calibration(gm)
+            for batch in calibration.split(16):
+                gm(batch)
+            enable_quantization(gm)
+            cosine = F.cosine_similarity(gm(test), reference)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "encoder.onnx"
+                report = convert_export(gm, (test[:2],), path)
+                share = path.stat().st_size / size
+            assert report.certificate is not None
+            verdict = "passed" if report.certificate.passed else "FAILED"
+            print(f"W{bits}A8: cosine to float, mean {cosine.mean():.5f}, smallest {cosine.min():.5f}")
+            print(f"W{bits}A8: file {share:.3f} of the parameters; certificate {verdict}")
+
+
+if __name__ == "__main__":
+    main()
