@@ -22,6 +22,7 @@ from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.foldable_weights import FoldableWeights
+from fxqat.onnx.gather_integers import GatherIntegers
 from fxqat.onnx.name_outputs import NameOutputs
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
@@ -170,6 +171,7 @@ def convert_export(
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
+        GatherIntegers(),
         WriteClamps(),
         *for_runtime,
     ]

@@ -9,10 +9,10 @@ from torch import fx
 
 from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.legal_schemes import check_legal
-from fxqat.custom_quantizer.requests import RankedConfig, Request
+from fxqat.custom_quantizer.requests import RankedConfig, Request, weight_of
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
-from fxqat.ops.families import LOOKUP, WEIGHTED
+from fxqat.ops.families import LOOKUP, WEIGHTED, WITH_WEIGHT
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
@@ -131,8 +131,7 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
     """Check that what ``extra_quantizer_dict`` adds can be quantized, and what it excludes can be left out.
 
     Raises:
-        ConfigError: an addition has no rule all the same or is an embedding, or an exclusion means an input or
-            parameter of the model.
+        ConfigError: an addition has no rule all the same, or an exclusion means an input or parameter of the model.
     """
     for match in exclude:
         nodes = [node for node in requests if match(node)]
@@ -146,11 +145,6 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
         if all(requests[node].rule is None and not requests[node].excluded for node in nodes):
             reason = requests[nodes[0]].why_float
             raise ConfigError(f"{match.where}: {nodes[0].name!r} cannot be quantized: {reason}. Drop it from the list.")
-        if all(requests[node].op.family == LOOKUP for node in nodes):
-            raise ConfigError(
-                f"{match.where}: {nodes[0].name!r} is an embedding, and tables of embeddings are not quantized yet. "
-                "Drop it from the list; its value is quantized where a quantized operation reads it."
-            )
 
 
 def check_additions(requests: dict[fx.Node, Request], values: Set[fx.Node], additional: tuple[Match, ...]) -> None:
@@ -185,7 +179,7 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
     first: dict[int, fx.Node] = {}
     for node, request in requests.items():
         module = called_module(node)
-        if module is None or request.op.family != WEIGHTED:
+        if module is None or request.op.family not in WITH_WEIGHT:
             continue
         other = first.setdefault(id(module), node)
         if requests[other].weight != request.weight and max(request.weight_rank, requests[other].weight_rank):
@@ -195,10 +189,31 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
             )
 
 
+def tie_tables(requests: dict[fx.Node, Request]) -> None:
+    """Quantize the table of an embedding that is also the weight of a layer as the layer does: they are one tensor.
+
+    Raises:
+        ConfigError: an override changes the weight of the embedding to something else.
+    """
+    layers = {id(weight_of(node)): node for node, request in requests.items() if request.op.family == WEIGHTED}
+    for node, request in requests.items():
+        layer = layers.get(id(weight_of(node))) if request.op.family == LOOKUP and request.weight is not None else None
+        if layer is None or requests[layer].weight in (None, request.weight):
+            continue
+        if request.weight_rank:
+            raise ConfigError(
+                f"overrides: {node.name!r} and {layer.name!r} share one weight, and would quantize it differently; "
+                f"change it for both with match: {{module: {node.target}}} and match: {{module: {layer.target}}}"
+            )
+        request.weight = requests[layer].weight
+
+
 def can_change(request: Request, tensor: str, node: fx.Node) -> bool:
     """Whether a node has a tensor that an override can change."""
     if tensor == "weight":
-        return request.weight is not None or (request.rule is not None and request.op.family == WEIGHTED)
+        return request.weight is not None or (request.rule is not None and request.op.family in WITH_WEIGHT)
+    if tensor == "activation" and request.op.family == LOOKUP:
+        return False
     if tensor == "output" and node.op in ("placeholder", "get_attr"):
         return True
     if request.rule is None:

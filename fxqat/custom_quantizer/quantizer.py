@@ -19,6 +19,7 @@ from fxqat.custom_quantizer.override_rules import (
     check_additions,
     check_lists,
     check_shared_weights,
+    tie_tables,
 )
 from fxqat.custom_quantizer.position_decoding import decoding_positions
 from fxqat.custom_quantizer.reasons import (
@@ -43,7 +44,7 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
-from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, Op
+from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import Annotation, ValueQuant
 from fxqat.utils.fx_graph import node_inputs
@@ -51,6 +52,8 @@ from fxqat.utils.node_meta import ANNOTATION, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
 ADDITIONAL = Rule(reason=ADDED)
+ADDITIONAL_TABLE = Rule(inputs="none", output=False, reason=ADDED)
+"""A lookup reads indices, and its value is quantized where a quantized operation reads it."""
 
 Requests = dict[fx.Node, Request]
 Values = dict[fx.Node, ValueQuant]
@@ -97,6 +100,7 @@ class BackendQuantizer:
         requests = {node: self._request(node, kinds, excluded, exact, overrides) for node in gm.graph.nodes}
         check_lists(requests, config.additional, config.exclude)
         check_shared_weights(requests)
+        tie_tables(requests)
         least_work = self._withdraw_costly(requests, kinds)
         self._pass_on_outputs(requests)
         left_float = float_reads(requests, kinds)
@@ -143,7 +147,7 @@ class BackendQuantizer:
             return Request(op, None, excluded[node])
         rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
-            rule = ADDITIONAL
+            rule = ADDITIONAL_TABLE if op.family == LOOKUP else ADDITIONAL
         if node.op in ("placeholder", "get_attr", "output"):
             return overrides.apply(node, Request(op, None, SOURCES.get(node.op, "")))
         if node in exact and rule is None:
@@ -165,7 +169,7 @@ class BackendQuantizer:
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
         request = Request(op, rule, rule.reason)
-        if op.family == WEIGHTED:
+        if op.family in WITH_WEIGHT:
             problem = why_weight_stays_float(node)
             if problem:
                 return Request(op, None, problem)
@@ -183,7 +187,7 @@ class BackendQuantizer:
 
     def _stores_weight(self, node: fx.Node, op: Op) -> bool:
         """Whether the weight of a layer without a rule is stored as integers, because the file is to be small."""
-        if self.config.optimize_for != SIZE or op.family != WEIGHTED or why_weight_stays_float(node):
+        if self.config.optimize_for != SIZE or op.family not in WITH_WEIGHT or why_weight_stays_float(node):
             return False
         return not any(match(node) for match in self.config.exclude)
 
@@ -212,7 +216,7 @@ class BackendQuantizer:
         keep = self.config.optimize_for == SIZE
         costly = too_costly(requests, kinds, self.spec, keep) if self.spec.least_work else {}
         stay = [request for node, request in requests.items() if node not in costly]
-        if self.spec.least_work and not any(it.rule is not None and it.weight is not None for it in stay):
+        if self.spec.least_work and not any(it.activation is not None and it.weight is not None for it in stay):
             return 0
         for node, why in costly.items():
             old, requests[node] = requests[node], Request(requests[node].op, None, TOO_COSTLY, why)

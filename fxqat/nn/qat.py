@@ -167,9 +167,7 @@ class QATLayer(nn.Module):
         if self.weight_fake_quant.observer_enabled:
             sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
             state = () if statistics_change else tuple(tensor_version(t) for t in sources if t is not None)
-            if not state or state != self.weight_fake_quant.observed_state:
-                self.weight_fake_quant.observe(weight.detach())
-                self.weight_fake_quant.observed_state = state
+            self.weight_fake_quant.observe_changed(weight, state)
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
         if not isinstance(self.bn_mode, int) or not bn.training:

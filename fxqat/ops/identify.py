@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, UNBOUNDED, Op
@@ -70,7 +71,7 @@ def identify_module(module: nn.Module | None) -> Op:
     """The op of a module object."""
     if isinstance(module, FusedLayer):
         return identify_module(module.layer)
-    if isinstance(module, QATLayer):
+    if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
     return _BY_MODULE.get(type(module), UNKNOWN)

@@ -3,7 +3,8 @@
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
-   fake-quant of its input, from which the bias gets its scale, unless it computes in float.
+   fake-quant of its input, from which the bias gets its scale, unless it computes in float. A table of embeddings
+   becomes a :class:`~fxqat.nn.embedding.QATEmbedding`. Layers that share a weight share its fake-quant.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.fx.node import Argument
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.nn.embedding import AXIS, TABLES, QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -33,6 +35,9 @@ from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
+
+_Shared = list[tuple[nn.Parameter, int, TensorQConfig, FakeQuantizeBase]]
+"""Weights with their axis, their configuration and their fake-quant, for the layers that share them."""
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
 """The arguments that fxqat itself gives to every observer or fake-quant."""
@@ -190,16 +195,17 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
 
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:
-    converted: dict[int, QATLayer] = {}
+    converted: dict[int, QATLayer | QATEmbedding] = {}
+    shared: _Shared = []
     for node in nodes:
         found = annotation_of(node)
         if found is None or found.weight is None:
             continue
         module = called_module(node)
         assert module is not None
-        if not isinstance(module, QATLayer):
+        if not isinstance(module, (QATLayer, QATEmbedding)):
             if id(module) not in converted:
-                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target))
+                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), shared)
             set_module(gm, str(node.target), converted[id(module)])
         source = _fake_quant_of(node.args[0])
         if source is not None and not found.weights_only:
@@ -219,10 +225,15 @@ def _fake_quant_of(value: object) -> fx.Node | None:
     return None
 
 
-def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str) -> QATLayer:
-    """The QAT layer of a plain or fused layer."""
+def _qat_layer(
+    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, shared: _Shared
+) -> QATLayer | QATEmbedding:
+    """The QAT layer of a plain or fused layer, or of a table."""
     config = annotation.weight
     assert config is not None
+    where = f"weight of {path!r} ({annotation.reason})"
+    if isinstance(module, tuple(TABLES)):
+        return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, shared))
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES
@@ -230,12 +241,25 @@ def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, pa
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
-    weight = layer.weight
-    axis = weighted_op(layer).axis
-    with _errors_name(config, f"weight of {path!r} ({annotation.reason})"):
+    weight: Any = layer.weight
+    axis, own = weighted_op(layer).axis, shared if bn is None else []  # each BatchNorm makes another weight of it
+    quant = _weight_fake_quant(weight, config, axis, layer.training, where, own)
+    return QATLayer(layer, bn, fused.activation, quant, bn_mode)
+
+
+def _weight_fake_quant(
+    weight: nn.Parameter, config: TensorQConfig, axis: int, training: bool, where: str, shared: _Shared
+) -> FakeQuantizeBase:
+    """The fake-quant of a weight: a new one, or that of another layer with the same weight."""
+    for known, *how, quant in shared:
+        if known is weight and how == [axis, config]:
+            return quant
+    with _errors_name(config, where):
         quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
         quant.attach(weight)
-    return QATLayer(layer, bn, fused.activation, _placed(quant, weight.device, layer.training), bn_mode)
+    quant = _placed(quant, weight.device, training)
+    shared.append((weight, axis, config, quant))
+    return quant
 
 
 def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:

@@ -4,7 +4,7 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
 1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name; a raw input is
    normalized in integers before it (``fxqat.quantization.raw_inputs``);
-2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of the products;
+2. BatchNorm is folded; weights and tables become stored integers, biases int32 at the scale of the products;
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
 5. dataclasses in the output become dicts;
@@ -35,6 +35,7 @@ from fxqat.nn.deployed import (
     stored_bias,
     stored_weight,
 )
+from fxqat.nn.embedding import QATEmbedding, embedding_bag
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.deployed_copy import deployed_copy
@@ -90,6 +91,8 @@ def lower(
             state.lower_activation(node, module)  # case 1
         elif isinstance(module, QATLayer):
             state.lower_layer(node, module)  # case 2
+        elif isinstance(module, QATEmbedding):
+            state.lower_table(node, module)  # case 2
         elif isinstance(module, FusedLayer):
             state.lower_float_layer(node, module)  # case 3
         elif node.target is F.scaled_dot_product_attention:
@@ -230,7 +233,7 @@ class _Lowering:
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            stored = self._weight(path, layer, weight, weight_scale)
+            stored = self._weight(path, layer.weight_fake_quant, weight, weight_scale)
             self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
             arguments.append(graph.call_module(stored))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
@@ -239,6 +242,19 @@ class _Lowering:
                 result = graph.call_module(self._add(layer.activation), (result,))
         self._replace(node, result)
         self.replaced.add(path)
+
+    def lower_table(self, node: fx.Node, table: QATEmbedding) -> None:
+        """Replace a table by its function of stored integers, which ``fxqat.onnx.gather_integers`` moves behind it."""
+        quant = table.weight_fake_quant
+        stored = self._weight(str(node.target), quant, table.folded()[0], quant.used_scale())
+        is_bag = table.layer is nn.EmbeddingBag
+        options = table.call_options(node.args[1:], node.kwargs) if is_bag else {}
+        options.pop("scale_grad_by_freq", None)
+        with self.gm.graph.inserting_before(node):
+            arguments = (node.args[0], self.gm.graph.call_module(stored))
+            function = embedding_bag if is_bag else F.embedding
+            self._replace(node, self.gm.graph.call_function(function, arguments, options))
+        self.replaced.add(str(node.target))
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
         """Replace a fused layer that stayed float by the folded layer, followed by its activation."""
@@ -250,17 +266,17 @@ class _Lowering:
                 result = self.gm.graph.call_module(self._add(folded.activation), (result,))
         self._replace(node, result)
 
-    def _weight(self, path: str, layer: QATLayer, weight: Tensor, scale: Tensor) -> str:
-        """The path of a layer's stored weight; calls of a shared layer share it unless their scales differ."""
-        quant = layer.weight_fake_quant
+    def _weight(self, path: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor) -> str:
+        """The path of a layer's stored weight; layers and calls that share it store it once for each scale."""
         _, zero_point = quant.qparams()
-        known = self._weight_paths.setdefault(id(layer), [])
+        known = self._weight_paths.setdefault(id(quant), [])
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):
                 return known_path
         weight = quant.target(weight, used_scale=scale)
-        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, layer.op.axis)
-        axis = layer.op.axis if scale.dim() else None
+        assert quant.axis is not None  # insert gives every weight the axis of its channels
+        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, quant.axis)
+        axis = quant.axis if scale.dim() else None
         if self.weights == "float":
             pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version, axis)
             module = RoundedTensor(weight, pair)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.state import disable_all, enable_quantization, named_fake_quants
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -38,7 +39,7 @@ class QuantizedTensor:
 
     name: str
     quant: FakeQuantizeBase
-    layer: QATLayer | None
+    layer: QATLayer | QATEmbedding | None
 
     @property
     def is_weight(self) -> bool:
@@ -52,7 +53,7 @@ class QuantizedTensor:
         if self.layer is None:
             return -1 if x.dim() == 3 else 1
         if self.is_weight:
-            return self.layer.op.axis
+            return self.quant.axis
         return -1 if self.layer.weight.dim() == 2 else 1
 
     @contextmanager
@@ -131,7 +132,7 @@ def find_quantized(gm: QuantGraphModule) -> dict[str, QuantizedTensor]:
     graph = graph_of_mode(gm.graph, training=False)
     for node in graph.nodes:
         module = called_module(node)
-        if isinstance(module, QATLayer):
+        if isinstance(module, (QATLayer, QATEmbedding)):
             name = f"{node.target}.weight"
             found.setdefault(name, QuantizedTensor(name, module.weight_fake_quant, module))
         elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
