@@ -23,6 +23,7 @@ from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.gather_integers import GatherIntegers
+from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_outputs import NameOutputs
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
@@ -172,6 +173,7 @@ def convert_export(
         ConvertOpset(opset_version),
         StoreNarrow(),
         GatherIntegers(),
+        IntegerProducts(),
         WriteClamps(),
         *for_runtime,
     ]
@@ -180,10 +182,11 @@ def convert_export(
     finished = run_passes(exported, passes)
     proto, named = ir.to_proto(finished), tensors_of(finished)
     tensors = tuple(named.values())
+    constant = [tensor for tensor in tensors if tensor.kind != "dynamic"]
 
     check_model(proto, opset_version)
     if weights == "integer":
-        check_params(proto, tensors)
+        check_params(proto, constant)
     certificate = None
     if verify:
         certificate = _certify(proto, lowered, named, inputs, captured)
@@ -194,7 +197,7 @@ def convert_export(
         certificate = replace(certificate, end_to_end=figures)
 
     raw = stats_by_name([value.name for value in proto.graph.input], inputs, normalizers)
-    document = params_document(tensors, gm.provenance.backend, opset_version, raw, runtime)
+    document = params_document(constant, gm.provenance.backend, opset_version, raw, runtime)
     parity = None if certificate is None else certificate.as_json()
     onnx_path = Path(file_path)
     written = write_files(onnx_path, proto.SerializeToString(), file_path_json, document, parity)
@@ -249,11 +252,10 @@ def _certify(
     captured: Captured,
 ) -> ParityCertificate:
     """The certificate of the file on inputs on which the model computed what was captured."""
-    activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
     in_file = {
-        named[path].name: np.asarray(captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0]))
-        for path, t in activations.items()
-        if path in named
+        named[path].name: np.asarray(captured.integers[t.name] + sum(named[path].zero_point) - sum(t.zero_point))
+        for path, t in lowered.tensors.items()
+        if path in named and t.kind in ("activation", "dynamic")
     }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
     return require_parity(proto, arrays, in_file, captured.outputs, captured.selections)

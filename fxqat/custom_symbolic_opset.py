@@ -5,6 +5,7 @@ Nothing is registered with torch's exporter: the table of translations is built 
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,6 +30,9 @@ from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""The key at which torch's exporter notes the paths of the modules that a node comes from."""
 
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
@@ -55,7 +59,8 @@ def run_exporter(
     and with the sizes that they return for the example inputs.
 
     Returns:
-        The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
+        The model, in ``NATIVE_OPSET``, in which a DynamicQuantizeLinear has the path of its module as its name;
+        :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
         ExportError: the exporter fails, the number of names is wrong, or the model's code fixes the batch size.
@@ -91,6 +96,9 @@ def run_exporter(
             f"dynamic_batch was asked for, but the model fixes the batch of {', '.join(map(str, fixed))}: its code "
             "needs the number in Python. gm.quant_report.forced names the lines; or export with dynamic_batch=False."
         )
+    for node in model.graph:
+        if node.op_type == "DynamicQuantizeLinear":
+            node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
 
@@ -126,12 +134,13 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1,
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1,
     ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
+        torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
         # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
@@ -164,6 +173,11 @@ def _quantize_dequantize(
 
 def _dequantize(q: Any, scale: onnxscript.onnx_types.FLOAT, zero_point: Any, axis: int) -> Any:
     return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+
+
+def _dynamic_quantize_dequantize(x: onnxscript.onnx_types.FLOAT) -> Any:
+    q, scale, zero_point = op.DynamicQuantizeLinear(x)
+    return op.DequantizeLinear(q, scale, zero_point)
 
 
 def _roi_pool(

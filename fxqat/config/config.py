@@ -10,7 +10,7 @@ from typing import Any
 
 from fxqat.config.checks import mapping, sequence
 from fxqat.config.overrides import TENSORS, Match, Override, TensorChange
-from fxqat.config.tensor_entry import SCHEME_SPELLINGS, read_change
+from fxqat.config.tensor_entry import DYNAMIC, SCHEME_SPELLINGS, read_change
 from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
@@ -27,6 +27,7 @@ TOP_KEYS = (
     "leaf_module",
     "bn_mode",
     "optimize_for",
+    "activation",
     "first_last",
     "first",
     "last",
@@ -51,6 +52,8 @@ MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 LATENCY, SIZE = "latency", "size"
 """What ``optimize_for`` can be."""
+STATIC, FLOAT = "static", "float"
+"""What ``activation`` of the whole model can be, beside ``"dynamic"``."""
 FIRST_LAST = ("first_last", "first", "last")
 """Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 
@@ -74,6 +77,8 @@ class PrepareConfig:
         bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
         optimize_for: ``"size"``: layers that the backend computes in float store their weights as integers all the
             same; ``"latency"``: they stay float.
+        activations: ``"static"``: activations have scales in the file; ``"dynamic"``: layers quantize what they read
+            at run time; ``"float"``: only weights are integers.
     """
 
     weight: TensorChange = field(default_factory=TensorChange)
@@ -89,6 +94,7 @@ class PrepareConfig:
     leaf_module: tuple[Any, ...] = ()
     bn_mode: str | int = BN_TRAIN
     optimize_for: str = LATENCY
+    activations: str = STATIC
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:
@@ -125,6 +131,7 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         leaf_module=tuple(sequence(config.get("leaf_module"), "leaf_module")),
         bn_mode=_bn_mode(config.get("bn_mode", BN_TRAIN)),
         optimize_for=_optimize_for(config.get("optimize_for")),
+        activations=_activations(config.get("activation", STATIC)),
     )
 
 
@@ -232,3 +239,12 @@ def _optimize_for(value: Any) -> str:
     if value is None or value in (LATENCY, SIZE):
         return value or LATENCY
     raise ConfigError(f"optimize_for must be {LATENCY!r} or {SIZE!r}, got {value!r}")
+
+
+def _activations(value: Any) -> str:
+    if value in (STATIC, DYNAMIC, FLOAT):
+        return str(value)
+    raise ConfigError(
+        f"activation must be {STATIC!r} (scales in the file), {DYNAMIC!r} (quantized at run time) or {FLOAT!r} (only "
+        f"weights are integers), got {value!r}. How activations are quantized is extra_qconfig_dict's a_* entries."
+    )

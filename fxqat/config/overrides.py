@@ -29,10 +29,12 @@ class TensorChange:
     Args:
         scheme: fields of :class:`~fxqat.scheme.QuantizeScheme`.
         modules: the other fields of :class:`~fxqat.scheme.TensorQConfig`: observer, fake-quant and their arguments.
+        dynamic: instead of both: the values that a layer reads are quantized at run time.
     """
 
     scheme: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
 
     def applied_to(self, config: TensorQConfig) -> TensorQConfig:
         """The changed configuration.

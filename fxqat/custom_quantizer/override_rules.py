@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from fxqat.config.overrides import Match, Override, TensorChange
-from fxqat.custom_quantizer.legal_schemes import check_legal
+from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
 from fxqat.custom_quantizer.requests import RankedConfig, Request, weight_of
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
@@ -49,6 +49,11 @@ class Overrides:
                 if tensor == "value" or not can_change(request, tensor, node):
                     continue
                 config = getattr(request, tensor) or defaults[tensor]
+                if tensor == "activation":
+                    request.dynamic = change is not None and change.dynamic
+                if tensor == "activation" and request.dynamic:
+                    check_dynamic(self.spec, request.op.name, f"{override.match.where}: activation", node.name)
+                    change = None
                 setattr(request, tensor, None if change is None else self._changed(config, change, tensor, rank, node))
                 setattr(request, f"{tensor}_rank", rank)
                 self._note(node, request, rank, tensor, change)
@@ -186,6 +191,21 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
             raise ConfigError(
                 f"overrides: {other.name!r} and {node.name!r} are calls of one layer, which has one weight; change it "
                 f"for both with match: {{module: {node.target}}}"
+            )
+
+
+def check_dynamic_weights(requests: dict[fx.Node, Request]) -> None:
+    """Check that the weights of layers that quantize their input at run time are stored in 8 bits.
+
+    Raises:
+        ConfigError: one is stored in more or fewer.
+    """
+    for node, request in requests.items():
+        scheme = request.weight.scheme if request.dynamic and request.weight is not None else None
+        if scheme is not None and not 5 <= scheme.bit_width <= 8:
+            raise ConfigError(
+                f"{node.name!r}: activation 'dynamic' needs a weight of 5 to 8 bits, the only ones that MatMulInteger "
+                f"and ConvInteger take, got {scheme}. Change the weight, or its activation to null (weights only)."
             )
 
 

@@ -6,17 +6,19 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.config.config import SIZE, PrepareConfig
+from fxqat.config.config import SIZE, STATIC, PrepareConfig
+from fxqat.config.tensor_entry import DYNAMIC
 from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
-from fxqat.custom_quantizer.legal_schemes import check_legal
+from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
 from fxqat.custom_quantizer.nonnegative import nonnegative_values
 from fxqat.custom_quantizer.override_rules import (
     Overrides,
     can_change,
     check_additions,
+    check_dynamic_weights,
     check_lists,
     check_shared_weights,
     tie_tables,
@@ -70,6 +72,8 @@ class BackendQuantizer:
     def __init__(self, spec: BackendSpec, config: PrepareConfig | None = None) -> None:
         self.config = config or PrepareConfig()
         self.spec = _configured(spec, self.config)
+        if self.config.activations == DYNAMIC and not self.spec.dynamic:
+            check_dynamic(self.spec, "linear", "activation", "any layer")
 
     def annotate(self, gm: fx.GraphModule) -> PrepareConfig:
         """Write an :class:`~fxqat.quantization.annotation.Annotation` on every node; nothing else changes.
@@ -101,6 +105,7 @@ class BackendQuantizer:
         check_lists(requests, config.additional, config.exclude)
         check_shared_weights(requests)
         tie_tables(requests)
+        check_dynamic_weights(requests)
         least_work = self._withdraw_costly(requests, kinds)
         self._pass_on_outputs(requests)
         left_float = float_reads(requests, kinds)
@@ -125,7 +130,8 @@ class BackendQuantizer:
                     values.get(node),
                     request.weight,
                     changeable,
-                    weights_only=request.weight is not None and request.activation is None,
+                    weights_only=request.weight is not None and request.activation is None and not request.dynamic,
+                    dynamic=request.dynamic and request.weight is not None,
                 )
                 node.meta[ANNOTATION] = annotation
         overrides.check_fixed_ranges(values)
@@ -174,9 +180,11 @@ class BackendQuantizer:
             if problem:
                 return Request(op, None, problem)
             request.weight = self.spec.weight_of(op.name)
-        if rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
+        is_static = self.config.activations == STATIC
+        request.dynamic = self.config.activations == DYNAMIC and op.name in self.spec.dynamic
+        if is_static and rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
             request.activation = self.spec.activation
-        if rule.output and not request.moves_values and fused_activation(node, op, self.spec) is None:
+        if is_static and rule.output and not request.moves_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation
             if op.name in self.spec.fixed_ranges:
                 request.output = request.output.with_scheme(fixed_range=self.spec.fixed_ranges[op.name])
@@ -186,8 +194,9 @@ class BackendQuantizer:
         return request
 
     def _stores_weight(self, node: fx.Node, op: Op) -> bool:
-        """Whether the weight of a layer without a rule is stored as integers, because the file is to be small."""
-        if self.config.optimize_for != SIZE or op.family not in WITH_WEIGHT or why_weight_stays_float(node):
+        """Whether the weight of a layer without a rule is stored as integers: for a small file, or for its own sake."""
+        for_latency = self.config.optimize_for != SIZE and self.config.activations == STATIC
+        if for_latency or op.family not in WITH_WEIGHT or why_weight_stays_float(node):
             return False
         return not any(match(node) for match in self.config.exclude)
 
@@ -213,6 +222,8 @@ class BackendQuantizer:
         Returns:
             The ``least_work`` in force; None for the backend's.
         """
+        if self.config.activations != STATIC:
+            return self.config.least_work
         keep = self.config.optimize_for == SIZE
         costly = too_costly(requests, kinds, self.spec, keep) if self.spec.least_work else {}
         stay = [request for node, request in requests.items() if node not in costly]
@@ -227,7 +238,7 @@ class BackendQuantizer:
 
     def _pass_on_outputs(self, requests: Requests) -> None:
         """The value of an op whose activation runs inside it is quantized after the activation."""
-        for node, request in requests.items():
+        for node, request in requests.items() if self.config.activations == STATIC else ():
             reader = fused_activation(node, request.op, self.spec)
             if reader is None or request.rule is None or not request.rule.output:
                 continue

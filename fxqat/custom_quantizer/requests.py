@@ -32,6 +32,7 @@ class Request:
         excluded: the user's configuration leaves the op float.
         weight: how to quantize its weight; None leaves it float.
         activation: how to quantize the values it reads; None leaves them float.
+        dynamic: the layer quantizes what it reads itself, at run time; ``activation`` is None then.
         output: how to quantize the value it produces, for all readers; None leaves that to the readers.
         weight_rank: who decided about the weight (see :data:`RankedConfig`).
         activation_rank: who decided about the values it reads.
@@ -47,6 +48,7 @@ class Request:
     excluded: bool = False
     weight: TensorQConfig | None = None
     activation: TensorQConfig | None = None
+    dynamic: bool = False
     output: TensorQConfig | None = None
     weight_rank: int = 0
     activation_rank: int = 0

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
 from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
@@ -67,12 +68,16 @@ class QATLayer(nn.Module):
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
 
-    def forward(self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None, dynamic_input: str | None = None
+    ) -> Tensor:
         """Apply the layer.
 
         Args:
             x: the input, quantized or not, of any shape that the layer takes.
             input_fake_quant: the fake-quant that produced x, None if x is float; the bias scale depends on it.
+            dynamic_input: if x is quantized at run time, by its own range, the name of its integers in the file; it
+                is rounded when the weight is.
 
         Raises:
             ConfigError: Linear and BatchNorm1d are fused, and the input does not have 2 dimensions.
@@ -83,6 +88,8 @@ class QATLayer(nn.Module):
                 f"{x.dim()} dimensions {tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. "
                 "Add ('linear', 'batch_norm1d') to extra_fuse_dict['exclude_fusion_pattern']."
             )
+        if dynamic_input is not None and self.weight_fake_quant.fake_quant_enabled:
+            x = DynamicQuantizeSTE.apply(x)
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
             y = self._normalize(self.op(x, self._unfolded_weight(self.bn).to(self.weight.dtype), self.bias), self.bn)
         else:

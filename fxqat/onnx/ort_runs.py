@@ -65,7 +65,8 @@ def with_integers_in(
             feeds[name + GIVEN] = integers[source[0]].astype(np.int32, copy=False)
             result.graph.input.append(_integers(name + GIVEN, feeds[name + GIVEN].shape))
             result.graph.output.append(_integers(name + COMPUTED))
-            before.append(_cast(name + GIVEN, end, types[source[2]]))
+            data_type = types[source[2]] if len(source) > 2 else onnx.TensorProto.UINT8  # at run time
+            before.append(_cast(name + GIVEN, end, data_type))
             after.append(_cast(end + FOUND, name + COMPUTED, INT32))
             node.output[0] = end + FOUND
         indices = indices_of(node)

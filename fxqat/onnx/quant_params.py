@@ -108,11 +108,6 @@ def _check_form(where: str, entry: Any) -> None:
             raise CheckpointError(f"{where}: {key!r} must be a list of numbers, found {entry[key][:4]}")
 
 
-THROUGH = ("Gather", "Unsqueeze", "Cast", "Sub")
-"""Operators between the constants of a table and the product that dequantizes rows of it, which has no name of ours
-(``fxqat.onnx.gather_integers``)."""
-
-
 def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> None:
     """Check that scales and zero points in the file equal those of the document bit for bit.
 
@@ -125,29 +120,24 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     zero_points: dict[str, np.ndarray] = {}
     for node in model.graph.node:
-        if node.op_type in THROUGH and node.input[0] in constants:
-            constants[node.output[0]] = constants[node.input[0]]
         if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
             scale, zero_point = (numpy_helper.to_array(constants[name]) for name in node.input[1:3])
             key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
-            of_value |= dict.fromkeys((key, _stored(node, constants)), (scale, zero_point))
+            of_value[key] = (scale, zero_point)
         elif node.op_type == "Sub" and node.input[1] in constants:
             zero_points[node.output[0]] = numpy_helper.to_array(constants[node.input[1]])
-        elif node.op_type == "Mul" and (node.output[0] in weights or _stored(node, constants)):
-            scale = numpy_helper.to_array(constants[node.input[1]])  # see fxqat.onnx.foldable_weights
-            found = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
-            of_value |= dict.fromkeys((node.output[0], _stored(node, constants)), found)
+        elif node.op_type == "Mul" and node.output[0] in weights:  # see fxqat.onnx.foldable_weights
+            scale = numpy_helper.to_array(constants[node.input[1]])
+            of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
     for tensor in tensors:
-        known = next((name for name in (tensor.name, f"{tensor.name}_quantized") if name in of_value), None)
-        if known is None:
+        if tensor.name not in of_value and f"{tensor.name}_scale" in constants:  # GatherIntegers, IntegerProducts
+            scale = numpy_helper.to_array(constants[f"{tensor.name}_scale"])
+            zero_point = constants.get(f"{tensor.name}_zero_point")
+            zeros = np.zeros_like(scale)
+            of_value[tensor.name] = (scale, zeros if zero_point is None else numpy_helper.to_array(zero_point))
+        if tensor.name not in of_value:
             raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
-        scale, zero_point = of_value[known]
+        scale, zero_point = of_value[tensor.name]
         same = np.array_equal(scale.reshape(-1), np.asarray(tensor.scale, np.float32))
         if not same or not np.array_equal(zero_point.reshape(-1).astype(np.int64), tensor.zero_point):
             raise ParityError(f"{tensor.name}: the ONNX file holds other parameters than the parameter file")
-
-
-def _stored(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str:
-    """The name of the stored integers that a node dequantizes, empty if they are computed."""
-    integers = constants.get(node.input[0])
-    return integers.name if integers is not None and integers.name.endswith("_quantized") else ""

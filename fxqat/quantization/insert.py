@@ -4,7 +4,8 @@
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
    fake-quant of its input, from which the bias gets its scale, unless it computes in float. A table of embeddings
-   becomes a :class:`~fxqat.nn.embedding.QATEmbedding`. Layers that share a weight share its fake-quant.
+   becomes a :class:`~fxqat.nn.embedding.QATEmbedding`. A layer that quantizes its input at run time is called with a
+   name for that input. Layers that share a weight share its fake-quant.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
         ConfigError: a configured observer or fake-quant does not fit its tensor.
     """
     nodes = list(gm.graph.nodes)
-    _insert_activations(gm, nodes)
+    names: set[str] = set()
+    _insert_activations(gm, nodes, names)
     _insert_in_training(gm)
-    _insert_weights(gm, nodes, bn_mode)
+    _insert_weights(gm, nodes, bn_mode, names)
     gm.graph.lint()
     return gm
 
@@ -137,9 +139,8 @@ def _name(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind))
 
 
-def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
-    names: set[str] = set()
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -194,7 +195,7 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
     return name
 
 
-def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:
+def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int, names: set[str]) -> None:
     converted: dict[int, QATLayer | QATEmbedding] = {}
     shared: _Shared = []
     for node in nodes:
@@ -208,7 +209,10 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
                 converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), shared)
             set_module(gm, str(node.target), converted[id(module)])
         source = _fake_quant_of(node.args[0])
-        if source is not None and not found.weights_only:
+        if found.dynamic:
+            node.kwargs = {**node.kwargs, "dynamic_input": unused_name(f"{node.target}.input", names)}
+            names.add(str(node.kwargs["dynamic_input"]))
+        elif source is not None and not found.weights_only:
             with gm.graph.inserting_before(node):
                 fake_quant = gm.graph.get_attr(str(source.target))
             node.kwargs = {**node.kwargs, "input_fake_quant": fake_quant}

@@ -3,7 +3,8 @@
 On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
 1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name; a raw input is
-   normalized in integers before it (``fxqat.quantization.raw_inputs``);
+   normalized in integers before it (``fxqat.quantization.raw_inputs``); an input that a layer quantizes at run time
+   becomes a pair without constants;
 2. BatchNorm is folded; weights and tables become stored integers, biases int32 at the scale of the products;
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
@@ -27,6 +28,7 @@ from torch.nn import functional as F
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
 from fxqat.nn.deployed import (
+    DynamicQuantizeDequantize,
     Normalize,
     QuantizeDequantize,
     ReadBytes,
@@ -230,6 +232,8 @@ class _Lowering:
         graph, path = self.gm.graph, str(node.target)
         with graph.inserting_before(node):
             arguments: list[fx.Node | None] = [node.args[0]]  # type: ignore[list-item]
+            if node.kwargs.get("dynamic_input") is not None:
+                arguments[0] = graph.call_module(self._dynamic_input(node), (node.args[0],))
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
@@ -265,6 +269,13 @@ class _Lowering:
             if folded.activation is not None:
                 result = self.gm.graph.call_module(self._add(folded.activation), (result,))
         self._replace(node, result)
+
+    def _dynamic_input(self, node: fx.Node) -> str:
+        """The path of the module that quantizes the input of a layer at run time."""
+        path, scheme = self._add(DynamicQuantizeDequantize()), QuantizeScheme(signed=False, symmetric=False)
+        name = str(node.kwargs["dynamic_input"])
+        self.tensors[path] = QuantizedTensor(name, "dynamic", str(node.target), "uint8", scheme, None, (), ())
+        return path
 
     def _weight(self, path: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor) -> str:
         """The path of a layer's stored weight; layers and calls that share it store it once for each scale."""
