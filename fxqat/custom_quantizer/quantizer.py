@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import fx
 
 from fxqat.config.config import SIZE, STATIC, PrepareConfig
-from fxqat.config.tensor_entry import DYNAMIC
 from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
+from fxqat.config.tensor_entry import DYNAMIC
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
 from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
-from fxqat.nn.embedding import TABLES, why_table_stays_float
+from fxqat.nn.embedding import TABLES, Table, why_table_stays_float
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
@@ -111,7 +111,7 @@ def why_weight_stays_float(node: fx.Node) -> str:
         return f"{type(layer).__name__} is not a layer that fxqat quantizes ({kinds})"
     if has_hooks(module) or has_hooks(layer):
         return "has forward hooks, which a quantized layer would not run"
-    if isinstance(layer, tuple(TABLES)):
+    if isinstance(layer, Table):
         return why_table_stays_float(layer)
     if node.kwargs or len(node.args) != 1:
         return "called with more than its input (output_size)"

@@ -1,7 +1,8 @@
 """The torch operators of fxqat, in the namespace ``fxqat``.
 
 With ``quantize_dequantize``, ``dynamic_quantize_dequantize`` and ``dequantize`` the exporter sees one opaque node for
-each Q/DQ pair, for each value that is quantized at run time, and for each stored integer tensor; ``fxqat.custom_symbolic_opset`` translates them to ONNX. ``keep`` is for compiled training.
+each Q/DQ pair, for each value that is quantized at run time, and for each stored integer tensor;
+``fxqat.custom_symbolic_opset`` translates them to ONNX. ``keep`` is for compiled training.
 """
 
 from __future__ import annotations

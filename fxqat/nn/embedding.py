@@ -53,7 +53,7 @@ class QATEmbedding(nn.Module):
         self.layer_type = type(table).__name__
         self.function, names = TABLES[type(table)]
         self.options: dict[str, Any] = {name: getattr(table, name) for name in names}
-        self.weight = table.weight
+        self.weight = table.weight  # type: ignore[assignment]  # torch declares parameters as tensors
         self.weight_fake_quant = weight_fake_quant
         self.training = table.training
 
@@ -80,7 +80,8 @@ class QATEmbedding(nn.Module):
 
     def float_layer(self) -> Table:
         """The plain layer; it shares its parameter with this layer."""
-        layer: Any = self.layer(*self.weight.shape, device="meta", **self.options)
+        rows, features = self.weight.shape
+        layer: Any = self.layer(rows, features, device="meta", **self.options)
         layer.weight = self.weight
         return layer.train(self.training)  # type: ignore[no-any-return]
 
@@ -130,7 +131,7 @@ def embedding_bag(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     if padding_idx is None:
-        return {"sum": torch.sum, "mean": torch.mean, "max": torch.amax}[mode](rows, 1)
+        return rows.amax(1) if mode == "max" else rows.sum(1) if mode == "sum" else rows.mean(1)
     counts = (indices != padding_idx).unsqueeze(-1)
     number = counts.to(rows.dtype).sum(1)
     if mode == "max":

@@ -3,8 +3,9 @@
 A Gather of rows (axis 0) from a stored tensor, ``Gather(DequantizeLinear(q, s, z), i)``, becomes
 
 1. with one scale: ``DequantizeLinear(Gather(q, i), s, z)``;
-2. with a scale for each row: ``Mul(Cast(Gather(q, i)), Unsqueeze(Gather(s, i)))``, whose first factor is ``Sub(Cast(...),
-   Unsqueeze(Cast(Gather(z, i))))`` if a zero point is not 0. DequantizeLinear takes no scales of this shape.
+2. with a scale for each row: ``Mul(Cast(Gather(q, i)), Unsqueeze(Gather(s, i)))``, whose first factor is
+   ``Sub(Cast(...), Cast(Unsqueeze(Gather(z, i))))`` if a zero point is not 0. DequantizeLinear takes no scales of this
+   shape.
 
 Integers of up to 16 bits and their differences are exact in float32, so the product is rounded once, as in
 DequantizeLinear, and no value changes. Without this the whole table is dequantized in each run.
@@ -15,6 +16,8 @@ Source: ONNX Gather, opset 13; DequantizeLinear, opset 13.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -50,7 +53,7 @@ def _move(graph: ir.Graph, gather: ir.Node) -> None:
     assert zero_point.const_value is not None
     nodes: list[ir.Node] = []
 
-    def add(kind: str, inputs: list[ir.Value], attributes: dict[str, object] | None = None) -> ir.Value:
+    def add(kind: str, inputs: list[ir.Value], attributes: dict[str, Any] | None = None) -> ir.Value:
         nodes.append(ir.node(kind, inputs, attributes or {}))
         nodes[-1].outputs[0].name = f"{gather.outputs[0].name}_{kind.lower()}_{len(nodes)}"
         return nodes[-1].outputs[0]

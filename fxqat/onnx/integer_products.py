@@ -2,13 +2,14 @@
 
 After DynamicQuantizeLinear, a product with a stored weight of 8 bits is computed on the integers:
 
-1. ``MatMul(DequantizeLinear(q, s, z), DequantizeLinear(w, t))`` becomes ``Mul(Cast(MatMulInteger(q, w, z)), Mul(s, t))``,
-   with the weight's zero point as the fourth input if it is not 0. A Transpose of the weight then moves its integers;
+1. ``MatMul(DequantizeLinear(q, s, z), DequantizeLinear(w, t))`` becomes ``Mul(Cast(MatMulInteger(q, w, z)), Mul(s,
+   t))``, with the weight's zero point as the fourth input if it is not 0. A Transpose of the weight then moves its
+   integers;
 2. ``Gemm``, which is the product with a bias, becomes the same and ``Add``;
 3. ``Conv`` becomes the same with ``ConvInteger``, and its bias an ``Add``, if the weight's zero points are 0.
 
-The int32 sums of the integers are exact. In float, each product would be rounded, so both may differ in the last bits of
-a float32.
+The int32 sums of the integers are exact. In float, each product would be rounded, so both may differ in the last bits
+of a float32.
 
 ONNX Runtime fuses this form to MatMulIntegerToFloat or DynamicQuantizeMatMul.
 
@@ -89,7 +90,7 @@ class _Rewriting:
             assert stored.shape is not None
             shape = [1, -1, *[1] * (len(stored.shape) - 2)]
         else:
-            if moved is not None or node.attributes.get_int("transB", 0):
+            if moved is not None or bool(node.attributes.get_int("transB", 0)):
                 stored = self._add("Transpose", [stored], {"perm": [1, 0]})
             inputs = [integers, stored, zero_point]
             if weight_zero_point.const_value is None or weight_zero_point.const_value.numpy().any():
@@ -100,9 +101,7 @@ class _Rewriting:
         product = self._add("Mul", [product, scales])
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             product = self._add("Add", [product, self._shaped(node.inputs[2], shape)])
-        ir.convenience.replace_nodes_and_values(
-            self.graph, node, [node], self.nodes, [node.outputs[0]], [product]
-        )
+        ir.convenience.replace_nodes_and_values(self.graph, node, [node], self.nodes, [node.outputs[0]], [product])
         _remove_unread(self.graph, [values, *([] if moved is None else [moved]), weight])
 
     def _add(self, kind: str, inputs: list[ir.Value], attributes: Mapping[str, Any] | None = None) -> ir.Value:

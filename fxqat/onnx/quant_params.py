@@ -132,9 +132,8 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
     for tensor in tensors:
         if tensor.name not in of_value and f"{tensor.name}_scale" in constants:  # GatherIntegers, IntegerProducts
             scale = numpy_helper.to_array(constants[f"{tensor.name}_scale"])
-            zero_point = constants.get(f"{tensor.name}_zero_point")
-            zeros = np.zeros_like(scale)
-            of_value[tensor.name] = (scale, zeros if zero_point is None else numpy_helper.to_array(zero_point))
+            held = constants.get(f"{tensor.name}_zero_point")
+            of_value[tensor.name] = (scale, np.zeros_like(scale) if held is None else numpy_helper.to_array(held))
         if tensor.name not in of_value:
             raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
         scale, zero_point = of_value[tensor.name]

@@ -66,9 +66,9 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
         if node.op == "get_attr":
             found.append((attribute_of(gm, node), None))
         for module in _without_fake_quants(called_module(node)):
-            is_quantized = isinstance(module, (QATLayer, QATEmbedding))
-            bits = module.weight_fake_quant.scheme.bit_width if is_quantized else None
-            weight = module.weight if is_quantized else None
+            layer = module if isinstance(module, (QATLayer, QATEmbedding)) else None
+            bits = None if layer is None else layer.weight_fake_quant.scheme.bit_width
+            weight = None if layer is None else layer.weight
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             found += [(tensor, bits if tensor is weight else None) for tensor in tensors]
         for tensor, bits in found:

@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
-from fxqat.nn.embedding import AXIS, TABLES, QATEmbedding
+from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -37,7 +37,7 @@ from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
 
-_Shared = list[tuple[nn.Parameter, int, TensorQConfig, FakeQuantizeBase]]
+_Shared = list[tuple[torch.Tensor, int, TensorQConfig, FakeQuantizeBase]]
 """Weights with their axis, their configuration and their fake-quant, for the layers that share them."""
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
@@ -236,7 +236,7 @@ def _qat_layer(
     config = annotation.weight
     assert config is not None
     where = f"weight of {path!r} ({annotation.reason})"
-    if isinstance(module, tuple(TABLES)):
+    if isinstance(module, Table):
         return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, shared))
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
@@ -245,14 +245,13 @@ def _qat_layer(
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
-    weight: Any = layer.weight
     axis, own = weighted_op(layer).axis, shared if bn is None else []  # each BatchNorm makes another weight of it
-    quant = _weight_fake_quant(weight, config, axis, layer.training, where, own)
+    quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, own)
     return QATLayer(layer, bn, fused.activation, quant, bn_mode)
 
 
 def _weight_fake_quant(
-    weight: nn.Parameter, config: TensorQConfig, axis: int, training: bool, where: str, shared: _Shared
+    weight: torch.Tensor, config: TensorQConfig, axis: int, training: bool, where: str, shared: _Shared
 ) -> FakeQuantizeBase:
     """The fake-quant of a weight: a new one, or that of another layer with the same weight."""
     for known, *how, quant in shared:

@@ -140,7 +140,7 @@ def _lookup_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], 
     weight = bound.pop("weight")
     if node.target is torch.embedding and bound.get("padding_idx", -1) < 0:
         bound["padding_idx"] = None
-    called = {name: bound.pop(name) for name in ("offsets", "per_sample_weights") if name in bound}
+    called: dict[str, Any] = {name: bound.pop(name) for name in ("offsets", "per_sample_weights") if name in bound}
     if any(isinstance(value, fx.Node) for value in bound.values()):
         return
     key = (repr(sorted(bound.items())),)

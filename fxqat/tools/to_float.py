@@ -188,7 +188,8 @@ class _Writer:
         self.replaced.add(path)
         function, names = TABLES[type(module)]
         options = {name: getattr(module, name) for name in (*names, "max_norm", "norm_type", "sparse")}
-        return self._create(node, "call_function", function, (args[0], self._read(node, module.weight)), options | kwargs)
+        read = self._read(node, module.weight)
+        return self._create(node, "call_function", function, (args[0], read), options | kwargs)
 
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
         user_path = self._user_path(layer, path)

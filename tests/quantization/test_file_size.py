@@ -44,7 +44,7 @@ def test_more_than_2_gib_of_floats_are_refused_before_any_work(tmp_path: Path, m
     monkeypatch.setattr(sys.modules["fxqat.prepare_by_platform"], "check_model", lambda *_: None)
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(300_000, 2_000), nn.Linear(2_000, 10))
-    gm = prepare_by_platform(model)
+    gm = prepare_by_platform(model, "TensorRT")
     with pytest.raises(
         ExportError, match=r"would hold 2\.24 GiB, 2\.24 GiB of it in float tensors.*Quantize more"
     ) as caught:
