@@ -131,7 +131,7 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         leaf_module=tuple(sequence(config.get("leaf_module"), "leaf_module")),
         bn_mode=_bn_mode(config.get("bn_mode", BN_TRAIN)),
         optimize_for=_optimize_for(config.get("optimize_for")),
-        activations=_activations(config.get("activation", STATIC)),
+        activations=_activations(config.get("activation")),
     )
 
 
@@ -242,8 +242,8 @@ def _optimize_for(value: Any) -> str:
 
 
 def _activations(value: Any) -> str:
-    if value in (STATIC, DYNAMIC, FLOAT):
-        return str(value)
+    if value is None or value in (STATIC, DYNAMIC, FLOAT):
+        return value or STATIC
     raise ConfigError(
         f"activation must be {STATIC!r} (scales in the file), {DYNAMIC!r} (quantized at run time) or {FLOAT!r} (only "
         f"weights are integers), got {value!r}. How activations are quantized is extra_qconfig_dict's a_* entries."

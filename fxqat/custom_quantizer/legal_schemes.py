@@ -20,7 +20,7 @@ def check_dynamic(spec: BackendSpec, op: str, where: str, node: str) -> None:
     if spec.dynamic:
         why = f"only {', '.join(sorted(spec.dynamic))} can"
     else:
-        why = f"it needs their scales in the file{f'. These backends can: {chr(44).join(able)}' if able else ''}"
+        why = "it needs their scales in the file" + (f". These backends can: {', '.join(able)}" if able else "")
     raise ConfigError(
         f"{where}: dynamic: {spec.name} cannot quantize the values that {node!r} ({op}) reads at run time: {why}."
     )

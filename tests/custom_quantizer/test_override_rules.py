@@ -180,11 +180,9 @@ def test_a_tied_table_is_quantized_as_the_layer():
 
 def test_dynamic_activations_are_refused_where_the_target_cannot():
     change = {"match": {"module": "fc"}, "activation": "dynamic"}
-    with pytest.raises(
-        ConfigError, match="TSQAT cannot quantize the values that 'fc' .* its scales in the file"
-    ) as caught:
+    with pytest.raises(ConfigError, match="TSQAT cannot quantize the values that 'fc' .* scales in the file") as caught:
         prepare_by_platform(Embedded(), "TSQAT", {"overrides": [change]})
-    assert "ONNXRuntime" in str(caught.value)
+    assert "These backends can: ONNXRuntime, ONNXRuntime_AVX2" in str(caught.value)
     with pytest.raises(ConfigError, match="activation: dynamic: TSQAT cannot"):
         prepare_by_platform(Embedded(), "TSQAT", {"activation": "dynamic"})
     narrow = change | {"weight": {"bit": 4}}
@@ -209,14 +207,14 @@ def test_the_activations_of_a_whole_model(activation):
     assert rows["fc"].reason.startswith(wanted[activation])
     assert gm.quant_report.weights_only == (("table",) if activation == "dynamic" else ("table", "fc"))
     again = prepare_by_platform(Embedded(), "ONNXRuntime", effective_config(gm))
-    assert again.quant_report.rows == gm.quant_report.rows
+    assert [row.weight for row in again.quant_report] == [row.weight for row in gm.quant_report]
+    assert str(again.graph) == str(gm.graph)
 
 
 def test_what_the_activations_of_a_whole_model_can_be():
     with pytest.raises(ConfigError, match="activation must be 'static'.*got 'weight_only'"):
         prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": "weight_only"})
-    with pytest.raises(ConfigError, match="activation must be 'static'.*got None"):
-        prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": None})
+    assert prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": None}).quant_report.row("fc").weight
 
 
 def test_an_addition_without_effect_is_an_error():
