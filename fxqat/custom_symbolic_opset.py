@@ -22,6 +22,7 @@ from torch import nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
+from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
 from fxqat.quantization.dynamic_batch import batch_size, has_batch, twice
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
@@ -134,7 +135,8 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; MaxRoiPool, opset 1;
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset
+    14; MaxRoiPool, opset 1;
     ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv,
     opset 11.
     """
@@ -142,6 +144,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
+        torch.ops.fxqat.recurrent.default: _recurrent,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
         # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
@@ -179,6 +182,26 @@ def _dequantize(q: Any, scale: onnxscript.onnx_types.FLOAT, zero_point: Any, axi
 def _dynamic_quantize_dequantize(x: onnxscript.onnx_types.FLOAT) -> Any:
     q, scale, zero_point = op.DynamicQuantizeLinear(x)
     return op.DequantizeLinear(q, scale, zero_point)
+
+
+def _recurrent(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, mode: str, directions: int) -> tuple[Any, Any, Any]:
+    hidden, rows = int(r.shape[-1]), [directions, -1]
+    w, r = (_as_shape(t, [*rows, int(t.shape[-1])]) if len(t.shape) == 2 else t for t in (w, r))
+    b = _as_shape(b, rows) if b is not None and len(b.shape) == 1 else b
+    options: dict[str, Any] = {"hidden_size": hidden, "direction": ("forward", "bidirectional")[directions - 1]}
+    if mode == "LSTM":
+        return op.LSTM(x, w, r, b, None, h, c, **options)
+    if mode == "GRU":
+        y, last = op.GRU(x, w, r, b, None, h, linear_before_reset=1, **options)
+    else:
+        activation = {"RNN_TANH": "Tanh", "RNN_RELU": "Relu"}[mode]
+        y, last = op.RNN(x, w, r, b, None, h, activations=[activation] * directions, **options)
+    return y, last, last
+
+
+def _as_shape(x: Any, shape: Sequence[int]) -> Any:
+    sizes: Any = op.Constant(value_ints=list(shape))
+    return op.Reshape(x, sizes)
 
 
 def _roi_pool(

@@ -35,6 +35,7 @@ from fxqat.quantization.report import QuantReport, build_report
 from fxqat.quantization.sameness import SamenessError, check_now_or_at_first_call
 from fxqat.quantization.split_ops import split_ops
 from fxqat.quantization.split_parameters import split_parameters
+from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
@@ -138,6 +139,7 @@ def _prepare(
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
+    gm = split_recurrent(gm, spec.rules.keys())
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

@@ -16,7 +16,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.ops.identify import identify
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.node_meta import SPELLING
+from fxqat.utils.node_meta import PART_OF, SPELLING
 
 TENSORS = ("weight", "activation", "output", "value")
 """The tensors of a node that an override can change: its weight, the values it reads, the value it produces (twice)."""
@@ -80,14 +80,15 @@ class Match:
         return all(test(node) for value, test in tests if value is not None)
 
     def _is_module(self, node: fx.Node) -> bool:
-        return node.op == "call_module" and _fits(str(self.module), str(node.target), self.where)
+        paths = [str(node.target)] if node.op == "call_module" else []
+        paths += node.meta.get(PART_OF, ())[:1]
+        return any(_fits(str(self.module), path, self.where) for path in paths)
 
     def _is_type(self, node: fx.Node) -> bool:
         module = called_module(node)
         layers = (module, module.layer) if isinstance(module, FusedLayer) else (module,)
-        if isinstance(self.type, str):
-            return any(type(layer).__name__ == self.type for layer in layers)
-        return any(type(layer) is self.type for layer in layers)
+        types = [*map(type, layers), *node.meta.get(PART_OF, ())[1:]]
+        return any(self.type in ((kind.__name__,) if isinstance(self.type, str) else (kind,)) for kind in types)
 
     def _is_function(self, node: fx.Node) -> bool:
         target = node.meta.get(SPELLING, node.target if node.op in ("call_function", "call_method") else None)

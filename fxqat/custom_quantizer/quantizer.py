@@ -46,11 +46,12 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
+from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import Annotation, ValueQuant
-from fxqat.utils.fx_graph import node_inputs
-from fxqat.utils.node_meta import ANNOTATION, Kind
+from fxqat.utils.fx_graph import called_module, node_inputs
+from fxqat.utils.node_meta import ANNOTATION, KEPT_WHOLE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
 ADDITIONAL = Rule(reason=ADDED)
@@ -151,6 +152,8 @@ class BackendQuantizer:
             op = replace(op, family=MATMUL, inputs=2)
         if node in excluded:
             return Request(op, None, excluded[node])
+        if KEPT_WHOLE in node.meta:
+            return Request(op, None, node.meta[KEPT_WHOLE])
         rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL_TABLE if op.family == LOOKUP else ADDITIONAL
@@ -175,6 +178,8 @@ class BackendQuantizer:
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
         request = Request(op, rule, rule.reason)
+        if isinstance(called_module(node), RecurrentLayer):
+            request.weight = self.spec.weight_of(op.name)
         if op.family in WITH_WEIGHT:
             problem = why_weight_stays_float(node)
             if problem:
@@ -184,7 +189,8 @@ class BackendQuantizer:
         request.dynamic = self.config.activations == DYNAMIC and op.name in self.spec.dynamic
         if is_static and rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
             request.activation = self.spec.activation
-        if is_static and rule.output and not request.moves_values and fused_activation(node, op, self.spec) is None:
+        gives_values = not request.moves_values and not op.gives_tuple
+        if is_static and rule.output and gives_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation
             if op.name in self.spec.fixed_ranges:
                 request.output = request.output.with_scheme(fixed_range=self.spec.fixed_ranges[op.name])

@@ -125,6 +125,8 @@ class Reasons:
             return "not a float tensor" if node.op in SOURCES else ""
         if request.rule is None and not self._is_source(node) and self._host(node) is None:
             return ""
+        if request.op.gives_tuple and not request.moves_values:
+            return ""
         activation = fused_activation(node, request.op, self.spec)
         if activation is not None and activation in self.values:
             return f"quantized after {activation.name}"

@@ -10,7 +10,7 @@ from torch import fx
 from fxqat.custom_quantizer.float_reads import Read
 from fxqat.custom_quantizer.requests import RankedConfig, Request, precedence
 from fxqat.fake_quantize.fake_quantizes import not_learned
-from fxqat.ops.families import CONCAT, IDENTITY
+from fxqat.ops.families import CONCAT, IDENTITY, RECURRENT
 from fxqat.ops.identify import operands
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
@@ -58,6 +58,8 @@ def share_scales(
     3. If the rule keeps ReLUs apart, operands that are never negative do not share with others that can be. A common
        zero point would not be the smallest integer, and engines fuse a ReLU only then.
 
+    4. The output of a recurrent layer and its hidden state have one scale: the state is the output of the last step.
+
     Args:
         requests: of all nodes.
         values: how the values are quantized; changed by case 1.
@@ -67,6 +69,10 @@ def share_scales(
     groups = Groups()
     leading = _leading_to_quantized(requests, values)
     for node, request in requests.items():
+        if request.rule is not None and request.op.family == RECURRENT:
+            outputs = [item for item in node.users if item in values and item.args[1] in (0, 1)]
+            for item in outputs[1:]:
+                groups.join(outputs[0].name, item.name)
         if request.rule is None or request.rule.share == "none":
             continue
         inputs = list(node_inputs(operands(node, request.op)))

@@ -206,6 +206,6 @@ def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_po
     return StoredTensor(integers.to(dtype), scale, zero_point.to(dtype), axis)
 
 
-def stored_bias(integers: Tensor, scale: Tensor) -> StoredTensor:
+def stored_bias(integers: Tensor, scale: Tensor, axis: int = 0) -> StoredTensor:
     """A bias stored as int32."""
-    return StoredTensor(integers.to(torch.int32), scale, torch.zeros_like(scale, dtype=torch.int32), 0)
+    return StoredTensor(integers.to(torch.int32), scale, torch.zeros_like(scale, dtype=torch.int32), axis)

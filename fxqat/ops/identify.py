@@ -15,7 +15,8 @@ from torch import fx, nn
 from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, UNBOUNDED, Op
+from fxqat.nn.recurrent import RecurrentLayer
+from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
@@ -52,7 +53,8 @@ def identify(node: fx.Node) -> Op:
        returns both);
     7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number inserts new values. ``masked_fill``,
        ``where``, constructors and products are unbounded with a number that stands for infinity;
-    8. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors.
+    8. an item of a recurrent layer is an output of this layer;
+    9. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors.
     """
     if node.op == "call_module":
         module = called_module(node)
@@ -71,6 +73,8 @@ def identify_module(module: nn.Module | None) -> Op:
     """The op of a module object."""
     if isinstance(module, FusedLayer):
         return identify_module(module.layer)
+    if isinstance(module, RecurrentLayer):
+        return _BY_NAME[module.cell.op]
     if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
@@ -130,6 +134,8 @@ def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     source, index = node.args
     if not isinstance(source, fx.Node):
         return op
+    if isinstance(called_module(source), RecurrentLayer):
+        return replace(identify(source), inputs=0, gives_tuple=False)
     if isinstance(index, slice):  # part of a tuple
         return replace(op, gives_tuple=identify(source).gives_tuple)
     return _BY_NAME["indices"] if index == 1 and gives_indices(identify(source)) else op
@@ -198,7 +204,7 @@ def _bounded(op: Op, *values: Any) -> Op:
 
 def gives_indices(op: Op) -> bool:
     """Whether an op returns a tuple of values and their indices."""
-    return op.gives_tuple and op.name != "split"
+    return op.gives_tuple and op.family != RECURRENT and op.name != "split"
 
 
 def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:

@@ -38,7 +38,11 @@ LAYERS: tuple[Op, ...] = (
     Op("embedding", LOOKUP, (nn.Embedding,), (F.embedding, torch.embedding), inputs=0),
     Op("embedding_bag", LOOKUP, (nn.EmbeddingBag,), (F.embedding_bag,), inputs=0),
     Op("recurrent", RECURRENT, (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+    Op("lstm", RECURRENT, inputs=3, gives_tuple=True),
+    Op("gru", RECURRENT, inputs=2, gives_tuple=True),
+    Op("rnn", RECURRENT, inputs=2, gives_tuple=True),
 )
+"""The last three are single layers (``fxqat.nn.recurrent``)."""
 
 PRODUCTS: tuple[Op, ...] = (
     Op(

@@ -2,10 +2,11 @@
 
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
-2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path. It is called with the
-   fake-quant of its input, from which the bias gets its scale, unless it computes in float. A table of embeddings
-   becomes a :class:`~fxqat.nn.embedding.QATEmbedding`. A layer that quantizes its input at run time is called with a
-   name for that input. Layers that share a weight share its fake-quant.
+2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, every recurrent layer a
+   :class:`~fxqat.nn.recurrent.QATRecurrentLayer`, and every table of embeddings a
+   :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which the
+   bias gets its scale, unless they compute in float; a layer that quantizes its input at run time is called with a name
+   for that input. Layers that share a weight share its fake-quant.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
 from fxqat.observer.observers import OBSERVERS
@@ -196,7 +198,7 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
 
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int, names: set[str]) -> None:
-    converted: dict[int, QATLayer | QATEmbedding] = {}
+    converted: dict[int, QATLayer | QATEmbedding | QATRecurrentLayer] = {}
     shared: _Shared = []
     for node in nodes:
         found = annotation_of(node)
@@ -204,7 +206,7 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
             continue
         module = called_module(node)
         assert module is not None
-        if not isinstance(module, (QATLayer, QATEmbedding)):
+        if not isinstance(module, (QATLayer, QATEmbedding, QATRecurrentLayer)):
             if id(module) not in converted:
                 converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), shared)
             set_module(gm, str(node.target), converted[id(module)])
@@ -231,13 +233,18 @@ def _fake_quant_of(value: object) -> fx.Node | None:
 
 def _qat_layer(
     module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, shared: _Shared
-) -> QATLayer | QATEmbedding:
-    """The QAT layer of a plain or fused layer, or of a table."""
+) -> QATLayer | QATEmbedding | QATRecurrentLayer:
+    """The QAT layer of a plain, fused or recurrent layer, or of a table."""
     config = annotation.weight
     assert config is not None
     where = f"weight of {path!r} ({annotation.reason})"
     if isinstance(module, Table):
         return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, shared))
+    if isinstance(module, RecurrentLayer):
+        w, r, _ = module.stacked()
+        return QATRecurrentLayer(
+            module, *(_weight_fake_quant(it, config, 0, module.training, where, []) for it in (w, r))
+        )
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES

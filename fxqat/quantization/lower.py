@@ -10,7 +10,8 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
 5. dataclasses in the output become dicts;
 6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers;
-7. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
+7. recurrent layers become ONNX's operators, with stored weights and biases;
+8. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from fxqat.nn.deployed import (
     stored_bias,
     stored_weight,
 )
-from fxqat.nn.embedding import QATEmbedding, embedding_bag
+from fxqat.nn.embedding import AXIS, QATEmbedding, embedding_bag
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
+from fxqat.numerics import per_axis
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.fold_numbers import fold_numbers
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -85,7 +88,7 @@ def lower(
     """
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
-    fold_numbers(work)  # case 7
+    fold_numbers(work)  # case 8
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
@@ -95,6 +98,8 @@ def lower(
             state.lower_layer(node, module)  # case 2
         elif isinstance(module, QATEmbedding):
             state.lower_table(node, module)  # case 2
+        elif isinstance(module, RecurrentLayer):
+            state.lower_recurrent(node, module)  # case 7
         elif isinstance(module, FusedLayer):
             state.lower_float_layer(node, module)  # case 3
         elif node.target is F.scaled_dot_product_attention:
@@ -224,9 +229,7 @@ class _Lowering:
 
     def lower_layer(self, node: fx.Node, layer: QATLayer) -> None:
         """Replace a QAT layer by its function of stored tensors, followed by its activation."""
-        source = node.kwargs.get("input_fake_quant")
-        quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
-        assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
+        quantizer = self._input_quantizer(node)
         weight, bias = layer.folded()
         weight_scale, bias_scale = layer.deployed_scales(bias, quantizer)
         graph, path = self.gm.graph, str(node.target)
@@ -237,7 +240,9 @@ class _Lowering:
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
-            stored = self._weight(path, layer.weight_fake_quant, weight, weight_scale)
+            quant = layer.weight_fake_quant
+            weight = quant.target(weight, used_scale=weight_scale)
+            stored = self._weight(path, f"{path}.weight", quant, weight, weight_scale, layer.op.axis)
             self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
             arguments.append(graph.call_module(stored))
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
@@ -249,8 +254,9 @@ class _Lowering:
 
     def lower_table(self, node: fx.Node, table: QATEmbedding) -> None:
         """Replace a table by its function of stored integers, which ``fxqat.onnx.gather_integers`` moves behind it."""
-        quant = table.weight_fake_quant
-        stored = self._weight(str(node.target), quant, table.folded()[0], quant.used_scale())
+        quant, path = table.weight_fake_quant, str(node.target)
+        weight, scale = quant.target(table.folded()[0]), quant.used_scale()
+        stored = self._weight(path, f"{path}.weight", quant, weight, scale, AXIS)
         is_bag = table.layer is nn.EmbeddingBag
         options = table.call_options(node.args[1:], node.kwargs) if is_bag else {}
         options.pop("scale_grad_by_freq", None)
@@ -259,6 +265,42 @@ class _Lowering:
             function = embedding_bag if is_bag else F.embedding
             self._replace(node, self.gm.graph.call_function(function, arguments, options))
         self.replaced.add(str(node.target))
+
+    def _input_quantizer(self, node: fx.Node) -> FakeQuantizeBase | None:
+        """The fake-quant of the input of a layer, None if that is float."""
+        source = node.kwargs.get("input_fake_quant")
+        quantizer = self.gm.get_submodule(str(source.target)) if isinstance(source, fx.Node) else None
+        assert quantizer is None or isinstance(quantizer, FakeQuantizeBase)
+        return quantizer
+
+    def lower_recurrent(self, node: fx.Node, layer: RecurrentLayer) -> None:
+        """Replace a recurrent layer by ONNX's operator of stored tensors."""
+        path, (w, r, b) = str(node.target), layer.stacked()
+        directions = len(layer.names)
+        x, h, c = (*node.args, None, None)[:3]
+        stored, b_scale = [], None
+        if isinstance(layer, QATRecurrentLayer):
+            quantizer = self._input_quantizer(node)
+            w_scale, b_scale = layer.deployed_scales(b, quantizer)
+            w_quant, r_quant = layer.weight_ih_fake_quant, layer.weight_hh_fake_quant
+            for kind, quant, weight, scale in (
+                ("weight_ih", w_quant, w, w_scale),
+                ("weight_hh", r_quant, r, r_quant.used_scale()),
+            ):
+                weight, axis = _with_directions(quant.target(weight, used_scale=scale), scale, directions)
+                stored.append(self._weight(f"{path}.{kind}_fake_quant", f"{path}.{kind}", quant, weight, scale, axis))
+                self.weights_only[stored[-1]] = self.weights_only.get(stored[-1], True) and quantizer is None
+        else:
+            stored += [self._add(_Constant(_with_directions(weight, None, directions)[0])) for weight in (w, r)]
+        if b is not None:
+            bias, axis = _with_directions(b, b_scale, directions)
+            stored.append(self._bias(path, bias, b_scale, axis))
+        with self.gm.graph.inserting_before(node):
+            tensors = [*map(self.gm.graph.call_module, stored), None][:3]
+            arguments = (x, *tensors, h, c, layer.mode, directions)
+            result = self.gm.graph.call_function(torch.ops.fxqat.recurrent.default, arguments)
+        self._replace(node, result)
+        self.replaced.add(path)
 
     def lower_float_layer(self, node: fx.Node, layer: FusedLayer) -> None:
         """Replace a fused layer that stayed float by the folded layer, followed by its activation."""
@@ -277,33 +319,42 @@ class _Lowering:
         self.tensors[path] = QuantizedTensor(name, "dynamic", str(node.target), "uint8", scheme, None, (), ())
         return path
 
-    def _weight(self, path: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor) -> str:
-        """The path of a layer's stored weight; layers and calls that share it store it once for each scale."""
+    def _weight(
+        self, path: str, name: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor, channel_axis: int
+    ) -> str:
+        """The path of a layer's stored weight; layers and calls that share it store it once for each scale.
+
+        Args:
+            path: of the layer, or of its fake-quant if it has several.
+            name: of the weight.
+            quant: its fake-quant.
+            weight: what ``quant.target`` gives.
+            scale: in use.
+            channel_axis: the axis of the scale, if that has several values.
+        """
         _, zero_point = quant.qparams()
         known = self._weight_paths.setdefault(id(quant), [])
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):
                 return known_path
-        weight = quant.target(weight, used_scale=scale)
-        assert quant.axis is not None  # insert gives every weight the axis of its channels
-        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, quant.axis)
-        axis = quant.axis if scale.dim() else None
+        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, channel_axis)
+        axis = channel_axis if scale.dim() else None
         if self.weights == "float":
             pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version, axis)
             module = RoundedTensor(weight, pair)
         found = self._add(module)
-        name = f"{path}.weight" + (f"_{len(known)}" if known else "")
+        name += f"_{len(known)}" if known else ""
         dtype = quant.scheme.storage(self.opset_version)
         self.tensors[found] = _record(name, "weight", path, dtype, quant.scheme, axis, scale, zero_point)
         known.append((scale, found))
         return found
 
-    def _bias(self, path: str, bias: Tensor, scale: Tensor | None) -> str:
+    def _bias(self, path: str, bias: Tensor, scale: Tensor | None, channel_axis: int = 0) -> str:
         if scale is None:
             return self._add(_Constant(bias))
-        integers = quantize_bias(bias, scale)
-        found = self._add(stored_bias(integers, scale))
-        axis = 0 if scale.dim() else None
+        wide = per_axis(scale, bias.dim(), channel_axis)
+        found = self._add(stored_bias(quantize_bias(bias, wide), scale, channel_axis))
+        axis = channel_axis if scale.dim() else None
         name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
         self.tensors[found] = _record(name, "bias", path, "int32", None, axis, scale, torch.zeros_like(scale))
         return found
@@ -317,6 +368,16 @@ class _Lowering:
     def _replace(self, old: fx.Node, new: fx.Node) -> None:
         old.replace_all_uses_with(new)
         self.gm.graph.erase_node(old)
+
+
+def _with_directions(tensor: Tensor, scale: Tensor | None, directions: int) -> tuple[Tensor, int]:
+    """A tensor of a recurrent layer with a dimension of directions, and the axis of its scale.
+
+    A tensor of two directions with a scale for each row has none: ONNX has no scales of two dimensions.
+    """
+    if scale is not None and scale.dim() and directions > 1:
+        return tensor, 0
+    return tensor.unflatten(0, (directions, -1)), 1
 
 
 class _Constant(nn.Module):

@@ -22,6 +22,7 @@ from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
 from fxqat.utils.node_meta import (
     INFINITE_INPUT,
     IS_MASK,
+    SHAPE,
     VALUE,
     FloatLeaf,
     ForcedNumber,
@@ -253,6 +254,8 @@ class ValueTracer(LeafTracer):
             value = self._evaluate(kind, target, args, kwargs)
         if value is not None:
             node.meta[VALUE] = describe(value.data)
+            if isinstance(value.data, Tensor):
+                node.meta[SHAPE] = tuple(value.data.shape)
             node.meta[IS_MASK] = holds_infinity(value.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
         proxy = ValueProxy(node, self, value)
         if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):

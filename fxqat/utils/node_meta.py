@@ -13,11 +13,20 @@ from torch import Tensor, fx
 VALUE = "fxqat_value"
 """Key in ``node.meta``: the kind of a node's value, see :func:`describe`."""
 
+SHAPE = "fxqat_shape"
+"""Key in ``node.meta``: the shape of a node's tensor on the example inputs."""
+
 IS_MASK = "fxqat_is_mask"
 """Key in ``node.meta``: whether the value holds infinity on the example inputs."""
 
 SPELLING = "fxqat_spelling"
 """Key in ``node.meta``: the target that a standardized node had in the user's code."""
+
+PART_OF = "fxqat_part_of"
+"""Key in ``node.meta``: the path and the type of the user's module that became several nodes."""
+
+KEPT_WHOLE = "fxqat_kept_whole"
+"""Key in ``node.meta``: why a recurrent module was not split up, so that it stays float."""
 
 MODE = "fxqat_mode"
 """Key in ``node.meta``: True if the node runs in training only, False if in eval mode only; absent if in both."""

@@ -9,6 +9,7 @@ from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="in the op table: computed in integers")
+RECURRENT = Rule(reason="one operator with integer weights, input, states and output; computed in float inside")
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 
@@ -30,6 +31,9 @@ WHOLE_OP_TABLE = MappingProxyType(
         "norm": COMPUTES,
         "math": COMPUTES,
         "resize": COMPUTES,
+        "lstm": RECURRENT,
+        "gru": RECURRENT,
+        "rnn": RECURRENT,
         "concat": JOINS,
         "pass_through": MOVES,
         "identity": MOVES,
