@@ -21,6 +21,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.gather_integers import GatherIntegers
 from fxqat.onnx.integer_products import IntegerProducts
@@ -174,6 +175,7 @@ def convert_export(
         StoreNarrow(),
         GatherIntegers(),
         IntegerProducts(),
+        DynamicLSTM(),
         WriteClamps(),
         *for_runtime,
     ]

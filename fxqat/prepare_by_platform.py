@@ -139,7 +139,7 @@ def _prepare(
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
     gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
-    gm = split_recurrent(gm, spec.rules.keys())
+    gm = split_recurrent(gm, {*spec.rules, *(spec.dynamic if config.asks_dynamic() else ())})
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import fx
+
 from fxqat.config.checks import mapping, sequence
 from fxqat.config.overrides import TENSORS, Match, Override, TensorChange
 from fxqat.config.tensor_entry import DYNAMIC, SCHEME_SPELLINGS, read_change
@@ -95,6 +97,11 @@ class PrepareConfig:
     bn_mode: str | int = BN_TRAIN
     optimize_for: str = LATENCY
     activations: str = STATIC
+
+    def asks_dynamic(self, node: fx.Node | None = None) -> bool:
+        """Whether a layer is to quantize what it reads at run time: that of a node, or any."""
+        asking = [override.match for override in self.overrides if override.is_dynamic]
+        return self.activations == DYNAMIC or any(node is None or match(node) for match in asking)
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:

@@ -117,6 +117,12 @@ class Override:
     changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
     function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it has layers quantize what they read at run time."""
+        change = self.changes.get("activation")
+        return change is not None and change.dynamic
+
     def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
         """The changes for one of the nodes meant."""
         return self.changes if self.function is None else self.function(path_of(node), current)

@@ -46,12 +46,13 @@ class Overrides:
                 answer = Override(replace(override.match, node=node.name), changes)
                 self._answers.setdefault(rank, []).append(answer)
             for tensor, change in changes.items():
-                if tensor == "value" or not can_change(request, tensor, node):
+                is_dynamic = change is not None and change.dynamic
+                if tensor == "value" or not can_change(request, tensor, node) or (is_dynamic and not request.weight):
                     continue
                 config = getattr(request, tensor) or defaults[tensor]
                 if tensor == "activation":
-                    request.dynamic = change is not None and change.dynamic
-                if tensor == "activation" and request.dynamic:
+                    request.dynamic = is_dynamic
+                if is_dynamic:
                     check_dynamic(self.spec, request.op.name, f"{override.match.where}: activation", node.name)
                     change = None
                 setattr(request, tensor, None if change is None else self._changed(config, change, tensor, rank, node))

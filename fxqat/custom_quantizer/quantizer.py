@@ -30,6 +30,7 @@ from fxqat.custom_quantizer.reasons import (
     EXACT,
     FAMILY_REASONS,
     OF_MODE,
+    READS_DYNAMIC,
     SOURCES,
     TOO_COSTLY,
     Reasons,
@@ -57,6 +58,7 @@ from fxqat.utils.train_eval_graph import eval_or_train
 ADDITIONAL = Rule(reason=ADDED)
 ADDITIONAL_TABLE = Rule(inputs="none", output=False, reason=ADDED)
 """A lookup reads indices, and its value is quantized where a quantized operation reads it."""
+DYNAMIC_RECURRENT = Rule(inputs="none", output=False, reason=READS_DYNAMIC)
 
 Requests = dict[fx.Node, Request]
 Values = dict[fx.Node, ValueQuant]
@@ -157,6 +159,9 @@ class BackendQuantizer:
         rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
             rule = ADDITIONAL_TABLE if op.family == LOOKUP else ADDITIONAL
+        is_recurrent = isinstance(called_module(node), RecurrentLayer)
+        if rule is None and is_recurrent and op.name in self.spec.dynamic and self.config.asks_dynamic(node):
+            rule = DYNAMIC_RECURRENT
         if node.op in ("placeholder", "get_attr", "output"):
             return overrides.apply(node, Request(op, None, SOURCES.get(node.op, "")))
         if node in exact and rule is None:
@@ -178,7 +183,7 @@ class BackendQuantizer:
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
         request = Request(op, rule, rule.reason)
-        if isinstance(called_module(node), RecurrentLayer):
+        if is_recurrent:
             request.weight = self.spec.weight_of(op.name)
         if op.family in WITH_WEIGHT:
             problem = why_weight_stays_float(node)

@@ -10,7 +10,7 @@ from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, SINGULARITY
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
-from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED, WEIGHTED
+from fxqat.ops.families import CONSTRUCTOR, LOOKUP, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
 from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
 from fxqat.utils.node_meta import Kind
 
@@ -99,7 +99,7 @@ class Reasons:
             if value is None or self._is_source(node) or request.excluded:
                 return request.why_float
             return f"computed in float: {request.reason}"
-        if request.weight is not None and request.activation is None and request.op.family == WEIGHTED:
+        if request.weight is not None and request.activation is None and request.op.family != LOOKUP:
             return READS_DYNAMIC if request.dynamic else READS_FLOAT
         if request.moves_values and (value is None or not value.on_grid):
             return "moves values" if value is None else "moves float values"

@@ -109,10 +109,10 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
 def _observe_weights(model: nn.Module) -> None:
     """Show each weight that no forward pass showed to its observer."""
     for module in model.modules():
-        quant: Any = getattr(module, "weight_fake_quant", None)
-        if quant is not None and not quant.observer.has_seen_data():
-            with torch.no_grad():
-                quant.observe(module.folded()[0])  # type: ignore[operator]  # of a QAT layer
+        weights_of: Any = getattr(module, "quantized_weights", tuple)
+        for quant, weight in weights_of():
+            if not quant.observer.has_seen_data():
+                quant.observe(weight.detach())
 
 
 def disable_all(model: nn.Module) -> None:

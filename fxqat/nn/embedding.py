@@ -78,6 +78,10 @@ class QATEmbedding(nn.Module):
         """The table, not quantized, and no bias; a table in half precision is float32."""
         return widened(self.weight), None
 
+    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
+        """The fake-quants of the layer's weights, and what they round."""
+        return [(self.weight_fake_quant, self.folded()[0])]
+
     def float_layer(self) -> Table:
         """The plain layer; it shares its parameter with this layer."""
         rows, features = self.weight.shape

@@ -104,6 +104,10 @@ class QATLayer(nn.Module):
         weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
         return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
 
+    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
+        """The fake-quants of the layer's weights, and what they round."""
+        return [(self.weight_fake_quant, self.folded()[0])]
+
     def float_layer(self) -> WeightedLayer:
         """The plain layer, without BatchNorm and activation; it shares its parameters with this layer."""
         layer = weighted_layer(self.op.layer, self.op.options, self.weight, self.bias)

@@ -22,6 +22,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.numerics import dynamic_quantize, quantize
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -96,7 +97,7 @@ def capture(
             if with_reals:
                 reals[name] = args[0].float().numpy().copy()
 
-    layers = [module for module in work.modules() if isinstance(module, QATLayer)]
+    layers = [module for module in work.modules() if isinstance(module, (QATLayer, QATRecurrentLayer))]
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
     with (

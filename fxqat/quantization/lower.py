@@ -278,6 +278,9 @@ class _Lowering:
         path, (w, r, b) = str(node.target), layer.stacked()
         directions = len(layer.names)
         x, h, c = (*node.args, None, None)[:3]
+        if node.kwargs.get("dynamic_input") is not None:
+            with self.gm.graph.inserting_before(node):
+                x = self.gm.graph.call_module(self._dynamic_input(node), (x,))
         stored, b_scale = [], None
         if isinstance(layer, QATRecurrentLayer):
             quantizer = self._input_quantizer(node)
