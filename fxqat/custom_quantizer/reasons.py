@@ -76,7 +76,7 @@ class Reasons:
             return self.always_float[node]
         request, value = self.requests[node], self.values.get(node)
         clauses = [self._about_op(node), *(f"changed by {where}" for where in request.overridden_by)]
-        if request.activation_rank and BY_OVERRIDE in self._why_operands_are_float(node):
+        if request.activation_rank and not request.dynamic and BY_OVERRIDE in self._why_operands_are_float(node):
             clauses.append("reads its operands float")
         if value is None:
             clauses.append(self._why_value_is_float(node))

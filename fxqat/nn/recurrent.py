@@ -256,9 +256,7 @@ def run_layer(
     return y.unflatten(2, (directions, hidden)).transpose(1, 2), *last
 
 
-def dynamic_lstm(
-    x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None
-) -> tuple[Tensor, ...]:
+def dynamic_lstm(x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
     """An LSTM that quantizes at run time, as ONNX Runtime's DynamicQuantizeLSTM computes it.
 
     The input of all steps has one range, and the hidden states of all samples have one in each step. (With several

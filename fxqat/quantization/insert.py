@@ -4,9 +4,9 @@
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, every recurrent layer a
    :class:`~fxqat.nn.recurrent.QATRecurrentLayer`, and every table of embeddings a
-   :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which the
-   bias gets its scale, unless they compute in float; a layer that quantizes its input at run time is called with a name
-   for that input. Layers that share a weight share its fake-quant.
+   :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which
+   the bias gets its scale, unless they compute in float; a layer that quantizes its input at run time is called with a
+   name for that input. Layers that share a weight share its fake-quant.
 """
 
 from __future__ import annotations
