@@ -162,9 +162,10 @@ class QATRecurrentLayer(RecurrentLayer):
         if not (self.weight_ih_fake_quant.fake_quant_enabled or self.weight_hh_fake_quant.fake_quant_enabled):
             return super().forward(x, *states)
         w, r, b = self.deployed_tensors(input_fake_quant)
+        w, r, b = w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype)
         if dynamic_input is not None:
-            return dynamic_lstm(x, states, *(None if it is None else it.to(x.dtype) for it in (w, r, b)))
-        given = unstacked(self.mode, len(self.names), w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype))
+            return dynamic_lstm(x, states, w, r, b)
+        given = unstacked(self.mode, len(self.names), w, r, b)
         return run_layer(self.mode, x, states, given, self.training)
 
     def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:

@@ -4,8 +4,8 @@ After DynamicQuantizeLinear, an LSTM with stored weights of 8 bits becomes ``com
 quantizes its input and the hidden state of each step itself:
 
 1. it reads the input before DynamicQuantizeLinear, which vanishes;
-2. its weights are transposed, ``(directions, inputs, 4 * hidden)``, and their parameters are ``(directions, 4 * hidden)``,
-   or ``(directions,)`` for one scale.
+2. its weights are transposed, ``(directions, inputs, 4 * hidden)``, and their scales and zero points are ``(directions,
+   4 * hidden)``, or ``(directions,)`` for one scale.
 
 Source: ONNX Runtime, contrib operator com.microsoft.DynamicQuantizeLSTM, version 1.
 """
@@ -46,7 +46,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     assert quantizer is not None
     unread = [reader, quantizer]
     stored = [_stored(graph, node, place, unread) for place in (1, 2)]
-    inputs = [input_of(quantizer, 0), *(values[0] for values in stored)]
+    inputs: list[ir.Value | None] = [input_of(quantizer, 0), *(values[0] for values in stored)]
     inputs += [*node.inputs[3:], None, None, None, None][: 8 - len(inputs)]
     inputs += [value for values in stored for value in values[1:]]
     attributes = [node.attributes[name] for name in ("direction", "hidden_size") if name in node.attributes]

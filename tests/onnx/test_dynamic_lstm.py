@@ -73,5 +73,5 @@ def test_one_lstm_of_a_model_by_an_override():
     rows = {row.op: row.reason for row in gm.quant_report if row.weight}
     assert rows["lstm"] == "quantizes the values that it reads at run time; changed by overrides[0]"
     assert "linear" in rows
-    with pytest.raises(ConfigError, match="TSQAT cannot quantize the values that 'lstm' .* at run time"):
+    with pytest.raises(ConfigError, match="TSQAT cannot quantize the values that 'lstm_1' .* at run time"):
         fxqat.prepare_by_platform(model, "TSQAT", {"overrides": [change]}, example_inputs=(x,))
