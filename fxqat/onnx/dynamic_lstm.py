@@ -73,6 +73,8 @@ def _stored(graph: ir.Graph, node: ir.Node, place: int, unread: list[ir.Node]) -
     assert reader is not None  # the weight of a layer that is quantized is stored
     unread.append(reader)
     integers, scale, zero_point = (input_of(reader, number) for number in range(3))
+    if not integers.is_initializer():
+        raise ExportError("a dynamic LSTM reads stored integers: export with weights='integer'")
     if directions > 1 and _values(scale).size == 1:
         raise ExportError(
             f"{integers.name}: a dynamic LSTM of two directions needs a scale for each row; set per_channel of its "
