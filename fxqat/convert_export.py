@@ -20,8 +20,11 @@ from fxqat.errors import ExportError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
+from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.foldable_weights import FoldableWeights
+from fxqat.onnx.gather_integers import GatherIntegers
+from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
@@ -189,6 +192,9 @@ def convert_export(
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
+        GatherIntegers(),
+        IntegerProducts(),
+        DynamicLSTM(),
         WriteClamps(),
         *for_runtime,
     ]
@@ -196,13 +202,14 @@ def convert_export(
         passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
-    activations = {path: tensor for path, tensor in lowered.tensors.items() if tensor.kind == "activation"}
+    constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]
+    activations = {path: t for path, t in lowered.tensors.items() if t.kind in ("activation", "dynamic")}
     del lowered, exported  # the weights are in files from now on
 
     with in_temporary_files(finished, Path(file_path)) as made:
         check_model(made.proto, opset_version, made.path)
         if weights == "integer":
-            check_params(made.proto, named.values())
+            check_params(made.proto, constant)
         certificate = None
         if verify:
             certificate = _certify(made.proto, activations, named, inputs, captured)
@@ -214,7 +221,7 @@ def convert_export(
             certificate = replace(certificate, end_to_end=figures)
 
         raw = stats_by_name([value.name for value in made.proto.graph.input], inputs, normalizers)
-        document = params_document(named.values(), gm.provenance.backend, opset_version, raw, runtime)
+        document = params_document(constant, gm.provenance.backend, opset_version, raw, runtime)
         parity = None if certificate is None else certificate.as_json()
         written = write_files(made.files(Path(file_path)), file_path_json, document, parity)
     report = ExportReport(Path(file_path), *written, opset_of(made.proto), certificate, tuple(named.values()))
@@ -273,7 +280,7 @@ def _certify(
 ) -> ParityCertificate:
     """The certificate of the file on inputs on which the model computed what was captured."""
     in_file = {
-        named[path].name: np.asarray(captured.integers[t.name] + (named[path].zero_point[0] - t.zero_point[0]))
+        named[path].name: np.asarray(captured.integers[t.name] + sum(named[path].zero_point) - sum(t.zero_point))
         for path, t in activations.items()
         if path in named
     }

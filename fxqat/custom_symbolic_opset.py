@@ -5,6 +5,7 @@ Nothing is registered with torch's exporter: the table of translations is built 
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +31,9 @@ from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, tr
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
 
+SCOPES = "pkg.torch.onnx.name_scopes"
+"""The key at which torch's exporter notes the paths of the modules that a node comes from."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -53,7 +57,8 @@ def run_exporter(
     and with the sizes that they return for the example inputs.
 
     Returns:
-        The model, in ``NATIVE_OPSET``; :func:`exporter_warnings` gives the warnings of torch's exporter.
+        The model, in ``NATIVE_OPSET``, in which a DynamicQuantizeLinear has the path of its module as its name;
+        :func:`exporter_warnings` gives the warnings of torch's exporter.
 
     Raises:
         ExportError: the exporter fails, or the model's code fixes an open size.
@@ -88,6 +93,9 @@ def run_exporter(
     ]
     if sizes is not None and fixed:
         raise ExportError(f"the model fixes {', '.join(fixed)}, which was to be open. {sizes.cause}")
+    for node in model.graph:
+        if node.op_type == "DynamicQuantizeLinear":
+            node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
 
@@ -123,13 +131,14 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; LSTM, GRU and RNN, opset 14; MaxRoiPool, opset 1;
-    ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16; AveragePool and Conv,
-    opset 11.
+    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
+    opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
+    opset 16; AveragePool and Conv, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
         torch.ops.fxqat.dequantize.default: _dequantize,
+        torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
         torch.ops.fxqat.recurrent.default: _recurrent,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
         # torch's own fail for an empty list of dimensions, which means all of them
@@ -187,6 +196,11 @@ def _quantize_dequantize(
 
 def _dequantize(q: Any, scale: onnxscript.onnx_types.FLOAT, zero_point: Any, axis: int) -> Any:
     return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+
+
+def _dynamic_quantize_dequantize(x: onnxscript.onnx_types.FLOAT) -> Any:
+    q, scale, zero_point = op.DynamicQuantizeLinear(x)
+    return op.DequantizeLinear(q, scale, zero_point)
 
 
 def _recurrent(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, mode: str, directions: int) -> tuple[Any, Any, Any]:

@@ -167,6 +167,34 @@ def fake_quantize(
     return torch.clamp(q, quant_min - zero_point, quant_max - zero_point).mul_(scale)
 
 
+def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """uint8 integers of a tensor by its own range, as ONNX DynamicQuantizeLinear computes them.
+
+    Formula: ``low = min(0, min(x))``, ``high = max(0, max(x))``, ``scale = (high - low) / 255`` (1 if the range is
+    empty), ``zero_point = round_half_even(clamp(-low / scale, 0, 255))``, ``q = clamp(round_half_even(x / scale) +
+    zero_point, 0, 255)``.
+
+    Args:
+        x: real values, any shape, not empty.
+
+    Returns:
+        ``(q, scale, zero_point)``, all float32; scale and zero point are ``()``.
+
+    Source: ONNX DynamicQuantizeLinear, opset 11; ONNX Runtime takes the scale 1 for an empty range.
+
+    Example:
+        >>> q, scale, zero_point = dynamic_quantize(torch.tensor([-1.0, 0.0, 1.55]))
+        >>> q.tolist(), round(scale.item(), 4), zero_point.item()
+        ([0.0, 100.0, 255.0], 0.01, 100.0)
+    """
+    x = x.float()
+    low, high = torch.aminmax(x)
+    low, high = torch.clamp(low, max=0.0), torch.clamp(high, min=0.0)
+    scale = torch.where(low == high, 1.0, (high - low) / 255.0)
+    zero_point = torch.clamp(-low / scale, 0.0, 255.0).round()
+    return quantize(x, scale, zero_point, 0, 255), scale, zero_point
+
+
 def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
     """Scale and zero point for a real range.
 

@@ -186,7 +186,8 @@ class QuantizedTensor:
 
     Args:
         name: the tensor's name in the ONNX file.
-        kind: ``"activation"``, ``"weight"`` or ``"bias"``.
+        kind: ``"activation"``, ``"weight"``, ``"bias"``, or ``"dynamic"``: an activation whose scale and zero point are
+            computed at run time, and are empty here.
         module: path, in the prepared model, of the layer that owns it or of its fake-quant.
         dtype: integer type in the file, e.g. ``"int8"``.
         scheme: its scheme; None for a bias, which is int32 with scale ``input scale * weight scale``.

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import fx
+
 from fxqat.config.checks import mapping, sequence
 from fxqat.config.overrides import TENSORS, Match, Override, TensorChange
-from fxqat.config.tensor_entry import SCHEME_SPELLINGS, read_change
+from fxqat.config.tensor_entry import DYNAMIC, SCHEME_SPELLINGS, read_change
 from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIONS
@@ -28,6 +30,7 @@ TOP_KEYS = (
     "leaf_module",
     "bn_mode",
     "optimize_for",
+    "activation",
     "first_last",
     "first",
     "last",
@@ -54,6 +57,8 @@ LATENCY, SIZE = "latency", "size"
 """What ``optimize_for`` can be."""
 RECURRENT = "recurrent"
 """The key of an override that chooses the form of a recurrent layer; only ``UNROLLED`` can be chosen."""
+STATIC, FLOAT = "static", "float"
+"""What ``activation`` of the whole model can be, beside ``"dynamic"``."""
 FIRST_LAST = ("first_last", "first", "last")
 """Shorthands for the layers next to the inputs and outputs of the model, in the order in which they are applied."""
 
@@ -77,6 +82,8 @@ class PrepareConfig:
         bn_mode: see :class:`~fxqat.nn.qat.QATLayer`.
         optimize_for: ``"size"``: layers that the backend computes in float store their weights as integers all the
             same; ``"latency"``: they stay float.
+        activations: ``"static"``: activations have scales in the file; ``"dynamic"``: layers quantize what they read
+            at run time; ``"float"``: only weights are integers.
     """
 
     weight: TensorChange = field(default_factory=TensorChange)
@@ -92,6 +99,12 @@ class PrepareConfig:
     leaf_module: tuple[Any, ...] = ()
     bn_mode: str | int = BN_TRAIN
     optimize_for: str = LATENCY
+    activations: str = STATIC
+
+    def asks_dynamic(self, node: fx.Node) -> bool:
+        """Whether the layer of a node is to quantize what it reads at run time."""
+        asking = [override.match for override in self.overrides if override.is_dynamic]
+        return self.activations == DYNAMIC or any(match(node) for match in asking)
 
 
 def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> PrepareConfig:
@@ -128,6 +141,7 @@ def parse_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         leaf_module=tuple(sequence(config.get("leaf_module"), "leaf_module")),
         bn_mode=_bn_mode(config.get("bn_mode", BN_TRAIN)),
         optimize_for=_optimize_for(config.get("optimize_for")),
+        activations=_activations(config.get("activation")),
     )
 
 
@@ -240,3 +254,12 @@ def _optimize_for(value: Any) -> str:
     if value is None or value in (LATENCY, SIZE):
         return value or LATENCY
     raise ConfigError(f"optimize_for must be {LATENCY!r} or {SIZE!r}, got {value!r}")
+
+
+def _activations(value: Any) -> str:
+    if value is None or value in (STATIC, DYNAMIC, FLOAT):
+        return value or STATIC
+    raise ConfigError(
+        f"activation must be {STATIC!r} (scales in the file), {DYNAMIC!r} (quantized at run time) or {FLOAT!r} (only "
+        f"weights are integers), got {value!r}. How activations are quantized is extra_qconfig_dict's a_* entries."
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.config.config import LATENCY, PrepareConfig
+from fxqat.config.config import LATENCY, STATIC, PrepareConfig
 from fxqat.config.overrides import Match, Override
 from fxqat.config.tensor_entry import write_change, write_config
 from fxqat.config.yaml_file import write_yaml
@@ -79,6 +79,8 @@ def describe_config(gm: fx.GraphModule, applied: PrepareConfig) -> dict[str, Any
         found["bn_mode"] = applied.bn_mode
     if applied.optimize_for != LATENCY:
         found["optimize_for"] = applied.optimize_for
+    if applied.activations != STATIC:
+        found["activation"] = applied.activations
     found["overrides"] = [*_placement(applied.overrides), *_tensors(gm)]
     return found
 

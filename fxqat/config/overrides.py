@@ -30,10 +30,12 @@ class TensorChange:
     Args:
         scheme: fields of :class:`~fxqat.scheme.QuantizeScheme`.
         modules: the other fields of :class:`~fxqat.scheme.TensorQConfig`: observer, fake-quant and their arguments.
+        dynamic: instead of both: the values that a layer reads are quantized at run time.
     """
 
     scheme: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
 
     def applied_to(self, config: TensorQConfig) -> TensorQConfig:
         """The changed configuration.
@@ -124,6 +126,12 @@ class Override:
     changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
     function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
     recurrent: str | None = None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it has layers quantize what they read at run time."""
+        change = self.changes.get("activation")
+        return change is not None and change.dynamic
 
     def changes_of(self, node: fx.Node, current: QConfig) -> Mapping[str, TensorChange | None]:
         """The changes for one of the nodes meant."""

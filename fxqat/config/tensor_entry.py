@@ -39,6 +39,9 @@ MODULE_SPELLINGS = {
     "fake_quantize_args": "fake_quantize_args",
     "fakeq_params": "fake_quantize_args",
 }
+DYNAMIC = "dynamic"
+"""The entry of an activation that is quantized at run time."""
+
 TABLES: dict[str, Mapping[str, Any]] = {"observer": OBSERVERS, "fake_quantize": FAKE_QUANTIZES}
 ALIASES = {"observer": OBSERVER_ALIASES, "fake_quantize": FAKE_QUANTIZE_ALIASES}
 """The names that other libraries give these observers and fake-quants."""
@@ -46,18 +49,21 @@ HINTS = {"observer": OBSERVER_HINTS, "fake_quantize": FAKE_QUANTIZE_HINTS}
 """How to spell here what other libraries have under other names."""
 
 
-def read_change(entry: Mapping[str, Any], where: str, tensor: str) -> TensorChange:
+def read_change(entry: Mapping[str, Any] | str, where: str, tensor: str) -> TensorChange:
     """The change that an entry asks for.
 
     Args:
-        entry: keys of the scheme, the observer and the fake-quant, in any spelling.
+        entry: keys of the scheme, the observer and the fake-quant, in any spelling; for an activation also
+            ``"dynamic"``.
         where: the entry in the configuration, for messages.
         tensor: ``"weight"``, ``"activation"``, ``"output"`` or ``"value"``.
 
     Raises:
         ConfigError: a key, a name or a value is unknown or impossible, or two keys mean the same.
     """
-    mapping(entry, where, (*SCHEME_SPELLINGS, *MODULE_SPELLINGS))
+    if entry == DYNAMIC and tensor == "activation":
+        return TensorChange(dynamic=True)
+    entry = mapping(entry, where, (*SCHEME_SPELLINGS, *MODULE_SPELLINGS))
     spelled: dict[str, str] = {}
     scheme: dict[str, Any] = {}
     modules: dict[str, Any] = {}
@@ -79,11 +85,13 @@ def read_change(entry: Mapping[str, Any], where: str, tensor: str) -> TensorChan
     return TensorChange(scheme, modules)
 
 
-def write_change(change: TensorChange) -> dict[str, Any]:
+def write_change(change: TensorChange) -> dict[str, Any] | str:
     """The entry that asks for a change; :func:`read_change` reads it back.
 
     An observer or fake-quant that has a name is written by name, a class of the user as the class.
     """
+    if change.dynamic:
+        return DYNAMIC
     entry = {key: list(value) if isinstance(value, tuple) else value for key, value in change.scheme.items()}
     for key, value in change.modules.items():
         if key in TABLES:
@@ -94,7 +102,7 @@ def write_change(change: TensorChange) -> dict[str, Any]:
     return entry
 
 
-def write_config(config: TensorQConfig) -> dict[str, Any]:
+def write_config(config: TensorQConfig) -> dict[str, Any] | str:
     """The entry that says everything about how a tensor is quantized; empty arguments are left out.
 
     A fixed range is neither observed nor trained, so that the entry names no observer.

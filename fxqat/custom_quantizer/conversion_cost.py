@@ -17,7 +17,7 @@ from torch import fx
 from fxqat.custom_quantizer.requests import Request, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.nn.fused import FusedLayer
-from fxqat.ops.families import MATMUL, WEIGHTED
+from fxqat.ops.families import LOOKUP, MATMUL, WEIGHTED
 from fxqat.ops.identify import operands
 from fxqat.utils.fx_graph import called_module, node_inputs
 from fxqat.utils.node_meta import Kind
@@ -29,7 +29,7 @@ def too_costly(
     """The nodes that stay float because of their conversions, and why.
 
     1. A layer with fewer than ``spec.least_work`` multiply-accumulates for each value that is converted for it.
-    2. Another op, except a product of two values, all of whose operands are float.
+    2. Another op, except a product of two values and a lookup, all of whose operands are float.
 
     Every node left float makes conversions necessary beside it, so this is repeated until nothing changes. A layer
     stays in integers if the user's overrides name it or one of its calls pays. The inputs and outputs of the model do
@@ -83,7 +83,7 @@ class _Neighbours:
         """Why an op should stay float, empty if it pays for its conversions."""
         request = self.requests[node]
         overridden = request.activation_rank or request.output_rank or (request.weight_rank and not self.keeps_weights)
-        if overridden or self._moves(node) or request.op.family == MATMUL:
+        if overridden or self._moves(node) or request.op.family in (MATMUL, LOOKUP):
             return ""
         if request.op.family == WEIGHTED:
             work, least = self._work(node), self.spec.least_work

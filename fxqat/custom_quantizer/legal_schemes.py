@@ -8,6 +8,24 @@ from fxqat.errors import ConfigError
 from fxqat.scheme import QuantizeScheme
 
 
+def check_dynamic(spec: BackendSpec, op: str, where: str, node: str) -> None:
+    """Check that a backend can quantize what an op reads at run time.
+
+    Raises:
+        ConfigError: it cannot; the message says which ops can, or which backends.
+    """
+    if op in spec.dynamic:
+        return
+    able = [table.name for table in TABLES if op in table.dynamic]
+    if spec.dynamic:
+        why = f"only {', '.join(sorted(spec.dynamic))} can"
+    else:
+        why = "it needs their scales in the file" + (f". These backends can: {', '.join(able)}" if able else "")
+    raise ConfigError(
+        f"{where}: dynamic: {spec.name} cannot quantize the values that {node!r} ({op}) reads at run time: {why}."
+    )
+
+
 def check_legal(spec: BackendSpec, tensor: str, scheme: QuantizeScheme, where: str, node: str = "") -> None:
     """Check that a backend can run a scheme that the user asks for.
 

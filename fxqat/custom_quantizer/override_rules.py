@@ -9,12 +9,12 @@ from torch import fx
 
 from fxqat.config.config import PrepareConfig
 from fxqat.config.overrides import Match, Override, TensorChange
-from fxqat.custom_quantizer.legal_schemes import check_legal
-from fxqat.custom_quantizer.requests import RankedConfig, Request
+from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
+from fxqat.custom_quantizer.requests import RankedConfig, Request, weight_of
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import LAYER, WHOLE
-from fxqat.ops.families import LOOKUP, WEIGHTED
+from fxqat.ops.families import LOOKUP, WEIGHTED, WITH_WEIGHT
 from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig, TensorQConfig
@@ -50,9 +50,15 @@ class Overrides:
                 answer = Override(replace(override.match, node=node.name), changes)
                 self._answers.setdefault(rank, []).append(answer)
             for tensor, change in changes.items():
-                if tensor == "value" or not can_change(request, tensor, node):
+                is_dynamic = change is not None and change.dynamic
+                if tensor == "value" or not can_change(request, tensor, node) or (is_dynamic and not request.weight):
                     continue
                 config = getattr(request, tensor) or defaults[tensor]
+                if tensor == "activation":
+                    request.dynamic = is_dynamic
+                if is_dynamic:
+                    check_dynamic(self.spec, request.op.name, f"{override.match.where}: activation", node.name)
+                    change = None
                 setattr(request, tensor, None if change is None else self._changed(config, change, tensor, rank, node))
                 setattr(request, f"{tensor}_rank", rank)
                 self._note(node, request, rank, tensor, change)
@@ -138,7 +144,8 @@ def recurrent_form(spec: BackendSpec, config: PrepareConfig, node: fx.Node) -> s
         return str(asked[-1])
     op = identify(node)
     wanted = spec.rule(op.name, op.family) is not None or any(match(node) for match in config.additional)
-    return LAYER if wanted else WHOLE
+    at_run_time = op.name in spec.dynamic and config.asks_dynamic(node)
+    return LAYER if wanted or at_run_time else WHOLE
 
 
 def check_recurrent(nodes: Iterable[fx.Node], config: PrepareConfig) -> None:
@@ -158,8 +165,7 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
     """Check that what ``extra_quantizer_dict`` adds can be quantized, and what it excludes can be left out.
 
     Raises:
-        ConfigError: an addition has no rule all the same or is an embedding, or an exclusion means an input or
-            parameter of the model.
+        ConfigError: an addition has no rule all the same, or an exclusion means an input or parameter of the model.
     """
     for match in exclude:
         nodes = [node for node in requests if match(node)]
@@ -173,11 +179,6 @@ def check_lists(requests: dict[fx.Node, Request], additional: tuple[Match, ...],
         if all(requests[node].rule is None and not requests[node].excluded for node in nodes):
             reason = requests[nodes[0]].why_float
             raise ConfigError(f"{match.where}: {nodes[0].name!r} cannot be quantized: {reason}. Drop it from the list.")
-        if all(requests[node].op.family == LOOKUP for node in nodes):
-            raise ConfigError(
-                f"{match.where}: {nodes[0].name!r} is an embedding, and tables of embeddings are not quantized yet. "
-                "Drop it from the list; its value is quantized where a quantized operation reads it."
-            )
 
 
 def check_additions(requests: dict[fx.Node, Request], values: Set[fx.Node], additional: tuple[Match, ...]) -> None:
@@ -212,7 +213,7 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
     first: dict[int, fx.Node] = {}
     for node, request in requests.items():
         module = called_module(node)
-        if module is None or request.op.family != WEIGHTED:
+        if module is None or request.op.family not in WITH_WEIGHT:
             continue
         other = first.setdefault(id(module), node)
         if requests[other].weight != request.weight and max(request.weight_rank, requests[other].weight_rank):
@@ -222,10 +223,46 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
             )
 
 
+def check_dynamic_weights(requests: dict[fx.Node, Request]) -> None:
+    """Check that the weights of layers that quantize their input at run time are stored in 8 bits.
+
+    Raises:
+        ConfigError: one is stored in more or fewer.
+    """
+    for node, request in requests.items():
+        scheme = request.weight.scheme if request.dynamic and request.weight is not None else None
+        if scheme is not None and not 5 <= scheme.bit_width <= 8:
+            raise ConfigError(
+                f"{node.name!r}: activation 'dynamic' needs a weight of 5 to 8 bits, the only ones that MatMulInteger "
+                f"and ConvInteger take, got {scheme}. Change the weight, or its activation to null (weights only)."
+            )
+
+
+def tie_tables(requests: dict[fx.Node, Request]) -> None:
+    """Quantize the table of an embedding that is also the weight of a layer as the layer does: they are one tensor.
+
+    Raises:
+        ConfigError: an override changes the weight of the embedding to something else.
+    """
+    layers = {id(weight_of(node)): node for node, request in requests.items() if request.op.family == WEIGHTED}
+    for node, request in requests.items():
+        layer = layers.get(id(weight_of(node))) if request.op.family == LOOKUP and request.weight is not None else None
+        if layer is None or requests[layer].weight in (None, request.weight):
+            continue
+        if request.weight_rank:
+            raise ConfigError(
+                f"overrides: {node.name!r} and {layer.name!r} share one weight, and would quantize it differently; "
+                f"change it for both with match: {{module: {node.target}}} and match: {{module: {layer.target}}}"
+            )
+        request.weight = requests[layer].weight
+
+
 def can_change(request: Request, tensor: str, node: fx.Node) -> bool:
     """Whether a node has a tensor that an override can change."""
     if tensor == "weight":
-        return request.weight is not None or (request.rule is not None and request.op.family == WEIGHTED)
+        return request.weight is not None or (request.rule is not None and request.op.family in WITH_WEIGHT)
+    if tensor == "activation" and request.op.family == LOOKUP:
+        return False
     if tensor == "output" and node.op in ("placeholder", "get_attr"):
         return True
     if request.rule is None:

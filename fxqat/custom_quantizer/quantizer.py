@@ -6,20 +6,23 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.config.config import SIZE, PrepareConfig
+from fxqat.config.config import SIZE, STATIC, PrepareConfig
 from fxqat.config.first_last import first_last_overrides
 from fxqat.config.overrides import check_all_match
+from fxqat.config.tensor_entry import DYNAMIC
 from fxqat.custom_quantizer.conversion_cost import too_costly
 from fxqat.custom_quantizer.float_reads import Read, float_reads, quantized_readers
-from fxqat.custom_quantizer.legal_schemes import check_legal
+from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
 from fxqat.custom_quantizer.nonnegative import nonnegative_values
 from fxqat.custom_quantizer.override_rules import (
     Overrides,
     can_change,
     check_additions,
+    check_dynamic_weights,
     check_lists,
     check_recurrent,
     check_shared_weights,
+    tie_tables,
 )
 from fxqat.custom_quantizer.position_decoding import decoding_positions
 from fxqat.custom_quantizer.reasons import (
@@ -28,6 +31,7 @@ from fxqat.custom_quantizer.reasons import (
     EXACT,
     FAMILY_REASONS,
     OF_MODE,
+    READS_DYNAMIC,
     SOURCES,
     Reasons,
 )
@@ -44,7 +48,7 @@ from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
 from fxqat.nn.recurrent import RecurrentLayer
-from fxqat.ops.families import MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, Op
+from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import TOO_COSTLY, Annotation, ValueQuant
 from fxqat.utils.fx_graph import called_module, node_inputs
@@ -52,6 +56,9 @@ from fxqat.utils.node_meta import ANNOTATION, KEPT_WHOLE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
 ADDITIONAL = Rule(reason=ADDED)
+ADDITIONAL_TABLE = Rule(inputs="none", output=False, reason=ADDED)
+"""A lookup reads indices, and its value is quantized where a quantized operation reads it."""
+DYNAMIC_RECURRENT = Rule(inputs="none", output=False, reason=READS_DYNAMIC)
 
 Requests = dict[fx.Node, Request]
 Values = dict[fx.Node, ValueQuant]
@@ -68,6 +75,8 @@ class BackendQuantizer:
     def __init__(self, spec: BackendSpec, config: PrepareConfig | None = None) -> None:
         self.config = config or PrepareConfig()
         self.spec = _configured(spec, self.config)
+        if self.config.activations == DYNAMIC and not self.spec.dynamic:
+            check_dynamic(self.spec, "linear", "activation", "any layer")
 
     def annotate(self, gm: fx.GraphModule) -> PrepareConfig:
         """Write an :class:`~fxqat.quantization.annotation.Annotation` on every node; nothing else changes.
@@ -99,6 +108,8 @@ class BackendQuantizer:
         requests = {node: self._request(node, kinds, excluded, exact, overrides) for node in gm.graph.nodes}
         check_lists(requests, config.additional, config.exclude)
         check_shared_weights(requests)
+        tie_tables(requests)
+        check_dynamic_weights(requests)
         least_work = self._withdraw_costly(requests, kinds)
         self._pass_on_outputs(requests)
         left_float = float_reads(requests, kinds)
@@ -123,7 +134,8 @@ class BackendQuantizer:
                     values.get(node),
                     request.weight,
                     changeable,
-                    weights_only=request.weight is not None and request.activation is None,
+                    weights_only=request.weight is not None and request.activation is None and not request.dynamic,
+                    dynamic=request.dynamic and request.weight is not None,
                 )
                 node.meta[ANNOTATION] = annotation
         overrides.check_fixed_ranges(values)
@@ -147,7 +159,10 @@ class BackendQuantizer:
             return Request(op, None, node.meta[KEPT_WHOLE])
         rule = None if node in exact else self.spec.rule(op.name, op.family)
         if rule is None and any(match(node) for match in self.config.additional):
-            rule = ADDITIONAL
+            rule = ADDITIONAL_TABLE if op.family == LOOKUP else ADDITIONAL
+        is_recurrent = isinstance(called_module(node), RecurrentLayer)
+        if rule is None and is_recurrent and op.name in self.spec.dynamic and self.config.asks_dynamic(node):
+            rule = DYNAMIC_RECURRENT
         if node.op in ("placeholder", "get_attr", "output"):
             return overrides.apply(node, Request(op, None, SOURCES.get(node.op, "")))
         if node in exact and rule is None:
@@ -169,17 +184,19 @@ class BackendQuantizer:
         if exclusion is not None:
             return Request(op, None, f"left float by {exclusion.where}", excluded=True)
         request = Request(op, rule, rule.reason)
-        if isinstance(called_module(node), RecurrentLayer):
+        if is_recurrent:
             request.weight = self.spec.weight_of(op.name)
-        if op.family == WEIGHTED:
+        if op.family in WITH_WEIGHT:
             problem = why_weight_stays_float(node)
             if problem:
                 return Request(op, None, problem)
             request.weight = self.spec.weight_of(op.name)
-        if rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
+        is_static = self.config.activations == STATIC
+        request.dynamic = self.config.activations == DYNAMIC and op.name in self.spec.dynamic
+        if is_static and rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
             request.activation = self.spec.activation
         gives_values = not request.moves_values and not op.gives_tuple
-        if rule.output and gives_values and fused_activation(node, op, self.spec) is None:
+        if is_static and rule.output and gives_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation
             if op.name in self.spec.fixed_ranges:
                 request.output = request.output.with_scheme(fixed_range=self.spec.fixed_ranges[op.name])
@@ -189,8 +206,9 @@ class BackendQuantizer:
         return request
 
     def _stores_weight(self, node: fx.Node, op: Op) -> bool:
-        """Whether the weight of a layer without a rule is stored as integers, because the file is to be small."""
-        if self.config.optimize_for != SIZE or op.family != WEIGHTED or why_weight_stays_float(node):
+        """Whether the weight of a layer without a rule is stored as integers: for a small file, or for its own sake."""
+        for_latency = self.config.optimize_for != SIZE and self.config.activations == STATIC
+        if for_latency or op.family not in WITH_WEIGHT or why_weight_stays_float(node):
             return False
         return not any(match(node) for match in self.config.exclude)
 
@@ -216,10 +234,12 @@ class BackendQuantizer:
         Returns:
             The ``least_work`` in force; None for the backend's.
         """
+        if self.config.activations != STATIC:
+            return self.config.least_work
         keep = self.config.optimize_for == SIZE
         costly = too_costly(requests, kinds, self.spec, keep) if self.spec.least_work else {}
         stay = [request for node, request in requests.items() if node not in costly]
-        if self.spec.least_work and not any(it.rule is not None and it.weight is not None for it in stay):
+        if self.spec.least_work and not any(it.activation is not None and it.weight is not None for it in stay):
             return 0
         for node, why in costly.items():
             old, requests[node] = requests[node], Request(requests[node].op, None, TOO_COSTLY, why)
@@ -230,7 +250,7 @@ class BackendQuantizer:
 
     def _pass_on_outputs(self, requests: Requests) -> None:
         """The value of an op whose activation runs inside it is quantized after the activation."""
-        for node, request in requests.items():
+        for node, request in requests.items() if self.config.activations == STATIC else ():
             reader = fused_activation(node, request.op, self.spec)
             if reader is None or request.rule is None or not request.rule.output:
                 continue

@@ -10,7 +10,7 @@ from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, SINGULARITY
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
-from fxqat.ops.families import CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
+from fxqat.ops.families import CONSTRUCTOR, LOOKUP, NOT_FLOAT, OPAQUE, RECURRENT, UNBOUNDED
 from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
 from fxqat.utils.node_meta import Kind
 
@@ -18,6 +18,8 @@ DECODES_POSITIONS = "post-processing: decodes positions after the last layer wit
 EXACT = "computed from constants, sizes or integers only: stays exact"
 OF_MODE = "number of eval mode or of training"
 WEIGHTS_ONLY = "weights only"
+READS_FLOAT = f"{WEIGHTS_ONLY}: it reads float values"
+READS_DYNAMIC = "quantizes the values that it reads at run time"
 ADDED = "asked for by extra_quantizer_dict"
 SOURCES = {"placeholder": "input of the model", "get_attr": "tensor of the model"}
 CREATED = "tensor that the model creates"
@@ -73,7 +75,7 @@ class Reasons:
             return self.always_float[node]
         request, value = self.requests[node], self.values.get(node)
         clauses = [self._about_op(node), *(f"changed by {where}" for where in request.overridden_by)]
-        if request.activation_rank and BY_OVERRIDE in self._why_operands_are_float(node):
+        if request.activation_rank and not request.dynamic and BY_OVERRIDE in self._why_operands_are_float(node):
             clauses.append("reads its operands float")
         if value is None:
             clauses.append(self._why_value_is_float(node))
@@ -96,6 +98,8 @@ class Reasons:
             if value is None or self._is_source(node) or request.excluded:
                 return request.why_float
             return f"computed in float: {request.reason}"
+        if request.weight is not None and request.activation is None and request.op.family != LOOKUP:
+            return READS_DYNAMIC if request.dynamic else READS_FLOAT
         if request.moves_values and (value is None or not value.on_grid):
             return "moves values" if value is None else "moves float values"
         reads_integers = request.weight is not None or any(operand in self.values for operand in request.operands)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.nn.embedding import TABLES, Table, why_table_stays_float
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
@@ -31,6 +32,7 @@ class Request:
         excluded: the user's configuration leaves the op float.
         weight: how to quantize its weight; None leaves it float.
         activation: how to quantize the values it reads; None leaves them float.
+        dynamic: the layer quantizes what it reads itself, at run time; ``activation`` is None then.
         output: how to quantize the value it produces, for all readers; None leaves that to the readers.
         weight_rank: who decided about the weight (see :data:`RankedConfig`).
         activation_rank: who decided about the values it reads.
@@ -46,6 +48,7 @@ class Request:
     excluded: bool = False
     weight: TensorQConfig | None = None
     activation: TensorQConfig | None = None
+    dynamic: bool = False
     output: TensorQConfig | None = None
     weight_rank: int = 0
     activation_rank: int = 0
@@ -100,15 +103,25 @@ def is_layer_output_for(operand: fx.Node, reader: fx.Node) -> bool:
 def why_weight_stays_float(node: fx.Node) -> str:
     """Why the weight of a layer cannot be quantized; empty if it can."""
     module = called_module(node)
-    assert module is not None
+    if module is None:
+        return "its table is computed or a buffer, no parameter"
     layer = module.layer if isinstance(module, FusedLayer) else module
-    if type(layer) not in WEIGHTED_TYPES:
-        return f"{type(layer).__name__} is not a layer that fxqat quantizes (Conv, ConvTranspose or Linear of torch.nn)"
+    if type(layer) not in (*WEIGHTED_TYPES, *TABLES):
+        kinds = "Conv, ConvTranspose, Linear, Embedding or EmbeddingBag of torch.nn"
+        return f"{type(layer).__name__} is not a layer that fxqat quantizes ({kinds})"
     if has_hooks(module) or has_hooks(layer):
         return "has forward hooks, which a quantized layer would not run"
+    if isinstance(layer, Table):
+        return why_table_stays_float(layer)
     if node.kwargs or len(node.args) != 1:
         return "called with more than its input (output_size)"
     return ""
+
+
+def weight_of(node: fx.Node) -> object:
+    """The weight of the layer that a node calls, None if it calls none."""
+    module = called_module(node)
+    return getattr(module.layer if isinstance(module, FusedLayer) else module, "weight", None)
 
 
 def _has_fused_activation(node: fx.Node) -> bool:

@@ -100,6 +100,8 @@ class BackendSpec:
         left_float: why ops without a rule stay float, by op name or family; the name wins.
         legal_weights: the schemes that the target can run for weights; empty: all of them.
         legal_activations: the same for activations.
+        dynamic: names of the ops that can quantize what they read at run time, by ONNX DynamicQuantizeLinear; empty:
+            the target needs the scales in the file.
         least_work: a layer beside a float op stays float too, unless it has this many multiply-accumulates for each
             value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
         runtime: the runtime for which files are written: ``"onnxruntime"``, or empty for any.
@@ -118,6 +120,7 @@ class BackendSpec:
     left_float: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     legal_weights: tuple[LegalSchemes, ...] = ()
     legal_activations: tuple[LegalSchemes, ...] = ()
+    dynamic: frozenset[str] = frozenset()
     least_work: int = 0
     runtime: str = ""
     source: str = ""

@@ -121,6 +121,17 @@ class FakeQuantizeBase(KeepsDtype):
             self.observer(self.target(x))
             self.update_from_observer()
 
+    def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:
+        """Show a weight to the observer if that is on, unless the weight is unchanged since the last time.
+
+        Args:
+            weight: the weight.
+            state: what changes with it; empty if it always counts as changed.
+        """
+        if self.observer_enabled and (not state or state != self.observed_state):
+            self.observe(weight.detach())
+            self.observed_state = state
+
     def forget_range(self) -> None:
         """Let the observer start anew; a fixed range stays, and so do scale and zero point until there is data."""
         if self.scheme.fixed_range is None:

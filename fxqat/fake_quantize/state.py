@@ -19,6 +19,7 @@ import gc
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,6 +83,9 @@ def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL,
 def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali_on: bool = False) -> None:
     """Fake-quant on; observers off, or on where asked. Ranges stay.
 
+    A model whose activations are float or quantized at run time needs no calibration: its weights are observed here if
+    they were not.
+
     Args:
         model: a prepared and calibrated model.
         weight_cali_on: the observers of weights stay on.
@@ -94,10 +98,21 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
     quants = _fake_quants(model)
     on = {WEIGHT: weight_cali_on, ACTIVATION: act_cali_on}
     _set_observers((name, quant, on[quant.kind] and quant.scheme.fixed_range is None) for name, quant in quants)
+    if all(quant.kind == WEIGHT for _, quant in quants):
+        _observe_weights(model)
     require_calibrated(model)
     for _, quant in quants:
         quant.fake_quant_enabled = True
     _tell_copies(model, quantize=True)
+
+
+def _observe_weights(model: nn.Module) -> None:
+    """Show each weight that no forward pass showed to its observer."""
+    for module in model.modules():
+        weights_of: Any = getattr(module, "quantized_weights", tuple)
+        for quant, weight in weights_of():
+            if not quant.observer.has_seen_data():
+                quant.observe(weight.detach())
 
 
 def disable_all(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fxqat.numerics import fake_quantize, per_axis, valid_scale, valid_zero_point
+from fxqat.numerics import dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
 
 SMALL = 2**16
@@ -76,6 +76,22 @@ class FakeQuantizeSTE(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         # once_differentiable costs time at every call and matters only under create_graph
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
+
+
+class DynamicQuantizeSTE(torch.autograd.Function):
+    """Rounds a tensor by its own range (:func:`fxqat.numerics.dynamic_quantize`); the gradient passes through as it is.
+
+    The range holds all values, so none is outside of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: D102  described by the class
+        q, scale, zero_point = dynamic_quantize(x)
+        return q.sub_(zero_point).mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: D102
+        return grad
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

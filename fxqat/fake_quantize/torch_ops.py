@@ -1,7 +1,8 @@
 """The torch operators of fxqat, in the namespace ``fxqat``.
 
-With ``quantize_dequantize`` and ``dequantize`` the exporter sees one opaque node for each Q/DQ pair and for each stored
-integer tensor; ``fxqat.custom_symbolic_opset`` translates them to ONNX. ``keep`` is for compiled training.
+With ``quantize_dequantize``, ``dynamic_quantize_dequantize`` and ``dequantize`` the exporter sees one opaque node for
+each Q/DQ pair, for each value that is quantized at run time, and for each stored integer tensor;
+``fxqat.custom_symbolic_opset`` translates them to ONNX. ``keep`` is for compiled training.
 """
 
 from __future__ import annotations
@@ -34,6 +35,18 @@ def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tenso
 @dequantize.register_fake
 def _(q: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> Tensor:
     return torch.empty_like(q, dtype=torch.float32)
+
+
+@torch.library.custom_op("fxqat::dynamic_quantize_dequantize", mutates_args=())
+def dynamic_quantize_dequantize(x: Tensor) -> Tensor:
+    """A tensor rounded at run time by its own range: see :func:`fxqat.numerics.dynamic_quantize`."""
+    q, scale, zero_point = numerics.dynamic_quantize(x)
+    return (q - zero_point) * scale
+
+
+@dynamic_quantize_dequantize.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 _LIBRARY = torch.library.Library("fxqat", "FRAGMENT")

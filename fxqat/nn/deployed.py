@@ -87,6 +87,15 @@ class QuantizeDequantize(nn.Module):
         return rounded
 
 
+class DynamicQuantizeDequantize(nn.Module):
+    """A value that is quantized at run time, by its own range."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Round ``x``, float32 of any shape."""
+        rounded: Tensor = torch_ops.dynamic_quantize_dequantize(x)
+        return rounded
+
+
 class StoredTensor(nn.Module):
     """A constant tensor stored as integers and read through DequantizeLinear.
 

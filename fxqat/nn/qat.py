@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
 from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
@@ -67,12 +68,16 @@ class QATLayer(nn.Module):
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
 
-    def forward(self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None, dynamic_input: str | None = None
+    ) -> Tensor:
         """Apply the layer.
 
         Args:
             x: the input, quantized or not, of any shape that the layer takes.
             input_fake_quant: the fake-quant that produced x, None if x is float; the bias scale depends on it.
+            dynamic_input: if x is quantized at run time, by its own range, the name of its integers in the file; it
+                is rounded when the weight is.
 
         Raises:
             ConfigError: Linear and BatchNorm1d are fused, and the input does not have 2 dimensions.
@@ -83,6 +88,8 @@ class QATLayer(nn.Module):
                 f"{x.dim()} dimensions {tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. "
                 "Add ('linear', 'batch_norm1d') to extra_fuse_dict['exclude_fusion_pattern']."
             )
+        if dynamic_input is not None and self.weight_fake_quant.fake_quant_enabled:
+            x = DynamicQuantizeSTE.apply(x)
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
             y = self._normalize(self.op(x, self._unfolded_weight(self.bn).to(self.weight.dtype), self.bias), self.bn)
         else:
@@ -96,6 +103,10 @@ class QATLayer(nn.Module):
         """Weight and bias with BatchNorm folded in, not quantized; those of a layer in half precision are float32."""
         weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
         return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
+
+    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
+        """The fake-quants of the layer's weights, and what they round."""
+        return [(self.weight_fake_quant, self.folded()[0])]
 
     def float_layer(self) -> WeightedLayer:
         """The plain layer, without BatchNorm and activation; it shares its parameters with this layer."""
@@ -167,9 +178,7 @@ class QATLayer(nn.Module):
         if self.weight_fake_quant.observer_enabled:
             sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
             state = () if statistics_change else tuple(tensor_version(t) for t in sources if t is not None)
-            if not state or state != self.weight_fake_quant.observed_state:
-                self.weight_fake_quant.observe(weight.detach())
-                self.weight_fake_quant.observed_state = state
+            self.weight_fake_quant.observe_changed(weight, state)
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
         if not isinstance(self.bn_mode, int) or not bn.training:

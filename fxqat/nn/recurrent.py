@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import tensor_version
@@ -144,7 +146,11 @@ class QATRecurrentLayer(RecurrentLayer):
         self.weight_hh_fake_quant = weight_hh_fake_quant
 
     def forward(
-        self, x: Tensor, *states: Tensor, input_fake_quant: FakeQuantizeBase | None = None
+        self,
+        x: Tensor,
+        *states: Tensor,
+        input_fake_quant: FakeQuantizeBase | None = None,
+        dynamic_input: str | None = None,
     ) -> tuple[Tensor, ...]:
         """Apply the layer: see :class:`RecurrentLayer`.
 
@@ -152,14 +158,23 @@ class QATRecurrentLayer(RecurrentLayer):
             x: the input, quantized or not.
             states: the states at the start.
             input_fake_quant: the fake-quant that produced x, None if x is float; the bias scale depends on it.
+            dynamic_input: not None if an LSTM quantizes the input and the hidden state of each step at run time.
         """
         self._check(x)
         self._observe()
         if not (self.weight_ih_fake_quant.fake_quant_enabled or self.weight_hh_fake_quant.fake_quant_enabled):
             return super().forward(x, *states)
         w, r, b = self.deployed_tensors(input_fake_quant)
-        given = unstacked(self.mode, len(self.names), w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype))
+        w, r, b = w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype)
+        if dynamic_input is not None:
+            return dynamic_lstm(x, states, w, r, b)
+        given = unstacked(self.mode, len(self.names), w, r, b)
         return run_layer(self.mode, x, states, given, self.training)
+
+    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
+        """The fake-quants of the layer's weights, and what they round."""
+        w, r, _ = self.stacked()
+        return [(self.weight_ih_fake_quant, w), (self.weight_hh_fake_quant, r)]
 
     def deployed_tensors(self, input_fake_quant: FakeQuantizeBase | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters of the file, ``W``, ``R`` and ``B``, with gradients."""
@@ -243,6 +258,44 @@ def run_layer(
     options = (len(given[0]) == 4, 1, 0.0, training, directions == 2, False)
     y, *last = cell.function(x, first, list(chain(*given)), *options)
     return y.unflatten(2, (directions, hidden)).transpose(1, 2), *last
+
+
+def dynamic_lstm(x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
+    """An LSTM that quantizes at run time, as ONNX Runtime's DynamicQuantizeLSTM computes it.
+
+    The input of all steps has one range, and the hidden states of all samples have one in each step. (With several
+    threads ONNX Runtime gives each thread's samples their own.)
+
+    Args:
+        x: ``(T, N, I)``.
+        states: hidden and cell state at the start, ``(D, N, H)`` each; empty for zeros.
+        w: ``(D * 4 * H, I)``, its values rounded; gates in ONNX's order.
+        r: ``(D * 4 * H, H)``, the same.
+        b: ``(D * 8 * H,)``, or None.
+
+    Returns:
+        As :meth:`RecurrentLayer.forward`.
+
+    Source: ONNX Runtime, contrib operator com.microsoft.DynamicQuantizeLSTM, version 1.
+    """
+    hidden = r.shape[1]
+    directions = r.shape[0] // (4 * hidden)
+    h, c = states or [x.new_zeros(directions, x.shape[1], hidden)] * 2
+    rounded = DynamicQuantizeSTE.apply(x)
+    outputs, last = [], []
+    for d in range(directions):
+        w_d, r_d = w.chunk(directions)[d], r.chunk(directions)[d]
+        bias = None if b is None else b.chunk(directions)[d].unflatten(0, (2, -1)).sum(0)
+        products = F.linear(rounded, w_d, bias)
+        state, cell, steps = h[d], c[d], list(products.flip(0) if d else products)
+        for t, product in enumerate(steps):
+            gates = product + F.linear(DynamicQuantizeSTE.apply(state), r_d)
+            i, o, f, new = gates.chunk(4, -1)
+            cell = f.sigmoid() * cell + i.sigmoid() * new.tanh()
+            steps[t] = state = o.sigmoid() * cell.tanh()
+        outputs.append(torch.stack(steps[::-1] if d else steps))
+        last.append((state, cell))
+    return torch.stack(outputs, 1), *(torch.stack(states) for states in zip(*last, strict=True))
 
 
 @torch.library.custom_op("fxqat::recurrent", mutates_args=())

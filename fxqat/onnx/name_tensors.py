@@ -9,7 +9,8 @@ With NAME the tensor's name:
 3. inputs and outputs of the model keep their names; a quantized input or output is known by that name;
 4. a value that is already named by another tensor, because what stood between them was simplified away, passes through
    an Identity, which gets the name;
-5. a tensor without values may be missing: it is dropped when it is concatenated.
+5. a tensor without values may be missing: it is dropped when it is concatenated;
+6. a value that is quantized at run time has no constants: its node has the path as its name.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from fxqat.utils.unused_names import unused_name
 
 RECORDS = "fxqat.tensors"
 """Key of the records in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
+
+QUANTIZERS = ("QuantizeLinear", "DynamicQuantizeLinear")
+"""The operators that turn real values into integers."""
 
 
 class NameTensors(ir.passes.InPlacePass):
@@ -88,7 +92,7 @@ def _name_values(graph: ir.Graph, tensors: Mapping[str, QuantizedTensor]) -> dic
         if path is None:
             continue
         record = tensors[path]
-        if node.op_type == "QuantizeLinear":  # case 1
+        if node.op_type in QUANTIZERS:  # case 1
             source = node.inputs[0]
             assert source is not None
             if owners.setdefault(source, path) != path:  # case 4
@@ -117,6 +121,8 @@ def _own_value(graph: ir.Graph, node: ir.Node, source: ir.Value) -> ir.Value:
 
 
 def _path_of(node: ir.Node, tensors: Mapping[str, QuantizedTensor]) -> str | None:
+    if node.op_type == "DynamicQuantizeLinear" and node.name in tensors:  # case 6
+        return node.name
     if node.op_type not in ("QuantizeLinear", "DequantizeLinear") or node.inputs[1] is None:
         return None
     path = str(node.inputs[1].name).removesuffix(".scale").removesuffix(".pair")

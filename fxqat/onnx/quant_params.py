@@ -130,6 +130,10 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
             scale = values_of(constants[node.input[1]])
             of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
     for tensor in tensors:
+        if tensor.name not in of_value and f"{tensor.name}_scale" in constants:  # GatherIntegers, IntegerProducts
+            scale = values_of(constants[f"{tensor.name}_scale"])
+            held = constants.get(f"{tensor.name}_zero_point")
+            of_value[tensor.name] = (scale, np.zeros_like(scale) if held is None else values_of(held))
         if tensor.name not in of_value:
             raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
         scale, zero_point = of_value[tensor.name]

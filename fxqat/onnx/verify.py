@@ -37,6 +37,7 @@ from prettytable import PrettyTable
 
 from fxqat.errors import ExportError, ParityError
 from fxqat.onnx.external_data import values_of
+from fxqat.onnx.name_tensors import QUANTIZERS
 from fxqat.onnx.opset import opset_of
 from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
 from fxqat.onnx.output_parity import OutputParity, compare
@@ -223,7 +224,7 @@ def verify(
         ExportError: ONNX Runtime cannot load or run the model.
         ParityError: an output has another shape than the model's.
     """
-    quantizers = [node for node in model.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in integers]
+    quantizers = [node for node in model.graph.node if node.op_type in QUANTIZERS and node.input[0] in integers]
     feeds = dict(zip([value.name for value in model.graph.input], inputs, strict=True))
     plain = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     indices = match_selections(model, selections or {})
@@ -235,7 +236,8 @@ def verify(
     tensors = _compare_tensors(model, step, free, integers, indices, {})
     doubtful = {t.name for t in tensors if not t.passed}
     if doubtful:
-        suspects = [node for node in quantizers if node.input[0] in doubtful]
+        is_constant = [node for node in quantizers if node.op_type == "QuantizeLinear"]
+        suspects = [node for node in is_constant if node.input[0] in doubtful]
         given = feeds | step_feeds
         reals = given | run(with_reals_out(step_model, doubtful - given.keys()), given, plain)
         tensors = _compare_tensors(model, step, free, integers, indices, ties_of(model, suspects, reals))
@@ -363,7 +365,7 @@ def _compare_tensors(
     result = []
     for node in model.graph.node:
         is_tainted = any(name in tainted for name in node.input)
-        if node.op_type == "QuantizeLinear" and node.input[0] in integers:
+        if node.op_type in QUANTIZERS and node.input[0] in integers:
             name, expected = node.input[0], integers[node.input[0]]
             at_tie = ties.get(name, np.zeros((), bool))
             both = (run[node.output[0] + COMPUTED] for run in (step, free))

@@ -25,6 +25,9 @@ NOT_FLOAT = "not_float"  # returns sizes, indices, booleans
 RECURRENT = "recurrent"
 OPAQUE = "opaque"  # not in the table
 
+WITH_WEIGHT = (WEIGHTED, LOOKUP)
+"""Families of layers whose weight can be stored as integers."""
+
 
 @dataclass(frozen=True)
 class Op:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
@@ -93,7 +94,7 @@ def identify_module(module: nn.Module | None) -> Op:
         return identify_module(module.layer)
     if isinstance(module, RecurrentLayer):
         return _BY_NAME[module.cell.op]
-    if isinstance(module, QATLayer):
+    if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
     return _BY_MODULE.get(type(module), UNKNOWN)

@@ -48,6 +48,7 @@ class Annotation:
         weight: how its weight is quantized, None if it has none or it stays float.
         overridable: ``"activation"`` and ``"output"``, where an override can leave these float.
         weights_only: a layer that computes in float, with a weight that is stored as integers; its bias stays float.
+        dynamic: a layer that quantizes what it reads at run time; its bias stays float.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Annotation:
     weight: TensorQConfig | None = None
     overridable: tuple[str, ...] = ()
     weights_only: bool = False
+    dynamic: bool = False
 
 
 def annotation_of(node: fx.Node) -> Annotation | None:

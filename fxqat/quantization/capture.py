@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
-from fxqat.numerics import quantize
+from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer
+from fxqat.numerics import dynamic_quantize, quantize
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.user_hooks import drop_hooks, lost_hooks
@@ -88,9 +90,21 @@ def capture(
         if with_reals:
             reals[kwargs["tensor_name"]] = args[0].float().numpy().copy()
 
+    def record_dynamic(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Tensor) -> None:
+        name = kwargs.get("dynamic_input")
+        if name is not None:
+            integers[name] = dynamic_quantize(args[0])[0].to(torch.int32).numpy()
+            if with_reals:
+                reals[name] = args[0].float().numpy().copy()
+
+    layers = [module for module in work.modules() if isinstance(module, (QATLayer, QATRecurrentLayer))]
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
-    with hooked(activations, record, with_kwargs=True), _Selections() as selections:
+    with (
+        hooked(activations, record, with_kwargs=True),
+        hooked(layers, record_dynamic, with_kwargs=True),
+        _Selections() as selections,
+    ):
         outputs = _run(work, inputs)
     complex_ones = [f"{name!r} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
     if complex_ones:

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import is_calibrated, named_fake_quants, require_calibrated, switches_kept
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.find_overrides import find_overrides
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -140,7 +141,7 @@ def _weights(graph: fx.Graph) -> Iterator[NodeNoise]:
     seen: set[int] = set()
     for node in graph.nodes:
         layer = called_module(node)
-        if not isinstance(layer, QATLayer) or id(layer) in seen:
+        if not isinstance(layer, (QATLayer, QATEmbedding)) or id(layer) in seen:
             continue
         seen.add(id(layer))
         weight, path = layer.folded()[0], str(node.target)

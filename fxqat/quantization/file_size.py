@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
@@ -29,8 +30,9 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
         if node.op == "get_attr":
             found.append((attribute_of(gm, node), None))
         for module in _without_fake_quants(called_module(node)):
-            bits = module.weight_fake_quant.scheme.bit_width if isinstance(module, QATLayer) else None
-            weight = module.weight if isinstance(module, QATLayer) else None
+            layer = module if isinstance(module, (QATLayer, QATEmbedding)) else None
+            bits = None if layer is None else layer.weight_fake_quant.scheme.bit_width
+            weight = None if layer is None else layer.weight
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             found += [(tensor, bits if tensor is weight else None) for tensor in tensors]
         for tensor, bits in found:

@@ -2,9 +2,11 @@
 
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
    training stands for a quantized one of eval mode, its value passes through the same fake-quant.
-2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, and every recurrent layer
-   a :class:`~fxqat.nn.recurrent.QATRecurrentLayer`. It is called with the fake-quant of its input, from which the bias
-   gets its scale, unless it computes in float.
+2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, every recurrent layer a
+   :class:`~fxqat.nn.recurrent.QATRecurrentLayer`, and every table of embeddings a
+   :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which
+   the bias gets its scale, unless they compute in float; a layer that quantizes its input at run time is called with a
+   name for that input. Layers that share a weight share its fake-quant.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.fx.node import Argument
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
@@ -35,6 +38,9 @@ from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
+
+_Shared = list[tuple[torch.Tensor, int, TensorQConfig, FakeQuantizeBase]]
+"""Weights with their axis, their configuration and their fake-quant, for the layers that share them."""
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
 """The arguments that fxqat itself gives to every observer or fake-quant."""
@@ -51,9 +57,10 @@ def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
         ConfigError: a configured observer or fake-quant does not fit its tensor.
     """
     nodes = list(gm.graph.nodes)
-    _insert_activations(gm, nodes)
+    names: set[str] = set()
+    _insert_activations(gm, nodes, names)
     _insert_in_training(gm)
-    _insert_weights(gm, nodes, bn_mode)
+    _insert_weights(gm, nodes, bn_mode, names)
     gm.graph.lint()
     return gm
 
@@ -134,9 +141,8 @@ def _name(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind))
 
 
-def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
-    names: set[str] = set()
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -191,20 +197,24 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
     return name
 
 
-def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int) -> None:
-    converted: dict[int, QATLayer | QATRecurrentLayer] = {}
+def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int, names: set[str]) -> None:
+    converted: dict[int, QATLayer | QATEmbedding | QATRecurrentLayer] = {}
+    shared: _Shared = []
     for node in nodes:
         found = annotation_of(node)
         if found is None or found.weight is None:
             continue
         module = called_module(node)
         assert module is not None
-        if not isinstance(module, (QATLayer, QATRecurrentLayer)):
+        if not isinstance(module, (QATLayer, QATEmbedding, QATRecurrentLayer)):
             if id(module) not in converted:
-                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target))
+                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), shared)
             set_module(gm, str(node.target), converted[id(module)])
         source = _fake_quant_of(node.args[0])
-        if source is not None and not found.weights_only:
+        if found.dynamic:
+            node.kwargs = {**node.kwargs, "dynamic_input": unused_name(f"{node.target}.input", names)}
+            names.add(str(node.kwargs["dynamic_input"]))
+        elif source is not None and not found.weights_only:
             with gm.graph.inserting_before(node):
                 fake_quant = gm.graph.get_attr(str(source.target))
             node.kwargs = {**node.kwargs, "input_fake_quant": fake_quant}
@@ -222,15 +232,19 @@ def _fake_quant_of(value: object) -> fx.Node | None:
 
 
 def _qat_layer(
-    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str
-) -> QATLayer | QATRecurrentLayer:
-    """The QAT layer of a plain, fused or recurrent layer."""
+    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, shared: _Shared
+) -> QATLayer | QATEmbedding | QATRecurrentLayer:
+    """The QAT layer of a plain, fused or recurrent layer, or of a table."""
     config = annotation.weight
     assert config is not None
     where = f"weight of {path!r} ({annotation.reason})"
+    if isinstance(module, Table):
+        return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, shared))
     if isinstance(module, RecurrentLayer):
         w, r, _ = module.stacked()
-        return QATRecurrentLayer(module, *(_weight_quant(config, it, 0, module.training, where) for it in (w, r)))
+        return QATRecurrentLayer(
+            module, *(_weight_fake_quant(it, config, 0, module.training, where, []) for it in (w, r))
+        )
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
     assert type(layer) in WEIGHTED_TYPES
@@ -238,18 +252,24 @@ def _qat_layer(
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
-    quant = _weight_quant(config, layer.weight, weighted_op(layer).axis, layer.training, where)
+    axis, own = weighted_op(layer).axis, shared if bn is None else []  # each BatchNorm makes another weight of it
+    quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, own)
     return QATLayer(layer, bn, fused.activation, quant, bn_mode)
 
 
-def _weight_quant(
-    config: TensorQConfig, weight: torch.Tensor, axis: int, training: bool, where: str
+def _weight_fake_quant(
+    weight: torch.Tensor, config: TensorQConfig, axis: int, training: bool, where: str, shared: _Shared
 ) -> FakeQuantizeBase:
-    """The fake-quant of a weight, beside it."""
+    """The fake-quant of a weight: a new one, or that of another layer with the same weight."""
+    for known, *how, quant in shared:
+        if known is weight and how == [axis, config]:
+            return quant
     with _errors_name(config, where):
         quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
         quant.attach(weight)
-    return _placed(quant, weight.device, training)
+    quant = _placed(quant, weight.device, training)
+    shared.append((weight, axis, config, quant))
+    return quant
 
 
 def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:

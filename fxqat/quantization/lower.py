@@ -3,8 +3,9 @@
 On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 
 1. each call of a fake-quant becomes a Q/DQ pair, so that every quantized value has its own name; a raw input is
-   normalized in integers before it (``fxqat.quantization.raw_inputs``);
-2. BatchNorm is folded; weights become stored integers, biases int32 at the scale of the products;
+   normalized in integers before it (``fxqat.quantization.raw_inputs``); an input that a layer quantizes at run time
+   becomes a pair without constants;
+2. BatchNorm is folded; weights and tables become stored integers, biases int32 at the scale of the products;
 3. fused layers that stayed float are folded;
 4. attention becomes the four-dimensional one, which torch's exporter can translate;
 5. dataclasses in the output become dicts;
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.bias import quantize_bias
 from fxqat.nn.deployed import (
+    DynamicQuantizeDequantize,
     Normalize,
     QuantizeDequantize,
     ReadBytes,
@@ -36,6 +38,7 @@ from fxqat.nn.deployed import (
     stored_bias,
     stored_weight,
 )
+from fxqat.nn.embedding import AXIS, QATEmbedding, embedding_bag
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
@@ -91,6 +94,8 @@ def lower(
             state.lower_activation(node, module)  # case 1
         elif isinstance(module, QATLayer):
             state.lower_layer(node, module)  # case 2
+        elif isinstance(module, QATEmbedding):
+            state.lower_table(node, module)  # case 2
         elif isinstance(module, RecurrentLayer):
             state.lower_recurrent(node, module)  # case 7
         elif isinstance(module, FusedLayer):
@@ -216,6 +221,8 @@ class _Lowering:
         graph, path = self.gm.graph, str(node.target)
         with graph.inserting_before(node):
             arguments: list[fx.Node | None] = [node.args[0]]  # type: ignore[list-item]
+            if node.kwargs.get("dynamic_input") is not None:
+                arguments[0] = graph.call_module(self._dynamic_input(node), (node.args[0],))
             if layer.op.padding is not None:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
@@ -231,6 +238,20 @@ class _Lowering:
         self._replace(node, result)
         self.replaced.add(path)
 
+    def lower_table(self, node: fx.Node, table: QATEmbedding) -> None:
+        """Replace a table by its function of stored integers, which ``fxqat.onnx.gather_integers`` moves behind it."""
+        quant, path = table.weight_fake_quant, str(node.target)
+        weight, scale = quant.target(table.folded()[0]), quant.used_scale()
+        stored = self._weight(path, f"{path}.weight", quant, weight, scale, AXIS)
+        is_bag = table.layer is nn.EmbeddingBag
+        options = table.call_options(node.args[1:], node.kwargs) if is_bag else {}
+        options.pop("scale_grad_by_freq", None)
+        with self.gm.graph.inserting_before(node):
+            arguments = (node.args[0], self.gm.graph.call_module(stored))
+            function = embedding_bag if is_bag else F.embedding
+            self._replace(node, self.gm.graph.call_function(function, arguments, options))
+        self.replaced.add(str(node.target))
+
     def _input_quantizer(self, node: fx.Node) -> FakeQuantizeBase | None:
         """The fake-quant of the input of a layer, None if that is float."""
         source = node.kwargs.get("input_fake_quant")
@@ -243,6 +264,9 @@ class _Lowering:
         path, (w, r, b) = str(node.target), layer.stacked()
         directions = len(layer.names)
         x, h, c = (*node.args, None, None)[:3]
+        if node.kwargs.get("dynamic_input") is not None:
+            with self.gm.graph.inserting_before(node):
+                x = self.gm.graph.call_module(self._dynamic_input(node), (x,))
         stored, b_scale = [], None
         if isinstance(layer, QATRecurrentLayer):
             quantizer = self._input_quantizer(node)
@@ -277,10 +301,17 @@ class _Lowering:
                 result = self.gm.graph.call_module(self._add(folded.activation), (result,))
         self._replace(node, result)
 
+    def _dynamic_input(self, node: fx.Node) -> str:
+        """The path of the module that quantizes the input of a layer at run time."""
+        path, scheme = self._add(DynamicQuantizeDequantize()), QuantizeScheme(signed=False, symmetric=False)
+        name = str(node.kwargs["dynamic_input"])
+        self.tensors[path] = QuantizedTensor(name, "dynamic", str(node.target), "uint8", scheme, None, (), ())
+        return path
+
     def _weight(
         self, path: str, name: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor, channel_axis: int
     ) -> str:
-        """The path of a layer's stored weight; calls of a shared layer share it unless their scales differ.
+        """The path of a layer's stored weight; layers and calls that share it store it once for each scale.
 
         Args:
             path: of the layer, or of its fake-quant if it has several.

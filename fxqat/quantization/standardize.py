@@ -4,6 +4,7 @@ Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
+   So does a functional lookup in a parameter.
    Products with a parameter are linear, too (``fxqat.quantization.products``).
 2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
 3. A module call that passes its input by keyword passes it by position.
@@ -18,15 +19,16 @@ Cases:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
-from fxqat.ops.families import IDENTITY, WEIGHTED
+from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, operands, out_of_place_method, works_in_place
 from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.quantization.products import products_to_linear
@@ -34,6 +36,12 @@ from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, write
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
+
+LOOKUP_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
+    **{f: tuple(inspect.signature(f).parameters) for f in (F.embedding, F.embedding_bag)},
+}
+"""The names of the arguments of the functions that look up rows."""
 
 
 def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx.GraphModule:
@@ -55,6 +63,8 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         if node.op == "call_function" and op.family == WEIGHTED:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
             _weighted_to_module(gm, node, kind, made)  # case 1
+        elif node.op == "call_function" and op.family == LOOKUP:
+            _lookup_to_module(gm, node, op.modules[0], made)  # case 1
         elif node.op == "call_function" and op.family == IDENTITY and op.modules:
             node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
@@ -113,22 +123,50 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return
-    key = (
-        str(bound["weight"].target),
-        "" if bias is None else str(bound["bias"].target),
-        kind,
-        repr(sorted(options.items())),
-    )
-    if key not in made:
-        owner = str(bound["weight"].target).rpartition(".")[0]
-        name = "linear" if kind is ProductLayer else kind.__name__.lower()
-        made[key] = unique_name(gm, f"{owner}.{name}" if owner else name)
-        gm.add_submodule(made[key], weighted_layer(kind, options, weight, bias).train(gm.training))
+    key = ("" if bias is None else str(bound["bias"].target), repr(sorted(options.items())))
+    path = _module_of(gm, bound["weight"], kind, key, made, lambda: weighted_layer(kind, options, weight, bias))
     with gm.graph.inserting_before(node):
-        new = gm.graph.call_module(made[key], (bound["input"],))
+        new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
     if added is not None:
         _add_bias(gm, new, added, weight.dim() - 2)
+
+
+def _lookup_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:
+    bound = _bound(node, LOOKUP_ARGUMENTS[node.target])
+    table, indices = _parameter(gm, bound["weight"]), bound.pop("input" if "input" in bound else "indices")
+    if table is None:
+        return
+    weight = bound.pop("weight")
+    if node.target is torch.embedding and bound.get("padding_idx", -1) < 0:
+        bound["padding_idx"] = None
+    called: dict[str, Any] = {name: bound.pop(name) for name in ("offsets", "per_sample_weights") if name in bound}
+    if any(isinstance(value, fx.Node) for value in bound.values()):
+        return
+    key = (repr(sorted(bound.items())),)
+    path = _module_of(gm, weight, kind, key, made, lambda: kind(*table.shape, _weight=table, **bound))
+    gm.get_submodule(path).weight = table
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_module(path, (indices,), called)
+    _replace(node, new)
+
+
+def _module_of(
+    gm: fx.GraphModule,
+    weight: fx.Node,
+    kind: type[nn.Module],
+    key: tuple[str, ...],
+    made: dict[Any, str],
+    make: Callable[[], nn.Module],
+) -> str:
+    """The path of the module for all calls that share parameters and arguments, made at the first of them."""
+    key = (str(weight.target), kind.__name__, *key)
+    if key not in made:
+        owner = str(weight.target).rpartition(".")[0]
+        name = "linear" if kind is ProductLayer else kind.__name__.lower()
+        made[key] = unique_name(gm, f"{owner}.{name}" if owner else name)
+        gm.add_submodule(made[key], make().train(gm.training))
+    return made[key]
 
 
 def _add_bias(gm: fx.GraphModule, node: fx.Node, bias: fx.Node, space: int) -> None:

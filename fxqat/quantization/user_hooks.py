@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
@@ -33,7 +34,7 @@ def drop_hooks(gm: QuantGraphModule) -> None:
 
 def _lost(gm: QuantGraphModule) -> Iterator[tuple[str, dict[int, Any], int, Any]]:
     """``(path of the module, its hooks, key, hook)`` of each hook."""
-    becomes_operators = (QATLayer, FakeQuantizeBase, FusedLayer, RecurrentLayer)
+    becomes_operators = (QATLayer, QATEmbedding, RecurrentLayer, FakeQuantizeBase, FusedLayer)
     called = [(str(node.target), called_module(node)) for node in gm.graph.nodes if node.op == "call_module"]
     kept = {path for path, module in called if not isinstance(module, becomes_operators)}
     for path, module in gm.named_modules():

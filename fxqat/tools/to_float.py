@@ -6,8 +6,8 @@ The graph is written again, call by call:
 2. a QAT layer, or a fused layer that stayed float, becomes its layer, BatchNorm and activation. Layer and BatchNorm get
    the paths that their tensors have in the user's model; a fused activation becomes ``<layer>_activation``, next to its
    layer;
-3. a layer whose tensors belong to no module of the user's model (``F.conv2d(x, self.kernel)``) becomes a call of its
-   function;
+3. a layer or table whose tensors belong to no module of the user's model (``F.conv2d(x, self.kernel)``) becomes a call
+   of its function;
 4. a parameter that was split (``fxqat.quantization.split_parameters``) is concatenated again, and split where it is
    read;
 5. tensors that the graph does not read are copied under their names.
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.embedding import TABLES, QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
@@ -152,6 +153,8 @@ class _Writer:
             )
         elif isinstance(module, (QATLayer, FusedLayer)):
             self._values[node] = self._write_layer(node, module)
+        elif isinstance(module, (QATEmbedding, *TABLES)):
+            self._values[node] = self._write_table(node, module)
         elif type(module) in WEIGHTED_TYPES and self._user_path(module, str(node.target)) is None:
             self._values[node] = self._call_layer(node, module, str(node.target), self._values[node.all_input_nodes[0]])
         elif module is not None:
@@ -178,6 +181,22 @@ class _Writer:
         if fused.activation is not None:
             value = self._call(node, fused.activation, self._unused_path(f"{path}_activation"), value)
         return value
+
+    def _write_table(self, node: fx.Node, module: Any) -> fx.Node:
+        """Cases 2 and 3 of a table, which keeps the arguments of its call."""
+        path = str(node.target)
+        if isinstance(module, QATEmbedding):
+            module = self._layers.setdefault(id(module), module.float_layer())
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        user_path = self._user_path(module, path)
+        if user_path is not None:
+            self.modules[user_path] = module
+            return self._create(node, "call_module", user_path, args, kwargs)
+        self.replaced.add(path)
+        function, names = TABLES[type(module)]
+        options = {name: getattr(module, name) for name in (*names, "max_norm", "norm_type", "sparse")}
+        read = self._read(node, module.weight)
+        return self._create(node, "call_function", function, (args[0], read), options | kwargs)
 
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
         user_path = self._user_path(layer, path)

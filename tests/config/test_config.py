@@ -43,6 +43,7 @@ EVERYTHING = {
     "leaf_module": ["layer1.1"],
     "bn_mode": 5,
     "optimize_for": "size",
+    "activation": "static",
     "first_last": {"activation": {"bit": 8}},
     "first": {"weight": {"bit": 7}},
     "last": {"output": {"bit": 10}},

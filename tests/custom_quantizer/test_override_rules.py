@@ -138,14 +138,83 @@ class Embedded(nn.Module):
         return torch.softmax(self.fc(self.table(i)), -1)
 
 
-@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
 @pytest.mark.parametrize("added", [{"additional_module_type": ["Embedding"]}, {"additional_node_name": ["table"]}])
-def test_the_table_of_an_embedding_cannot_be_added(backend, added):
-    with pytest.raises(
-        ConfigError, match="'table' is an embedding, and tables of embeddings are not quantized"
-    ) as caught:
-        prepare_by_platform(Embedded(), backend, {"extra_quantizer_dict": added})
-    assert next(iter(added)) in str(caught.value)
+def test_the_table_of_an_embedding_can_be_added(added):
+    assert prepare_by_platform(Embedded(), "ONNXRuntime").quant_report.row("table").weight == ""
+    gm = prepare_by_platform(Embedded(), "ONNXRuntime", {"extra_quantizer_dict": added})
+    assert gm.quant_report.row("table").weight == "int8 sym per-channel narrow"
+    assert gm.quant_report.row("table").reason.startswith("asked for by extra_quantizer_dict")
+
+
+def test_a_table_that_cannot_be_quantized_cannot_be_added():
+    model = Embedded()
+    model.table = nn.Embedding(9, 4, sparse=True)
+    added = {"extra_quantizer_dict": {"additional_module_type": ["Embedding"]}}
+    with pytest.raises(ConfigError, match="additional_module_type: 'table' cannot be quantized: sparse=True"):
+        prepare_by_platform(model, "ONNXRuntime", added)
+    assert prepare_by_platform(model, "ONNXRuntime").quant_report.row("table").weight == ""
+
+
+class Tied(nn.Module):
+    """The last layer has the table as its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, i):
+        return self.head(self.table(i))
+
+
+def test_a_tied_table_is_quantized_as_the_layer():
+    change = {"match": {"module": "head"}, "weight": {"bit": 6}}
+    gm = prepare_by_platform(Tied(), "TSQAT", {"overrides": [change]})
+    assert gm.quant_report.row("table").weight == gm.quant_report.row("head").weight == "int6 sym per-channel narrow"
+    assert gm.table.weight_fake_quant is gm.head.weight_fake_quant
+    apart = {"match": {"module": "table"}, "weight": {"bit": 4}}
+    with pytest.raises(ConfigError, match="'table' and 'head' share one weight"):
+        prepare_by_platform(Tied(), "TSQAT", {"overrides": [change, apart]})
+
+
+def test_dynamic_activations_are_refused_where_the_target_cannot():
+    change = {"match": {"module": "fc"}, "activation": "dynamic"}
+    with pytest.raises(ConfigError, match="TSQAT cannot quantize the values that 'fc' .* scales in the file") as caught:
+        prepare_by_platform(Embedded(), "TSQAT", {"overrides": [change]})
+    assert "These backends can: ONNXRuntime, ONNXRuntime_AVX2" in str(caught.value)
+    with pytest.raises(ConfigError, match="activation: dynamic: TSQAT cannot"):
+        prepare_by_platform(Embedded(), "TSQAT", {"activation": "dynamic"})
+    narrow = change | {"weight": {"bit": 4}}
+    with pytest.raises(ConfigError, match="needs a weight of 5 to 8 bits"):
+        prepare_by_platform(Embedded(), "ONNXRuntime", {"overrides": [narrow]})
+    softmax = {"match": {"function": "softmax"}, "activation": "dynamic"}
+    added = {"extra_quantizer_dict": {"additional_function_type": ["softmax"]}}
+    with pytest.raises(ConfigError, match="activation has no effect"):
+        prepare_by_platform(Embedded(), "ONNXRuntime", {"overrides": [softmax], **added})
+
+
+@pytest.mark.parametrize("activation", ["dynamic", "float"])
+def test_the_activations_of_a_whole_model(activation):
+    gm = prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": activation})
+    rows = {row.node: row for row in gm.quant_report}
+    assert all(row.output == "" for row in rows.values())
+    assert rows["table"].weight == rows["fc"].weight == "int8 sym per-channel narrow"
+    wanted = {
+        "dynamic": "quantizes the values that it reads at run time",
+        "float": "weights only: it reads float values",
+    }
+    assert rows["fc"].reason.startswith(wanted[activation])
+    assert gm.quant_report.weights_only == (("table",) if activation == "dynamic" else ("table", "fc"))
+    again = prepare_by_platform(Embedded(), "ONNXRuntime", effective_config(gm))
+    assert [row.weight for row in again.quant_report] == [row.weight for row in gm.quant_report]
+    assert str(again.graph) == str(gm.graph)
+
+
+def test_what_the_activations_of_a_whole_model_can_be():
+    with pytest.raises(ConfigError, match="activation must be 'static'.*got 'weight_only'"):
+        prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": "weight_only"})
+    assert prepare_by_platform(Embedded(), "ONNXRuntime", {"activation": None}).quant_report.row("fc").weight
 
 
 def test_an_addition_without_effect_is_an_error():

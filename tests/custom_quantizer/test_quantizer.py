@@ -473,7 +473,8 @@ def test_the_quantizer_leaves_the_spec_it_was_given_alone():
     ("module", "reason"),
     [
         (nn.LSTM(4, 6, proj_size=4), "has projections"),
-        (nn.Embedding(10, 4), "no rule for embedding"),
+        (nn.Embedding(10, 4, max_norm=1.0), "max_norm rescales the rows of the table in each run"),
+        (nn.Embedding(10, 4, sparse=True), "its gradient has the rows that were read only"),
         (nn.CosineSimilarity(), "not an op of fxqat's table"),
     ],
     ids=repr,

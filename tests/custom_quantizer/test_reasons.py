@@ -85,7 +85,7 @@ def test_a_reason_for_each_way_to_stay_float():
         "abs_1": near,
         "add": near,
         "truediv": f"{singular}; read float because of an override",
-        "last": "in the op table: computed in integers; changed by overrides[0]; reads its operands float; "
+        "last": "weights only: it reads float values; changed by overrides[0]; reads its operands float; "
         "its value is left float",
         "sqrt": f"{singular}; TSQAT quantizes its output",
     }

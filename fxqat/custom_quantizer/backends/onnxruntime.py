@@ -62,6 +62,7 @@ ONNXRUNTIME = BackendSpec(
     ),
     legal_weights=(LegalSchemes(UP_TO_8_BITS),),
     legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
+    dynamic=frozenset({"linear", "conv1d", "conv2d", "conv3d", "lstm"}),
     least_work=LEAST_WORK,
     runtime="onnxruntime",
     source="onnxruntime/core/optimizer/qdq_transformer/selectors_actions/qdq_selector_action_transformer.cc and "

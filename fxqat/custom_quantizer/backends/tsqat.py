@@ -15,9 +15,17 @@ RECURRENT = Rule(reason="one operator with integer weights, input, states and ou
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 
+LOOKS_UP = Rule(
+    inputs="none",
+    output=False,
+    reason="in the op table: its table is stored as integers",
+    why_float_output="no quantized op reads it",
+)
+
 WHOLE_OP_TABLE = MappingProxyType(
     {
         "weighted": COMPUTES,
+        "lookup": LOOKS_UP,
         "matmul": COMPUTES,
         "add": ADD,
         "binary": COMPUTES,
@@ -43,11 +51,6 @@ TSQAT = BackendSpec(
     fixed_ranges=MappingProxyType(
         {"sigmoid": (0.0, 1.0), "hardsigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "tanh": (-1.0, 1.0)}
     ),
-    left_float=MappingProxyType(
-        {
-            "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
-            "recurrent_cell": "ONNX has operators for whole sequences only",
-        }
-    ),
+    left_float=MappingProxyType({"recurrent_cell": "ONNX has operators for whole sequences only"}),
     source="fxqat's reference table: every op of docs/reference/op_table.rst in integers",
 )

@@ -11,7 +11,7 @@ channel that is often clipped keeps the factor 1, and no other channel is scaled
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -152,12 +152,15 @@ def _clip_limits(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, Clip
 
 def _pairs(gm: QuantGraphModule, limits: Mapping[str, ClipLimit]) -> Iterator[Pair]:
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
+    owners = Counter(id(tensor) for module in gm.modules() for tensor in module.parameters(recurse=False))
     for node in gm.graph.nodes:
         first, reader = called_module(node), _reader(node)
         if not isinstance(first, QATLayer) or reader is None or not _can_be_scaled(first, str(node.target) in limits):
             continue
         second = called_module(reader)
         assert isinstance(second, QATLayer)
+        if owners[id(first.weight)] > 1 or owners[id(second.weight)] > 1:
+            continue  # a tied weight is not only this layer's
         if calls[id(first)] == calls[id(second)] == 1 and first.weight.dim() == second.weight.dim():
             directly = all(isinstance(called_module(n), FakeQuantizeBase) for n in _between(node, reader))
             yield Pair(str(node.target), str(reader.target), directly and _can_absorb(first, second))

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
+from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import covered_range
 from fxqat.quantization.find_overrides import overrides_of_value
@@ -41,7 +42,7 @@ class QuantizedTensor:
     name: str
     node: fx.Node
     quant: FakeQuantizeBase
-    layer: QATLayer | None
+    layer: QATLayer | QATEmbedding | None
 
     @property
     def is_weight(self) -> bool:
@@ -55,7 +56,7 @@ class QuantizedTensor:
         if self.layer is None:
             return -1 if x.dim() == 3 else 1
         if self.is_weight:
-            return self.layer.op.axis
+            return self.quant.axis
         return -1 if self.layer.weight.dim() == 2 else 1
 
     def overrides(self, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
@@ -121,7 +122,7 @@ def find_quantized(graph: fx.Graph) -> dict[str, QuantizedTensor]:
     found: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
         module = called_module(node)
-        if isinstance(module, QATLayer):
+        if isinstance(module, (QATLayer, QATEmbedding)):
             name = f"{node.target}.weight"
             found.setdefault(name, QuantizedTensor(name, node, module.weight_fake_quant, module))
         elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
