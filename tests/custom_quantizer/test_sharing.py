@@ -98,5 +98,6 @@ def test_sums_have_scales_of_many_bits_where_the_engine_multiplies_by_ratios():
         gm = prepare_by_platform(Sums(), backend, EVERY_LAYER)
         quants = {name.removesuffix("_act_fake_quant"): quant for name, quant in named_fake_quants(gm)}
         bits[backend] = {name: quants[name].scheme.scale_bits for name in ("first", "relu", "add_1") if name in quants}
-    assert bits["ONNXRuntime"] == bits["OpenVINO"] == {"first": 4, "relu": 12, "add_1": 12}
-    assert set(bits["TSQAT"].values()) == {4}
+    assert bits["ONNXRuntime"] == bits["OpenVINO"] == bits["TSQAT"] == {"first": 4, "relu": 16, "add_1": 16}
+    asked = prepare_by_platform(Sums(), "TSQAT", {"extra_qconfig_dict": {"a_qscheme": {"scale_bits": 5}}})
+    assert {quant.scheme.scale_bits for name, quant in named_fake_quants(asked) if "act" in name} == {5}
