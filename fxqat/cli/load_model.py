@@ -271,15 +271,20 @@ def example_inputs(given: Sequence[str], source: Source) -> tuple[Any, ...] | di
     if not given:
         if source.input_shape is None:
             raise ConfigError("give the shape of the model's input: --input 1x3x224x224 (once for each input)")
-        return (_random((1, *source.input_shape), torch.float32),)
-    values = [_input(text) for text in given]
+        return (random_input((1, *source.input_shape), torch.float32),)
+    values = [parse_input(text) for text in given]
     names = [name for name, _ in values]
     if any(names) and not all(names):
         raise ConfigError(f"--input: give a name for each input or for none, got {', '.join(given)}")
     return {name: value for name, value in values if name} if any(names) else tuple(value for _, value in values)
 
 
-def _input(text: str) -> tuple[str, Tensor]:
+def parse_input(text: str) -> tuple[str, Tensor]:
+    """Name, which may be empty, and random values of ``[NAME=]SHAPE[:DTYPE]``.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     name, _, rest = text.rpartition("=")
     shape, _, dtype = rest.partition(":")
     found = getattr(torch, dtype or "float32", None)
@@ -289,11 +294,12 @@ def _input(text: str) -> tuple[str, Tensor]:
         sizes = ()
     if not sizes or min(sizes) < 1 or not isinstance(found, torch.dtype):
         raise ConfigError(f"--input {text!r}: expected [NAME=]SHAPE[:DTYPE], such as 1x3x224x224 or tokens=1x16:int64")
-    return name, _random(sizes, found)
+    return name, random_input(sizes, found)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def random_input(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same random values each time: normally distributed, bytes of pixels, or 0 and 1."""
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, generator=generator).to(dtype)
