@@ -12,7 +12,7 @@ from onnx import numpy_helper
 import fxqat
 from fxqat.config.effective import effective_config
 from tests.cli.programs import Net, batches
-from tests.cli.test_main import PROGRAMS, call
+from tests.cli.test_main import call
 
 
 @pytest.fixture(scope="module")
