@@ -34,6 +34,7 @@ class Source:
         preprocessing: how images become its input, where its library knows it.
         input_names: names of its inputs, where a file gives them.
         output_names: names of its outputs; the same.
+        batch_size: the only batch size that it takes, where a file fixes it.
     """
 
     model: nn.Module
@@ -41,6 +42,17 @@ class Source:
     preprocessing: Preprocessing | None = None
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
+    batch_size: int | None = None
+
+    def batches_of(self, given: int | None) -> int:
+        """The batch size to read data with: the one that is given, of the file, or 8.
+
+        Raises:
+            ConfigError: another one is given than that of the file.
+        """
+        if given is not None and self.batch_size not in (None, given):
+            raise ConfigError(f"--batch-size {given}: the file takes batches of {self.batch_size} only")
+        return given or self.batch_size or 8
 
 
 def load_model(name: str, weights: Path | None = None) -> Source:
@@ -207,6 +219,7 @@ def _onnx_file(path: Path) -> Source:
         shape,
         input_names=tuple(value.name for value in inputs),
         output_names=tuple(value.name for value in proto.graph.output),
+        batch_size=next((size[0] or None for size in sizes if size), None),
     )
 
 

@@ -66,7 +66,9 @@ data_options = all_of(
         type=click.IntRange(1),
         help="Samples to calibrate on; of a loader, batches.",
     ),
-    click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Samples in a batch."),
+    click.option(
+        "--batch-size", type=click.IntRange(1), help="Samples in a batch; 8 by default, or as an ONNX file has it."
+    ),
     image_options,
 )
 
