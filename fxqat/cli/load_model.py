@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.cli.preprocessing import Preprocessing
+from fxqat.cli.read_exported import read_exported
 from fxqat.cli.read_onnx import read_onnx
 from fxqat.errors import ConfigError
 
@@ -70,7 +71,7 @@ def load_model(name: str, weights: Path | None = None) -> Source:
     if kind in LIBRARIES:
         source = LIBRARIES[kind](rest)
     elif name.endswith(".pt2"):
-        source = Source(_exported_program(_existing(name)))
+        source = Source(read_exported(_existing(name)))
     elif name.endswith(".onnx"):
         source = _onnx_file(_existing(name))
     elif kind:
@@ -201,18 +202,11 @@ def _transformers(folder: str) -> Source:
 LIBRARIES = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
 
 
-def _exported_program(path: Path) -> nn.Module:
-    try:
-        return torch.export.load(str(path)).module()
-    except Exception as error:
-        raise ConfigError(f"MODEL {path} is not a program of torch.export.save: {error}") from error
-
-
 def _onnx_file(path: Path) -> Source:
     model, proto = read_onnx(path)
     constants = {tensor.name for tensor in proto.graph.initializer}
     inputs = [value for value in proto.graph.input if value.name not in constants]
-    sizes = [tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in inputs]
+    sizes = [tuple(max(d.dim_value, 0) for d in value.type.tensor_type.shape.dim) for value in inputs]
     shape = sizes[0][1:] if len(sizes) == 1 and all(sizes[0][1:]) else None
     return Source(
         model,

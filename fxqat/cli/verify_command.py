@@ -141,7 +141,7 @@ def _inputs(proto: onnx.ModelProto) -> dict[str, tuple[list[int], np.dtype[Any]]
     """Shape, with 0 for what is open, and type of each input."""
     kinds = {value.name: value.type.tensor_type for value in proto.graph.input}
     return {
-        name: ([dim.dim_value for dim in kind.shape.dim], helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        name: ([max(dim.dim_value, 0) for dim in kind.shape.dim], helper.tensor_dtype_to_np_dtype(kind.elem_type))
         for name, kind in kinds.items()
     }
 

@@ -70,7 +70,7 @@ def file_of(name: str, folder: Path) -> Path:
     path = folder / f"{name}.onnx"
     torch.onnx.export(
         parity.build(name, IMAGE).eval(), (torch.zeros(1, 3, IMAGE, IMAGE),), path,
-        input_names=["image"], output_names=["scores"], opset_version=18, dynamo=True, verbose=False,
+        input_names=["image"], output_names=["scores"], opset_version=18, dynamo=True, verbose=False, external_data=False,
     )  # fmt: skip
     return path
 
