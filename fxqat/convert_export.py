@@ -271,6 +271,41 @@ def _second_size(
     return second, check_sizes(sizes, captured.outputs, second.outputs)
 
 
+def certify_file(
+    model: nn.Module, inputs: tuple[Any, ...], proto: onnx.ModelProto, input_stats: InputStats | None = None
+) -> ParityCertificate:
+    """The certificate of a file that was exported before, perhaps on another machine, on other inputs.
+
+    Args:
+        model: the prepared model that it was exported from, see :func:`fxqat.load_checkpoint`.
+        inputs: inputs of the file.
+        proto: the file.
+        input_stats: as it was exported with.
+
+    Raises:
+        ExportError: the file has none of the model's quantized tensors, the model or the file does not run.
+        ParityError: they do not compute the same.
+    """
+    gm = prepared_model(model, ExportError)
+    normalizers = parse_input_stats(input_stats, inputs)
+    lowered = lower(gm, "float", normalizers=normalizers)
+    captured = capture(gm, inputs, normalizers)
+    in_graph = [node.name for node in lowered.module.graph.nodes if node.op == "placeholder"]
+    pairs = [(in_graph, proto.graph.input), (captured.outputs, proto.graph.output)]
+    renamed = {name: value.name for names, values in pairs for name, value in zip(names, values, strict=False)}
+    constants = {tensor.name: tensor for tensor in proto.graph.initializer}
+    quantizers = {node.input[0]: node for node in proto.graph.node if node.op_type == "QuantizeLinear"}
+    named = {}
+    for path, tensor in lowered.tensors.items():
+        name = renamed.get(tensor.name, tensor.name)
+        if name in quantizers and tensor.kind == "activation":
+            zero_point = onnx.numpy_helper.to_array(constants[quantizers[name].input[2]]).reshape(-1)
+            named[path] = replace(tensor, name=name, zero_point=tuple(map(int, zero_point)))
+    if not named:
+        raise ExportError("the file has no quantized tensor of the model; it was exported from another one")
+    return _certify(proto, {path: lowered.tensors[path] for path in named}, named, inputs, captured)
+
+
 def _certify(
     proto: onnx.ModelProto,
     activations: Mapping[str, QuantizedTensor],

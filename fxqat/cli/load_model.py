@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.cli.preprocessing import Preprocessing
+from fxqat.cli.read_exported import read_exported
 from fxqat.cli.read_onnx import read_onnx
 from fxqat.errors import ConfigError
 
@@ -34,6 +35,7 @@ class Source:
         preprocessing: how images become its input, where its library knows it.
         input_names: names of its inputs, where a file gives them.
         output_names: names of its outputs; the same.
+        batch_size: the only batch size that it takes, where a file fixes it.
     """
 
     model: nn.Module
@@ -41,6 +43,17 @@ class Source:
     preprocessing: Preprocessing | None = None
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
+    batch_size: int | None = None
+
+    def batches_of(self, given: int | None) -> int:
+        """The batch size to read data with: the one that is given, of the file, or 8.
+
+        Raises:
+            ConfigError: another one is given than that of the file.
+        """
+        if given is not None and self.batch_size not in (None, given):
+            raise ConfigError(f"--batch-size {given}: the file takes batches of {self.batch_size} only")
+        return given or self.batch_size or 8
 
 
 def load_model(name: str, weights: Path | None = None) -> Source:
@@ -58,7 +71,7 @@ def load_model(name: str, weights: Path | None = None) -> Source:
     if kind in LIBRARIES:
         source = LIBRARIES[kind](rest)
     elif name.endswith(".pt2"):
-        source = Source(_exported_program(_existing(name)))
+        source = Source(read_exported(_existing(name)))
     elif name.endswith(".onnx"):
         source = _onnx_file(_existing(name))
     elif kind:
@@ -189,24 +202,18 @@ def _transformers(folder: str) -> Source:
 LIBRARIES = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
 
 
-def _exported_program(path: Path) -> nn.Module:
-    try:
-        return torch.export.load(str(path)).module()
-    except Exception as error:
-        raise ConfigError(f"MODEL {path} is not a program of torch.export.save: {error}") from error
-
-
 def _onnx_file(path: Path) -> Source:
     model, proto = read_onnx(path)
     constants = {tensor.name for tensor in proto.graph.initializer}
     inputs = [value for value in proto.graph.input if value.name not in constants]
-    sizes = [tuple(d.dim_value for d in value.type.tensor_type.shape.dim) for value in inputs]
+    sizes = [tuple(max(d.dim_value, 0) for d in value.type.tensor_type.shape.dim) for value in inputs]
     shape = sizes[0][1:] if len(sizes) == 1 and all(sizes[0][1:]) else None
     return Source(
         model,
         shape,
         input_names=tuple(value.name for value in inputs),
         output_names=tuple(value.name for value in proto.graph.output),
+        batch_size=next((size[0] or None for size in sizes if size), None),
     )
 
 
@@ -271,15 +278,20 @@ def example_inputs(given: Sequence[str], source: Source) -> tuple[Any, ...] | di
     if not given:
         if source.input_shape is None:
             raise ConfigError("give the shape of the model's input: --input 1x3x224x224 (once for each input)")
-        return (_random((1, *source.input_shape), torch.float32),)
-    values = [_input(text) for text in given]
+        return (random_input((1, *source.input_shape), torch.float32),)
+    values = [parse_input(text) for text in given]
     names = [name for name, _ in values]
     if any(names) and not all(names):
         raise ConfigError(f"--input: give a name for each input or for none, got {', '.join(given)}")
     return {name: value for name, value in values if name} if any(names) else tuple(value for _, value in values)
 
 
-def _input(text: str) -> tuple[str, Tensor]:
+def parse_input(text: str) -> tuple[str, Tensor]:
+    """Name, which may be empty, and random values of ``[NAME=]SHAPE[:DTYPE]``.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     name, _, rest = text.rpartition("=")
     shape, _, dtype = rest.partition(":")
     found = getattr(torch, dtype or "float32", None)
@@ -289,11 +301,12 @@ def _input(text: str) -> tuple[str, Tensor]:
         sizes = ()
     if not sizes or min(sizes) < 1 or not isinstance(found, torch.dtype):
         raise ConfigError(f"--input {text!r}: expected [NAME=]SHAPE[:DTYPE], such as 1x3x224x224 or tokens=1x16:int64")
-    return name, _random(sizes, found)
+    return name, random_input(sizes, found)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def random_input(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The same random values each time: normally distributed, bytes of pixels, or 0 and 1."""
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return torch.randint(0, 256 if dtype == torch.uint8 else 2, shape, generator=generator).to(dtype)

@@ -11,6 +11,7 @@ from fxqat.cli.bundle_command import bundle
 from fxqat.cli.check_command import check
 from fxqat.cli.profile_command import profile
 from fxqat.cli.quantize_command import quantize
+from fxqat.cli.verify_command import verify
 from fxqat.errors import ConfigError, FxqatError
 from fxqat.version import __version__
 
@@ -36,7 +37,7 @@ def fxqat(quiet: bool, verbose: bool) -> None:
     logging.getLogger("fxqat").setLevel(level)
 
 
-for command in (check, quantize, profile, bundle):
+for command in (check, quantize, verify, profile, bundle):
     fxqat.add_command(command)
 
 

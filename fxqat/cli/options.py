@@ -51,6 +51,13 @@ calib_option = click.option(
     help="A folder or a .tar of images, an .npz or .npy of inputs, or FILE.py:NAME, package.module:NAME with batches.",
 )  # fmt: skip
 
+image_options = all_of(
+    click.option("--resize", type=click.IntRange(1), help="Shorter side of an image, in pixels."),
+    click.option("--crop", type=click.IntRange(1), help="Height and width of the centre crop."),
+    click.option("--mean", help="Mean of each channel of pixels in 0..1, such as 0.485,0.456,0.406."),
+    click.option("--std", help="Standard deviation of each channel, the same way."),
+)
+
 data_options = all_of(
     click.option(
         "--samples",
@@ -59,11 +66,10 @@ data_options = all_of(
         type=click.IntRange(1),
         help="Samples to calibrate on; of a loader, batches.",
     ),
-    click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Samples in a batch."),
-    click.option("--resize", type=click.IntRange(1), help="Shorter side of an image, in pixels."),
-    click.option("--crop", type=click.IntRange(1), help="Height and width of the centre crop."),
-    click.option("--mean", help="Mean of each channel of pixels in 0..1, such as 0.485,0.456,0.406."),
-    click.option("--std", help="Standard deviation of each channel, the same way."),
+    click.option(
+        "--batch-size", type=click.IntRange(1), help="Samples in a batch; 8 by default, or as an ONNX file has it."
+    ),
+    image_options,
 )
 
 

@@ -24,16 +24,15 @@ from fxqat.utils.files import check_writable
 @click.option("--rows", default=20, show_default=True, type=click.IntRange(1), help="Tensors to print.")
 def profile(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
-    samples: int, batch_size: int, resize: int | None, crop: int | None, mean: str | None, std: str | None,
+    samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path | None, rows: int,
 ) -> None:  # fmt: skip
     """Compare every quantized tensor of MODEL with float: where accuracy is lost, the worst first."""
     if output is not None:
         check_writable(output, ConfigError)
     source = load_model(model, weights)
-    batches = load_batches(
-        calib, preprocessing_of(source.preprocessing, [calib], resize, crop, mean, std), batch_size, samples
-    )
+    prepare = preprocessing_of(source.preprocessing, [calib], resize, crop, mean, std)
+    batches = load_batches(calib, prepare, source.batches_of(batch_size), samples)
     gm = ptq(source.model, batches, backend, config, progress=True)
     found = profile_model(gm, batches[:1])
     click.echo(f"{found.verdict}\n{found.table(rows)}")

@@ -66,7 +66,7 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
 def quantize(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
-    samples: int, batch_size: int, resize: int | None, crop: int | None, mean: str | None, std: str | None,
+    samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None, dynamic_batch: bool,
     opset: int | None,
 ) -> None:  # fmt: skip
@@ -82,10 +82,11 @@ def quantize(
     if output.exists() and not output.is_dir():
         raise ConfigError(f"-o {output} is a file; give a folder")
     source = load_model(model, weights)
+    size = source.batches_of(batch_size)
     data = [calib] if evaluation is None else [calib, evaluation]
     prepare = preprocessing_of(source.preprocessing, data, resize, crop, mean, std)
-    evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, batch_size, eval_samples)
-    batches = load_batches(calib, prepare, batch_size, samples)
+    evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, size, eval_samples)
+    batches = load_batches(calib, prepare, size, samples)
     logger = logging.getLogger("fxqat")
     if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
         logger.setLevel(logging.INFO)

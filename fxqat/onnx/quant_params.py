@@ -114,14 +114,19 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
     Raises:
         ParityError: a tensor of the document is missing in the file or has other parameters there.
     """
-    tensors = tuple(tensors)
+    check_entries(model, {tensor.name: tensor.as_json() for tensor in tensors})
+
+
+def check_entries(model: onnx.ModelProto, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """As :func:`check_params`, with the entries of a document by name."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    weights = {tensor.name for tensor in tensors if tensor.kind == "weight"}
+    weights = {name for name, entry in entries.items() if entry["kind"] == "weight"}
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     zero_points: dict[str, np.ndarray] = {}
     for node in model.graph.node:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-            scale, zero_point = (values_of(constants[name]) for name in node.input[1:3])
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear") and constants.keys() >= set(node.input[1:3]):
+            scale, *rest = (values_of(constants[name]) for name in node.input[1:3])
+            zero_point = rest[0] if rest else np.zeros_like(scale)
             key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
             of_value[key] = (scale, zero_point)
         elif node.op_type == "Sub" and node.input[1] in constants:
@@ -129,14 +134,14 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
         elif node.op_type == "Mul" and node.output[0] in weights:  # see fxqat.onnx.foldable_weights
             scale = values_of(constants[node.input[1]])
             of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
-    for tensor in tensors:
-        if tensor.name not in of_value and f"{tensor.name}_scale" in constants:  # GatherIntegers, IntegerProducts
-            scale = values_of(constants[f"{tensor.name}_scale"])
-            held = constants.get(f"{tensor.name}_zero_point")
-            of_value[tensor.name] = (scale, np.zeros_like(scale) if held is None else values_of(held))
-        if tensor.name not in of_value:
-            raise ParityError(f"{tensor.name}: in the parameter file but not quantized in the ONNX file")
-        scale, zero_point = of_value[tensor.name]
-        same = np.array_equal(scale.reshape(-1), np.asarray(tensor.scale, np.float32))
-        if not same or not np.array_equal(zero_point.reshape(-1).astype(np.int64), tensor.zero_point):
-            raise ParityError(f"{tensor.name}: the ONNX file holds other parameters than the parameter file")
+    for name, entry in entries.items():
+        if name not in of_value and f"{name}_scale" in constants:  # GatherIntegers, IntegerProducts
+            scale = values_of(constants[f"{name}_scale"])
+            held = constants.get(f"{name}_zero_point")
+            of_value[name] = (scale, np.zeros_like(scale) if held is None else values_of(held))
+        if name not in of_value:
+            raise ParityError(f"{name}: in the parameter file but not quantized in the ONNX file")
+        scale, zero_point = of_value[name]
+        same = np.array_equal(scale.reshape(-1), np.asarray(entry["scale"], np.float32))
+        if not same or not np.array_equal(zero_point.reshape(-1).astype(np.int64), entry["zero_point"]):
+            raise ParityError(f"{name}: the ONNX file holds other parameters than the parameter file")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import fxqat
 from fxqat.cli.load_model import example_inputs, load_model
@@ -25,11 +26,34 @@ def test_libraries_know_their_inputs() -> None:
     assert example_inputs([], source)[0].shape == (1, 3, 224, 224)
 
 
+class Mixed(nn.Module):
+    """Operators whose arguments have another order than the functions of torch, or that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.words = Net(), nn.Embedding(7, 8)
+        self.norm, self.conv = nn.LayerNorm(8), nn.ConvTranspose2d(4, 4, 2, 2, groups=2)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = nn.functional.interpolate(self.net.body[:3](x), scale_factor=2, mode="bilinear", align_corners=False)
+        y = nn.functional.interpolate(y, size=(8, 8))
+        found = self.norm(y.mean((2, 3)) + self.words(words)).softmax(-1)
+        return {"a": self.conv(y[:, 1:5, ::2])[:, :, 1:-1], "b": found.clone().unsqueeze(0).expand(2, -1, -1)}
+
+
 def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
-    net, x = Net().eval(), torch.randn(2, 3, 8, 8)
-    torch.export.save(torch.export.export(net, (x,)), tmp_path / "net.pt2")
-    model = torch.export.load(tmp_path / "net.pt2").module()
-    assert torch.equal(model(x), net(x))
+    net, inputs = Mixed().eval(), (torch.randn(2, 3, 8, 8), torch.tensor([1, 5]))
+    batch = {0: torch.export.Dim("batch")}
+    torch.export.save(torch.export.export(net, inputs, dynamic_shapes=(batch, batch)), tmp_path / "net.pt2")
+    model = load_model(str(tmp_path / "net.pt2")).model
+    assert model.state_dict().keys() == net.state_dict().keys()
+    more = (torch.randn(5, 3, 8, 8), torch.tensor([1, 5, 0, 0, 6]))
+    for found, exact in zip(model(*more).values(), net(*more).values(), strict=True):
+        assert torch.equal(found, exact)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=more, check="quick")
+    ops = {row.op: row.status for row in gm.quant_report}
+    assert ops["conv2d"] == ops["conv_transpose2d"] == "quantized"
+    assert "batch_norm" not in ops  # part of the convolution
 
 
 @pytest.mark.parametrize("form", ["safetensors", "state_dict", "module.", "checkpoint"])

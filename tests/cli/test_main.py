@@ -29,7 +29,7 @@ def call(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("command", ["", "check", "quantize", "profile", "bundle"])
+@pytest.mark.parametrize("command", ["", "check", "quantize", "verify", "profile", "bundle"])
 def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(f"{command} -h", monkeypatch) == 0
     assert "Usage: fxqat" in capsys.readouterr().out
@@ -61,6 +61,13 @@ def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("quantize @:net --calib @:batches -o @", "is a file"),
         ("quantize @:net --calib images --mean red --std 1 -o OUT", "expected numbers with commas"),
         ("profile @:net --calib @:batches -o missing/page.html", "cannot write"),
+        ("verify missing.onnx", "does not exist"),
+        ("verify @", "is not an ONNX file"),
+        ("verify @ --weights @", "--weights needs --model"),
+        ("verify @ --config @", "--config needs --weights"),
+        ("verify @ --threads 2", "--threads needs --engine"),
+        ("verify @ --input x=1x2 --data @:batches", "--input is for random inputs"),
+        ("verify @ --engine tensorflow", "'tensorflow' is not one of"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_writes_nothing(

@@ -6,9 +6,10 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import TensorProto, helper, save
+from onnx import NodeProto, TensorProto, helper, numpy_helper, save
 from torch import nn
 
+import fxqat
 from fxqat.cli.load_model import load_model
 from fxqat.errors import ConfigError
 from tests.cli.test_main import call
@@ -58,6 +59,61 @@ def test_the_quantized_file_has_the_same_names(path: Path, tmp_path: Path, monke
     session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
     assert [value.name for value in session.get_inputs()] == ["image"]
     assert [value.name for value in session.get_outputs()] == ["scores"]
+
+
+@pytest.fixture(scope="module")
+def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Constants in nodes, a value of unknown rank before a BatchNorm, and axes and factors as inputs."""
+    generator = np.random.default_rng(0)
+
+    def constant(name: str, value: object, dtype: type = np.int64) -> NodeProto:
+        return helper.make_node("Constant", [], [name], value=numpy_helper.from_array(np.array(value, dtype)))
+
+    def random(name: str, *shape: int) -> NodeProto:
+        return constant(name, generator.uniform(0.5, 1, shape), np.float32)
+
+    node = helper.make_node
+    nodes = [
+        constant("factors", [1, 1, 2, 2], np.float32), constant("axes", [2, 3]), constant("last", [3]),
+        random("w", 4, 3, 1, 1), random("b", 4), *(random(name, 4) for name in ("scale", "bias", "mean", "var")),
+        node("Shape", ["x"], ["shape"]), node("Reshape", ["x", "shape"], ["same"]),  # of which rank, it is not known
+        node("Resize", ["same", "", "factors"], ["large"], mode="nearest", coordinate_transformation_mode="asymmetric",
+             nearest_mode="floor"),
+        node("Conv", ["large", "w", "b"], ["y"]),
+        node("BatchNormalization", ["y", "scale", "bias", "mean", "var"], ["z"]),
+        node("ReduceMean", ["z"], ["m"], axes=[2, 3]), node("Squeeze", ["m", "axes"], ["scores"]),
+        node("Unsqueeze", ["scores", "axes"], ["u"]), node("Squeeze", ["u", "last"], ["rest"]),
+    ]  # fmt: skip
+    values = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [1, 3, 4, 4]), ("scores", None))
+    ]
+    graph = helper.make_graph(nodes, "g", values[:1], [*values[1:], helper.make_tensor_value_info("rest", 1, None)])
+    path = tmp_path_factory.mktemp("onnx") / "constants.onnx"
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    return path
+
+
+def test_constants_are_no_tensors_of_the_graph(constants: Path, tmp_path: Path) -> None:
+    source, x = load_model(str(constants)), torch.randn(1, 3, 4, 4)
+    assert source.batch_size == 1
+    session = ort.InferenceSession(str(constants), providers=["CPUExecutionProvider"])
+    for found, exact in zip(source.model(x), session.run(None, {"x": x.numpy()}), strict=True):
+        np.testing.assert_allclose(found.detach(), exact, rtol=1e-5)
+    gm = fxqat.prepare_by_platform(source.model, "TSQAT", example_inputs=(x,), check="off").eval()
+    fxqat.calibrate(gm, [x], progress=False)
+    report = fxqat.convert_export(gm, x, tmp_path / "q.onnx", output_names=source.output_names)
+    assert report.certificate is not None
+    assert [output.name for output in report.certificate.outputs] == ["scores", "rest"]
+
+
+def test_a_file_of_one_sample_is_calibrated_sample_by_sample(
+    constants: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(3, 3, 4, 4)).astype(np.float32))
+    words = f"profile {constants} --calib {tmp_path / 'x.npy'}"
+    assert call(words, monkeypatch) == 0
+    assert call(f"{words} --batch-size 3", monkeypatch) == 2
+    assert "the file takes batches of 1 only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
