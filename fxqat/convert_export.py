@@ -31,7 +31,7 @@ from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
-from fxqat.onnx.runtimes import passes_for
+from fxqat.onnx.runtimes import RUNTIMES, passes_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
@@ -64,7 +64,8 @@ class ExportReport:
             ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
-        runtime: the runtime that the file is written for, None if it has the form of its backend.
+        runtime: the runtime that was asked for, None if the file has the form of its backend.
+        written_for: what runs the file, in words.
     """
 
     onnx_path: Path
@@ -76,11 +77,12 @@ class ExportReport:
     warnings: tuple[str, ...] = ()
     buffers_not_updated: tuple[str, ...] = ()
     runtime: str | None = None
+    written_for: str = ""
 
     def __str__(self) -> str:
         size = self.onnx_path.stat().st_size / 2**20 if self.onnx_path.exists() else 0.0
         head = f"{self.onnx_path} ({size:.2f} MiB, opset {self.opset_version}, {len(self.tensors)} quantized tensors)"
-        lines = [head, *([f"written for the runtime {self.runtime}"] if self.runtime else [])]
+        lines = [head, *([f"written for {self.written_for}"] if self.written_for else [])]
         lines += [*(f"warning: {text}" for text in self.warnings)]
         if self.buffers_not_updated:
             lines.append(f"not updated by the file: {', '.join(self.buffers_not_updated)}")
@@ -227,7 +229,16 @@ def convert_export(
     report = ExportReport(Path(file_path), *written, opset_of(made.proto), certificate, tuple(named.values()))
     for text in warnings:
         logging.getLogger("fxqat").warning("%s: %s", report.onnx_path.name, text)
-    return replace(report, warnings=warnings, buffers_not_updated=captured.updated, runtime=runtime)
+    report = replace(report, runtime=runtime, written_for=_written_for(gm, runtime))
+    return replace(report, warnings=warnings, buffers_not_updated=captured.updated)
+
+
+def _written_for(gm: QuantGraphModule, runtime: str | None) -> str:
+    own = gm.provenance.runtime
+    if runtime is not None or own:
+        return f"the runtime {runtime or own}"
+    others = " or ".join(map(repr, RUNTIMES))
+    return f"the chips of {gm.provenance.backend}; runtime={others} has the same integers in a form for that runtime"
 
 
 def not_in_file(captured: Captured) -> tuple[str, ...]:

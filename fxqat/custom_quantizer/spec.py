@@ -104,7 +104,7 @@ class BackendSpec:
             the target needs the scales in the file.
         least_work: a layer beside a float op stays float too, unless it has this many multiply-accumulates for each
             value that is converted between them (see ``fxqat.custom_quantizer.conversion_cost``).
-        runtime: the runtime for which files are written: ``"onnxruntime"``, or empty for any.
+        runtime: the runtime for which files are written, such as ``"onnxruntime"``; empty for a chip.
         source: the public documents that the table is taken from.
     """
 

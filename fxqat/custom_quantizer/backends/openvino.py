@@ -56,6 +56,7 @@ OPENVINO = BackendSpec(
     ),
     legal_weights=(LEGAL_WEIGHTS,),
     legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
+    runtime="openvino",
     source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "
     "symmetric weights per channel, activations per tensor); measured in OpenVINO 2026.4: convolutions of other widths "
     "and of asymmetric weights run in float, the zero point is added before the rounding, and what a layer gives to a "
