@@ -258,7 +258,7 @@ class _Ladder:
                 raise
             note = f"not possible: {error}"
         self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, note))
-        told = [step, recipe, note or ("" if math.isnan(metric) else f"{metric:.6g}")]
+        told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
         enough = gm is not None and self.is_enough(metric)
         if gm is not None and (enough or self.best is None or metric > self.best[2]):
