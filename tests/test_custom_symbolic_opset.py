@@ -154,6 +154,8 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
     assert set(first) == {
         torch.ops.fxqat.quantize_dequantize.default,
         torch.ops.fxqat.dequantize.default,
+        torch.ops.fxqat.dynamic_quantize_dequantize.default,
+        torch.ops.fxqat.recurrent.default,
         torch.ops.torchvision.roi_pool.default,
         torch.ops.aten.amax.default,
         torch.ops.aten.amin.default,

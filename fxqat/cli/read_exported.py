@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
+from fxqat.utils.torch_compat import OPERATORS
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -78,7 +79,7 @@ class _Written(fx.Transformer):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Call a function; cases 1 and 2."""
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OPERATORS):
             return super().call_function(target, args, kwargs)
         name = target.overloadpacket.__name__
         if name in CHECKS:

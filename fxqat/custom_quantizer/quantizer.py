@@ -283,7 +283,8 @@ class BackendQuantizer:
             if request.output is not None and request.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=request.output.scheme.fixed_range)
             rule = requests[op_around(node, self.spec) or node].rule
-            if rule is not None and rank == 0 and "scale_bits" not in self.config.activation.scheme:
+            is_default = config.scheme.scale_bits == self.spec.activation.scheme.scale_bits
+            if rule is not None and is_default and "scale_bits" not in self.config.activation.scheme:
                 config = config.with_scheme(scale_bits=max(rule.scale_bits, config.scheme.scale_bits))
             followed[node] = overrides.value_config(node, request, (config, rank))
             values[node] = ValueQuant(followed[node][0], group=-1, readers=names)

@@ -39,8 +39,8 @@ from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
 
-_Shared = list[tuple[torch.Tensor, int, TensorQConfig, FakeQuantizeBase]]
-"""Weights with their axis, their configuration and their fake-quant, for the layers that share them."""
+_Tied = dict[int, list[tuple[int, TensorQConfig, FakeQuantizeBase]]]
+"""For each weight that is a table of embeddings, by ``id``: axis, configuration and fake-quant of what is tied to it."""
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
 """The arguments that fxqat itself gives to every observer or fake-quant."""
@@ -199,7 +199,8 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int, names: set[str]) -> None:
     converted: dict[int, QATLayer | QATEmbedding | QATRecurrentLayer] = {}
-    shared: _Shared = []
+    called = [(str(node.target), module) for node in nodes if (module := called_module(node)) is not None]
+    tied: _Tied = {id(module.weight): [] for _, module in called if isinstance(module, Table)}
     for node in nodes:
         found = annotation_of(node)
         if found is None or found.weight is None:
@@ -208,7 +209,8 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
         assert module is not None
         if not isinstance(module, (QATLayer, QATEmbedding, QATRecurrentLayer)):
             if id(module) not in converted:
-                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), shared)
+                converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), tied)
+            _keep_inner(converted[id(module)], module, str(node.target), [path for path, _ in called])
             set_module(gm, str(node.target), converted[id(module)])
         source = _fake_quant_of(node.args[0])
         if found.dynamic:
@@ -218,6 +220,13 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
             with gm.graph.inserting_before(node):
                 fake_quant = gm.graph.get_attr(str(source.target))
             node.kwargs = {**node.kwargs, "input_fake_quant": fake_quant}
+
+
+def _keep_inner(layer: nn.Module, replaced: nn.Module, path: str, called: list[str]) -> None:
+    """Keep the modules in a replaced layer that the graph calls, as that of a function that reads its weight."""
+    for name, inner in replaced.named_children():
+        if any(f"{other}.".startswith(f"{path}.{name}.") for other in called):
+            layer.add_module(name, inner)
 
 
 def _fake_quant_of(value: object) -> fx.Node | None:
@@ -232,18 +241,18 @@ def _fake_quant_of(value: object) -> fx.Node | None:
 
 
 def _qat_layer(
-    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, shared: _Shared
+    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, tied: _Tied
 ) -> QATLayer | QATEmbedding | QATRecurrentLayer:
     """The QAT layer of a plain, fused or recurrent layer, or of a table."""
     config = annotation.weight
     assert config is not None
     where = f"weight of {path!r} ({annotation.reason})"
     if isinstance(module, Table):
-        return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, shared))
+        return QATEmbedding(module, _weight_fake_quant(module.weight, config, AXIS, module.training, where, tied))
     if isinstance(module, RecurrentLayer):
         w, r, _ = module.stacked()
         return QATRecurrentLayer(
-            module, *(_weight_fake_quant(it, config, 0, module.training, where, []) for it in (w, r))
+            module, *(_weight_fake_quant(it, config, 0, module.training, where, {}) for it in (w, r))
         )
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
@@ -252,23 +261,23 @@ def _qat_layer(
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
-    axis, own = weighted_op(layer).axis, shared if bn is None else []  # each BatchNorm makes another weight of it
-    quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, own)
+    axis, with_table = weighted_op(layer).axis, tied if bn is None else {}  # a BatchNorm makes another weight of it
+    quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, with_table)
     return QATLayer(layer, bn, fused.activation, quant, bn_mode)
 
 
 def _weight_fake_quant(
-    weight: torch.Tensor, config: TensorQConfig, axis: int, training: bool, where: str, shared: _Shared
+    weight: torch.Tensor, config: TensorQConfig, axis: int, training: bool, where: str, tied: _Tied
 ) -> FakeQuantizeBase:
-    """The fake-quant of a weight: a new one, or that of another layer with the same weight."""
-    for known, *how, quant in shared:
-        if known is weight and how == [axis, config]:
+    """The fake-quant of a weight: a new one, or that of a table or layer with which it is tied."""
+    for *how, quant in tied.get(id(weight), ()):
+        if how == [axis, config]:
             return quant
     with _errors_name(config, where):
         quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
         quant.attach(weight)
     quant = _placed(quant, weight.device, training)
-    shared.append((weight, axis, config, quant))
+    tied.get(id(weight), []).append((axis, config, quant))
     return quant
 
 
