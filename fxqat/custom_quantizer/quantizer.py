@@ -51,6 +51,7 @@ from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import TOO_COSTLY, Annotation, ValueQuant
+from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, node_inputs
 from fxqat.utils.node_meta import ANNOTATION, KEPT_WHOLE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
@@ -121,7 +122,7 @@ class BackendQuantizer:
         groups = share_scales(requests, values, left_float, nonnegative)
         _drop_unused(values, kinds)
         check_additions(requests, values.keys(), config.additional)
-        _number_groups(values, asked, groups, untrained(gm), nonnegative)
+        self._number_groups(values, asked, groups, requests, untrained(gm), nonnegative)
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():
             if node.op != "output":
@@ -282,13 +283,36 @@ class BackendQuantizer:
             config, rank = max(asked, key=precedence)
             if request.output is not None and request.output.scheme.fixed_range is not None:
                 config = config.with_scheme(fixed_range=request.output.scheme.fixed_range)
-            rule = requests[op_around(node, self.spec) or node].rule
-            is_default = config.scheme.scale_bits == self.spec.activation.scheme.scale_bits
-            if rule is not None and is_default and "scale_bits" not in self.config.activation.scheme:
-                config = config.with_scheme(scale_bits=max(rule.scale_bits, config.scheme.scale_bits))
             followed[node] = overrides.value_config(node, request, (config, rank))
             values[node] = ValueQuant(followed[node][0], group=-1, readers=names)
         return values, followed
+
+    def _number_groups(
+        self,
+        values: Values,
+        asked: dict[fx.Node, RankedConfig],
+        groups: Groups,
+        requests: Requests,
+        untrained: set[fx.Node],
+        nonnegative: set[fx.Node],
+    ) -> None:
+        """Give the values of each group one configuration and a number, in execution order."""
+        members: dict[str, list[fx.Node]] = {}
+        for node in values:
+            members.setdefault(groups.find(node.name), []).append(node)
+        for number, nodes in enumerate(members.values()):
+            of_group = {node: values[node] for node in nodes}
+            config = group_config(of_group, [asked[node] for node in nodes if node in asked], untrained, nonnegative)
+            rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
+            config = self._with_scale_bits(config, rules)
+            values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
+
+    def _with_scale_bits(self, config: TensorQConfig, rules: list[Rule | None]) -> TensorQConfig:
+        """The configuration of values with the scale bits that their rules demand, unless others were asked for."""
+        own = config.scheme.scale_bits
+        if "scale_bits" in self.config.activation.scheme or own != self.spec.activation.scheme.scale_bits:
+            return config
+        return config.with_scheme(scale_bits=max([own, *(rule.scale_bits for rule in rules if rule is not None)]))
 
 
 def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:
@@ -297,23 +321,6 @@ def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:
         used = any(u.op == "output" or u.target is eval_or_train or returns_structure(u) for u in node.users)
         if not used:
             del values[node]
-
-
-def _number_groups(
-    values: Values,
-    asked: dict[fx.Node, RankedConfig],
-    groups: Groups,
-    untrained: set[fx.Node],
-    nonnegative: set[fx.Node],
-) -> None:
-    """Give the values of each group one configuration and a number, in execution order."""
-    members: dict[str, list[fx.Node]] = {}
-    for node in values:
-        members.setdefault(groups.find(node.name), []).append(node)
-    for number, nodes in enumerate(members.values()):
-        of_group = {node: values[node] for node in nodes}
-        config = group_config(of_group, [asked[node] for node in nodes if node in asked], untrained, nonnegative)
-        values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
 
 
 def _configured(spec: BackendSpec, config: PrepareConfig) -> BackendSpec:
