@@ -40,7 +40,7 @@ from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
 
 _Tied = dict[int, list[tuple[int, TensorQConfig, FakeQuantizeBase]]]
-"""For each table of embeddings, by the ``id`` of its weight: axis, configuration and fake-quant of what is tied to it."""
+"""By the ``id`` of the weight of each table of embeddings: axis, configuration and fake-quant of what is tied to it."""
 
 ALWAYS_GIVEN = frozenset({"scheme", "axis", "num_channels", "observer", "kind"})
 """The arguments that fxqat itself gives to every observer or fake-quant."""
