@@ -11,7 +11,7 @@ SCHEDULES: dict[str, Callable[[float, int], float]] = {
 }
 
 
-def lr_factor(schedule: str, warmup_epochs: float, epoch: float, epochs: int) -> float:
-    """The factor of the learning rate; it rises linearly over the warmup epochs."""
+def lr_factor(schedule: str, warmup_epochs: float, epoch: float, epochs: int, final: float) -> float:
+    """The factor of the learning rate: it rises linearly in the warmup; the schedule falls to `final` instead of 0."""
     rising = min(1.0, epoch / warmup_epochs) if warmup_epochs else 1.0
-    return rising * SCHEDULES[schedule](epoch, epochs)
+    return rising * (final + (1 - final) * SCHEDULES[schedule](epoch, epochs))

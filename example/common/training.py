@@ -18,6 +18,7 @@ class Options(Protocol):
 
     lr: float
     lr_schedule: str
+    lrf: float
     warmup_epochs: float
     epochs: int
     start_epoch: int
@@ -81,7 +82,11 @@ class Training:
         self.scheduler = LambdaLR(
             self.optimizer,
             lambda step: lr_factor(
-                options.lr_schedule, options.warmup_epochs, options.start_epoch + step / steps_per_epoch, options.epochs
+                options.lr_schedule,
+                options.warmup_epochs,
+                options.start_epoch + step / steps_per_epoch,
+                options.epochs,
+                options.lrf,
             ),
         )
         self.scaler = torch.amp.GradScaler(precision.device, enabled=precision.dtype == torch.float16)

@@ -68,6 +68,8 @@ class Options:
     tensorboard: Path | None
     output_dir: Path
 
+    lrf = 0.0  # the shared training needs it and this example has no flag for it
+
     def state_dict(self) -> dict[str, Any]:
         """The options that a checkpoint stores, so that `--resume` needs no other flag."""
         state = {name: value for name, value in asdict(self).items() if name not in NOT_STORED}

@@ -78,7 +78,7 @@ class Description:
     Args:
         file: the `data.yaml`.
         names: names of the classes.
-        parts: folders or zips of "train" and "val".
+        parts: folders, zips or lists (`.txt`) of the pictures of "train" and "val".
     """
 
     file: Path
@@ -105,15 +105,25 @@ def read_description(file: Path) -> Description:
     if missing:
         raise UserError(f"--data {file}: expected the keys train, val and names; missing: {', '.join(missing)}")
     names = content["names"]
-    names = [names[i] for i in sorted(names)] if isinstance(names, dict) else list(names)
+    if isinstance(names, dict) and set(names) == set(range(len(names))):
+        names = [names[i] for i in range(len(names))]
+    if not isinstance(names, list):
+        raise UserError(f"--data {file}: names must be a list, or have the keys 0, 1, 2, ...; got {names!r}")
     if content.get("nc", len(names)) != len(names):
         raise UserError(f"--data {file}: nc is {content['nc']}, but there are {len(names)} names")
-    root = file.parent / str(content.get("path") or ".")
-    return Description(file, tuple(map(str, names)), {part: root / str(content[part]) for part in ("train", "val")})
+    root = str(content.get("path") or ".")
+    parts = {part: beside(file, os.path.join(root, str(content[part]))) for part in ("train", "val")}
+    return Description(file, tuple(map(str, names)), parts)
+
+
+def beside(file: Path, name: str) -> Path:
+    """A path that a file names: relative to the file's folder, or, if only that exists, to the working directory."""
+    path = file.parent / name
+    return Path(name) if not path.exists() and os.path.exists(name) else path
 
 
 def scan(place: Path, num_classes: int) -> list[Picture]:
-    """All pictures in a folder or zip, with their labels; logs how many have problems.
+    """All pictures in a folder, zip or list, with their labels; logs how many have problems.
 
     The labels of `images/.../a.jpg` are in `labels/.../a.txt`; without a folder `images`, next to the picture.
 
@@ -147,19 +157,40 @@ def scan(place: Path, num_classes: int) -> list[Picture]:
 
 
 def files_in(place: Path) -> list[File]:
-    """All files in a folder or zip.
+    """All files in a folder or zip, or the pictures that the lines of a `.txt` file name.
 
     Raises:
-        UserError: it does not exist, or is not a zip.
+        UserError: it does not exist, is not a zip, or a line names no picture.
     """
+    if place.suffix == ".txt" and place.is_file():
+        return listed(place)
     try:
         if place.suffix == ".zip":
             return [File(name, place) for name in sorted(archive(place, os.getpid()).namelist())]
     except (OSError, zipfile.BadZipFile) as error:
         raise UserError(f"{place} cannot be read: {error}") from error
     if not place.is_dir():
-        raise UserError(f"{place}: the data.yaml names it, but there is no such folder or zip")
+        raise UserError(f"{place}: the data.yaml names it, but there is no such folder, zip or list (.txt)")
     return [File(str(file)) for file in sorted(place.rglob("*"))]
+
+
+def listed(place: Path) -> list[File]:
+    """The pictures in a list; each line is a path, see `beside`.
+
+    Raises:
+        UserError: a line names no picture.
+    """
+    found = []
+    for i, line in enumerate(place.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        path = beside(place, line.strip())
+        if path.suffix.lower() not in SUFFIXES or not path.is_file():
+            raise UserError(
+                f"{place}, line {i}: expected a picture ({', '.join(SUFFIXES)}), found no such file: {path}"
+            )
+        found.append(File(str(path)))
+    return found
 
 
 def label_of(name: str) -> str:

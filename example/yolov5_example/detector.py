@@ -117,13 +117,14 @@ def prepared(model: Yolo, options: dict[str, Any]) -> nn.Module:
 
 
 def export(
-    gm: nn.Module, path: Path, size: int, names: tuple[str, ...], with_decode: bool, opset_version: int | None
-) -> ExportReport:
+    gm: nn.Module, path: Path, size: int, names: tuple[str, ...], with_decode: bool, opset_version: int | None,
+    runtime: str | None = None,
+) -> ExportReport:  # fmt: skip
     """Write and verify the QDQ ONNX file and its JSON; then keep either the boxes or the maps as its outputs."""
     example = torch.rand(1, 3, size, size, device=next(gm.parameters()).device)
     report = convert_export(
         gm, (example,), path, path.with_suffix(".json"), opset_version=opset_version, dynamic_batch=True,
-        input_names=["images"], output_names=[BOXES, *MAPS],
+        input_names=["images"], output_names=[BOXES, *MAPS], runtime=runtime,
     )  # fmt: skip
     partial = path.with_name(path.name + ".partial.onnx")
     try:

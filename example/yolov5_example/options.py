@@ -17,6 +17,8 @@ from model import GENERATIONS, SIZES
 from fxqat import BackendType
 
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoint"
+PUBLISHED = Path("yolov5s.pt")
+"""Weights for `--quantize --data ...` without `--weights`, in the working directory."""
 ALLOWED_WITH_RESUME = ("resume", "output_dir", "device", "workers", "print_freq", "log_level", "epochs")
 """Flags about one run, its machine and its length; all others come from the checkpoint."""
 
@@ -45,6 +47,7 @@ class Options:
     ema: float | None
     with_decode: bool
     opset_version: int | None
+    runtime: str
     device: str | None
     print_freq: int
     log_level: int
@@ -71,6 +74,11 @@ class Options:
     def lr_schedule(self) -> str:
         """The learning rate schedule."""
         return self.hyp.lr_schedule
+
+    @property
+    def lrf(self) -> float:
+        """Share of the highest learning rate where the schedule ends."""
+        return self.hyp.lrf
 
     @property
     def warmup_epochs(self) -> float:
@@ -103,7 +111,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     switch: dict[str, Any] = {"action": "store_true", "default": None}
     add("--data", type=Path, help="YOLO data.yaml, or its folder (default: the embedded digits)")
-    add("--weights", type=Path, help="initial weights: a checkpoint of this example, a state dict, or a published .pt")
+    add(
+        "--weights",
+        type=Path,
+        help="initial weights: a checkpoint of this example, a state dict, or a published .pt (default with --quantize "
+        f"and --data: {PUBLISHED} in the working directory)",
+    )
     add("--resume", type=Path, help="checkpoint of an interrupted training to continue; its flags are used again")
     add("--size", choices=tuple(SIZES), help="size of the model without --weights (default: n)")
     add("--generation", choices=tuple(GENERATIONS), help="release of the model without --weights (default: v6.0)")
@@ -112,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=integer(1), help="images per step, in all processes together (default: 16)")
     add("--workers", type=integer(0), help="processes that load pictures (default: 4, digits 0)")
     add("--seed", type=integer(0), help="seed of the run (default: 0)")
-    add("--hyp", type=Path, metavar="FILE", help="YAML of learning rate, loss, augmentation (default: hyp/*.yaml)")
+    add("--hyp", type=Path, metavar="FILE", help="YAML of learning rate, loss, augmentation (default: data/hyp.*.yaml)")
     add("--quantize", **switch, help="quantize, finetune and export the model of --weights")
     add("--backend", choices=[backend.name for backend in BackendType], help="deployment backend (default: TSQAT)")
     add("--quant-config", metavar="FILE", help="YAML for prepare_by_platform (default: see detector.py)")
@@ -126,6 +139,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--with-decode", **switch, help="the ONNX file returns boxes (default: maps)")
     add("--opset-version", type=integer(*OPSETS), help="opset of the ONNX file (default: 18, or 21 if needed)")
+    add(
+        "--runtime",
+        choices=["onnxruntime", "openvino", "none"],
+        help="write the ONNX file for this runtime: the same integers in the form that it runs fast; none keeps the "
+        "form of the backend (default: onnxruntime)",
+    )
     add("--device", help="cpu, cuda, 0, or 0,1,2 for one process on each GPU (default: cuda if available)")
     add("--print-freq", type=integer(1), help="steps between two log lines (default: 20)")
     add("--log-level", type=int, choices=tuple(LOG_LEVELS), help="0 debug, 1 info, 2 warning, 3 error (default: 1)")
@@ -152,10 +171,27 @@ def parse_options(argv: Sequence[str]) -> Options:
         hyp = Hyperparameters(**known.pop("hyp"))
         paths = {name: Path(known[name]) for name in ("data", "weights") if known.get(name)}
         return fill({**known, **paths, **given}, hyp)
+    if given.get("quantize") and "weights" not in given:
+        given["weights"] = published_weights(given)
     check_combination(given)
     name = "scratch" if not given.get("quantize") else "distill" if given.get("distill") else "qat"
-    hyp = given.pop("hyp", FOLDER / f"{name}.yaml")
+    hyp = given.pop("hyp", FOLDER / f"hyp.{name}.yaml")
     return fill(given, read_hyperparameters(hyp))
+
+
+def published_weights(given: dict[str, Any]) -> Path:
+    """The weights to quantize where none are given.
+
+    Raises:
+        UserError: they do not exist, or --data is not given: they have no class of the embedded digits.
+    """
+    if "data" in given and PUBLISHED.is_file():
+        return PUBLISHED
+    download = f"https://github.com/ultralytics/yolov5/releases/download/{given.get('generation', 'v6.0')}/{PUBLISHED}"
+    raise UserError(
+        "--quantize needs --weights: a trained float model. Train one with the same command without --quantize"
+        + (f", or download {download} (trained on COCO) into this folder" if "data" in given else "")
+    )
 
 
 def check_combination(given: dict[str, Any]) -> None:
@@ -164,15 +200,14 @@ def check_combination(given: dict[str, Any]) -> None:
     Raises:
         UserError: the flags do not fit each other.
     """
-    of_quantization = ("backend", "quant_config", "calib_pictures", "distill", "with_decode", "opset_version")
+    of_quantization = ("backend", "quant_config", "calib_pictures", "distill", "with_decode")
+    of_quantization = (*of_quantization, "opset_version", "runtime")
     unused = {"without --quantize": () if given.get("quantize") else of_quantization}
     unused["with --weights, which determines it"] = ("size", "generation") if "weights" in given else ()
     for why, names in unused.items():
         for name in names:
             if name in given:
                 raise UserError(f"--{name.replace('_', '-')} has no effect {why}: drop one of them")
-    if given.get("quantize") and "weights" not in given:
-        raise UserError("--quantize needs --weights: a trained float model, from this script or published")
     if given.get("epochs") == 0 and not given.get("quantize"):
         raise UserError("--epochs 0 trains nothing: give 1 or more, or --quantize to calibrate only")
     if given.get("img", 32) % 32:
@@ -187,7 +222,7 @@ def fill(given: dict[str, Any], hyp: Hyperparameters) -> Options:
         **dict.fromkeys(("quantize", "distill", "amp", "with_decode", "multiprocessing_distributed"), False),
         **{"size": "n", "generation": "v6.0", "img": 160 if embedded else 640, "epochs": 10 if quantize else 30},
         **{"batch_size": 16, "workers": 0 if embedded else 4, "seed": 0, "backend": "TSQAT", "calib_pictures": 64},
-        **{"print_freq": 20, "log_level": 1, "output_dir": CHECKPOINTS, "hyp": hyp},
+        **{"runtime": "onnxruntime", "print_freq": 20, "log_level": 1, "output_dir": CHECKPOINTS, "hyp": hyp},
     }
     options = {**defaults, **given}
     numbers = options["device"].split(",") if options["device"] else []

@@ -136,7 +136,10 @@ class Run:
         if not self.process.is_first:
             return []
         options = self.options
-        report = export(gm, self.files.onnx, options.img, self.names, options.with_decode, options.opset_version)
+        runtime = None if options.runtime == "none" else options.runtime
+        report = export(
+            gm, self.files.onnx, options.img, self.names, options.with_decode, options.opset_version, runtime
+        )
         LOG.info(
             "%s: verified; %.3f%% of its values off by a step", self.files.onnx.name, 100 * report.certificate.off_share
         )

@@ -31,7 +31,9 @@ from weights import build_for, read_weights
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    with leaving(int(os.environ.get("RANK", "0"))):  # torchrun sets it
+    rank = int(os.environ.get("RANK", "0"))  # torchrun sets it
+    with leaving(rank):
+        set_up_logging(1, first=rank == 0)
         options = parse_options(sys.argv[1:] if argv is None else argv)
         launch(train, options)
 
@@ -43,6 +45,7 @@ def train(options: Options, process: Process) -> None:
     description = read_description(options.data or embedded_description())
     weights = options.resume or options.weights
     if weights:
+        LOG.info("weights: %s", weights)
         content = read_weights(weights)
         model = build_for(content["state_dict"], f"--weights {weights}")
     else:

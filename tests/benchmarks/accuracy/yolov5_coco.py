@@ -77,7 +77,7 @@ def run_row(row: Row, data: Path, folder: Path) -> dict[str, float]:
         square = task.evaluate(found, pictures, SIZE, BATCH, 0, rectangular=False)
         return {"map50": rectangular.map50, "map": rectangular.map, "square": square.map}
     flags = ["--quantize", "--weights", str(weights), "--data", str(described), "--backend", row.backend]
-    flags += ["--output_dir", str(folder), "--workers", "0", "--seed", "0", "--with-decode"]
+    flags += ["--output_dir", str(folder), "--workers", "0", "--seed", "0", "--with-decode", "--runtime", "none"]
     flags += ["--epochs", str(row.epochs), *(["--distill"] if row.epochs else [])]
     train_qat.main(flags)
     quantized = detector.open_detector(folder / "yolov5n_model_best.pth", cpu)

@@ -54,6 +54,27 @@ def test_what_is_wrong_with_some_pictures_is_counted(dataset, tree, capsys):
     assert [len(picture.labels) for picture in pictures] == [0, 0, 1, 1, 1, 1, 1]
 
 
+def test_lists_of_pictures_hold_the_same_as_their_folder(dataset, user_error, tree, tmp_path, monkeypatch):
+    folder = described(tree).pictures("train")
+    names = [f"./images/train/{i}.png" for i in range(8)]
+    (tree / "train.txt").write_text("\n".join([*names[:4], "", *(str(tree / name) for name in names[4:])]))
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "coco.yaml"
+    file.write_text("path: tree\ntrain: train.txt\nval: images/val\nnames: [dark, bright]\nnc: 2\n")
+    with pytest.raises(user_error, match="no such folder, zip or list"):
+        dataset.read_description(file).pictures("train")
+    monkeypatch.chdir(tmp_path)  # as upstream: its paths are relative to the working directory
+    listed = dataset.read_description(file).pictures("train")
+    assert len(listed) == len(folder) == 8
+    for a, b in zip(listed, folder, strict=True):
+        assert np.array_equal(a.labels, b.labels)
+        assert np.array_equal(np.asarray(a.load()), np.asarray(b.load()))
+    for line in ("images/train/9.png", "labels/train/0.txt"):
+        (tree / "train.txt").write_text(f"{names[0]}\n{line}\n")
+        with pytest.raises(user_error, match=f"train.txt, line 2: expected a picture .*{line}"):
+            dataset.read_description(file).pictures("train")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,6 +93,10 @@ def test_wrong_labels_are_an_error_with_their_place(dataset, user_error, tree, t
 def test_wrong_descriptions(dataset, user_error, tree):
     with pytest.raises(user_error, match="nc is 3, but there are 2 names"):
         described(tree, nc=3)
+    for names in ("dark", {1: "dark", 2: "bright"}):
+        with pytest.raises(user_error, match="names must be a list, or have the keys 0, 1, 2"):
+            described(tree, nc=2, names=names)
+    assert described(tree, names={1: "bright", 0: "dark"}).names == ("dark", "bright")
     with pytest.raises(user_error, match="elsewhere: the data.yaml names it, but there is no such folder"):
         described(tree, nc=2, train="elsewhere").pictures("train")
     with pytest.raises(user_error, match="has no pictures"):

@@ -54,7 +54,9 @@ def test_the_whole_model_is_quantized_but_for_its_post_processing(yolo, generati
     detector = sys.modules["detector"]
     with_decode = generation == "v6.0"
     path = tmp_path / "yolo.onnx"
-    report = detector.export(gm, path, 64, ("a", "b"), with_decode, None)
+    runtime = "onnxruntime" if with_decode else None
+    report = detector.export(gm, path, 64, ("a", "b"), with_decode, None, runtime)
+    assert report.runtime == runtime
     assert report.certificate.passed
     assert path.with_suffix(".json").exists()
     images = torch.rand(3, 3, 64, 64)  # the batch is free

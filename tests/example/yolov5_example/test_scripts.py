@@ -1,6 +1,7 @@
 """The scripts on a small set: float training, quantization, export, measuring, drawing, resuming; and their errors."""
 
 import importlib
+import json
 import re
 import sys
 
@@ -27,15 +28,19 @@ def scores(printed):
     return printed.strip().splitlines()[-1].split()
 
 
-def test_from_float_training_to_pictures(train, tree, tmp_path, capsys):
+def test_from_float_training_to_pictures(train, tree, tmp_path, capsys, monkeypatch):
     printed = train("float", *SMALL)
     assert re.search(r"Epoch: \[0\]\[0/2\] Time .* Data .* Loss .* Box .* Obj .* Cls ", printed)
     assert printed.strip().splitlines()[-2].split() == ["Class", "Images", "Targets", "P", "R", "mAP@.5", "mAP@.5:.95"]
     assert scores(printed)[:3] == ["all", "4", "4"]
     weights = tmp_path / "float" / "yolov5n_model_best.pth"
 
-    flags = ("--weights", str(weights), "--quantize", "--distill", "--with-decode", "--calib-pictures", "4")
-    train("quantized", *SMALL, *flags)
+    (tmp_path / "yolov5s.pt").write_bytes(weights.read_bytes())
+    monkeypatch.chdir(tmp_path)  # without --weights, yolov5s.pt of the working directory
+    printed = train("quantized", *SMALL, "--quantize", "--distill", "--with-decode", "--calib-pictures", "4")
+    assert "weights: yolov5s.pt" in printed
+    document = json.loads((tmp_path / "quantized" / "yolov5n_onnx_quantization.json").read_text())
+    assert document["runtime"] == "onnxruntime"
     names = {path.name for path in (tmp_path / "quantized").iterdir()}
     pairs = [f"yolov5n_{kind}_quantization{end}" for kind in ("onnx", "bestonnx") for end in (".onnx", ".json")]
     assert {"yolov5n_checkpoint.pth", "yolov5n_model_best.pth", *pairs} <= names
@@ -83,7 +88,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(train, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--quantize", "--quantize needs --weights"),
+        ("--quantize", "--quantize needs --weights.* without --quantize, or download .*/v6.0/yolov5s.pt"),
+        ("--quantize --generation v3.0", "/v3.0/yolov5s.pt"),
+        ("--runtime none", "--runtime has no effect without --quantize"),
         ("--distill", "--distill has no effect without --quantize"),
         ("--img 100", "give a multiple of 32"),
         ("--weights nowhere.pt", "nowhere.pt cannot be read"),
@@ -103,6 +110,74 @@ def test_hyperparameters_are_checked(train, tmp_path):
     (tmp_path / "hyp.yaml").write_text("lr: fast")
     with pytest.raises(SystemExit, match="lr is 'fast'; expected something like 0.001"):
         train("nothing", "--hyp", str(tmp_path / "hyp.yaml"))
+    for text, message in (
+        ("optim: rmsprop", "optim is 'rmsprop'; expected sgd or adam"),
+        ("{lr: 0.1, lr0: 0.2}", "lr is given twice, here as lr0"),
+        ("lrf: -4", "lrf is -4.0; expected the share of lr"),
+        ("{lrf: 0.2, lr_schedule: constant}", "lrf has no effect with lr_schedule constant"),
+        ("weight_decays: 0.1", "did you mean weight_decay"),
+    ):
+        (tmp_path / "hyp.yaml").write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            train("nothing", "--hyp", str(tmp_path / "hyp.yaml"))
+
+
+UPSTREAM = """
+lr0: 0.004
+lrf: 0.2
+momentum: 0.9
+weight_decay: 0.0002
+warmup_epochs: 2.0
+warmup_momentum: 0.8
+giou: 0.06
+cls: 0.4
+cls_pw: 1.0
+obj: 0.7
+fl_gamma: 0.0
+hsv_h: 0.015
+anchor_t: 3.0
+scale: 0.3
+fliplr: 0.1
+mosaic: 0.2
+"""
+
+
+def test_the_command_of_the_guide_with_hyperparameters_of_upstream(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "yolov5s.pt").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "hyp.qat.yaml").write_text(UPSTREAM)
+    sys.modules["logs"].set_up_logging(1, first=True)
+    command = "--data data/coco.yaml --device cpu --epochs 10 --batch-size 49 --workers 6 --quantize"
+    command += " --output_dir checkpoint_qat --hyp data/hyp.qat.yaml"
+    options = sys.modules["options"].parse_options(command.split())
+    assert capsys.readouterr().out.strip() == (
+        "--hyp data/hyp.qat.yaml: this trainer does not have, and leaves out: warmup_momentum 0.8, hsv_h 0.015"
+    )
+    assert [str(options.weights), str(options.output_dir)] == ["yolov5s.pt", "checkpoint_qat"]
+    assert (options.hyp.gains.box, options.hyp.gains.cls, options.hyp.gains.obj) == (0.06, 0.4, 0.7)
+    assert (options.hyp.gains.anchor_t, options.hyp.mosaic, options.hyp.fliplr, options.hyp.scale) == (3, 0.2, 0.1, 0.3)
+
+    training = sys.modules["training"]
+    state = training.Training(torch.nn.Linear(2, 2), options, training.Precision("cpu", None), steps_per_epoch=1)
+    weights, biases = state.optimizer.param_groups
+    assert (weights["weight_decay"], biases["weight_decay"], weights["momentum"]) == (0.0002, 0, 0.9)
+    rates = []
+    for _ in range(11):
+        rates.append(state.lr)
+        state.optimizer.step()
+        state.step(accepted=False)
+    assert rates[0] == 0
+    assert rates[5] == pytest.approx(0.004 * (0.2 + 0.8 / 2))  # half of the cosine
+    assert rates[10] == pytest.approx(0.004 * 0.2)
+
+
+def test_the_data_of_the_example_is_that_of_its_commands(example):
+    folder = sys.modules["hyperparameters"].FOLDER
+    description = sys.modules["dataset"].read_description(folder / "coco.yaml")
+    assert (len(description.names), description.names[0], description.names[79]) == (80, "person", "toothbrush")
+    for name in ("qat", "distill", "scratch"):
+        assert sys.modules["hyperparameters"].read_hyperparameters(folder / f"hyp.{name}.yaml").optim == "adam"
 
 
 def test_a_wrong_number_of_classes_is_an_error(train, tmp_path):
