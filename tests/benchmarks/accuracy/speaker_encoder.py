@@ -10,6 +10,7 @@ import argparse
 import copy
 import logging
 import tempfile
+import wave
 from pathlib import Path
 
 import torch
@@ -37,13 +38,30 @@ class Encoder(nn.Module):
 
 
 def mel_filters() -> Tensor:
-    """Triangular filters, equally wide in mel: ``(40, WINDOW // 2 + 1)``."""
-    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700))
-    centers = 700 * (10 ** (torch.linspace(0, float(top), CHANNELS + 2) / 2595) - 1)
+    """Triangular filters of area 1, equally wide in mel as Slaney defines it: ``(40, WINDOW // 2 + 1)``."""
+    linear, slope = 15.0, torch.log(torch.tensor(6.4)) / 27  # below 1000 Hz a mel is 200 / 3 Hz, above it is a ratio
+    mel = torch.linspace(0, float(linear + torch.log(torch.tensor(RATE / 2 / 1000)) / slope), CHANNELS + 2)
+    centers = torch.where(mel < linear, mel * 200 / 3, 1000 * torch.exp(slope * (mel - linear)))
     bins = torch.linspace(0, RATE / 2, WINDOW // 2 + 1)
     up = (bins - centers[:-2, None]) / (centers[1:-1] - centers[:-2])[:, None]
     down = (centers[2:, None] - bins) / (centers[2:] - centers[1:-1])[:, None]
     return torch.minimum(up, down).clamp(min=0) * (2 / (centers[2:] - centers[:-2]))[:, None]
+
+
+def mel_frames(sound: Tensor) -> Tensor:
+    """The encoder's input, power in 40 bands: ``(frames, 40)``."""
+    options = {"window": torch.hann_window(WINDOW), "pad_mode": "constant", "return_complex": True}
+    return (mel_filters() @ torch.stft(sound, WINDOW, HOP, **options).abs().square()).T
+
+
+def recorded(path: Path) -> Tensor:
+    """Parts of a recording, 16-bit mono at 16 kHz, every 0.2 s one, made as loud as the encoder expects."""
+    with wave.open(str(path)) as file:
+        if (file.getframerate(), file.getnchannels(), file.getsampwidth()) != (RATE, 1, 2):
+            raise SystemExit(f"{path}: expected 16-bit mono at {RATE} Hz, got {file.getparams()}")
+        sound = torch.frombuffer(bytearray(file.readframes(-1)), dtype=torch.int16) / 32768
+    sound = sound * max(1.0, float(10**-1.5 / sound.square().mean().sqrt()))
+    return mel_frames(sound).unfold(0, FRAMES, 20).transpose(1, 2)
 
 
 def voices(count: int, seed: int) -> Tensor:
@@ -56,18 +74,17 @@ def voices(count: int, seed: int) -> Tensor:
         pitch = (80 + 160 * r[0]) * (1 + 0.15 * torch.sin(6.28 * (1 + 3 * r[1]) * time + 6 * r[2]))
         phase = 6.2832 * torch.cumsum(pitch, 0) / RATE
         syllables = (torch.sin(6.28 * (2 + 3 * r[3]) * time + 6 * r[4]) + 0.5).clamp(min=0)
-        wave = torch.zeros_like(time)
+        sound = torch.zeros_like(time)
         for harmonic in range(1, 30):
             frequency = harmonic * pitch
             gain = sum(
                 torch.exp(-(((frequency - low - span * r[5 + i] * (1 + 0.3 * torch.sin(9 * time + i))) / 150) ** 2))
                 for i, (low, span) in enumerate(((300, 500), (900, 1200), (2200, 900)))
             )
-            wave += gain * torch.sin(harmonic * phase)
-        wave = wave * syllables + 0.003 * torch.randn(time.shape, generator=generator)
-        wave *= 0.05 * (0.5 + r[9]) / wave.square().mean().sqrt()
-        spectrum = torch.stft(wave, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True).abs().square()
-        found.append((mel_filters() @ spectrum).T[:FRAMES])
+            sound += gain * torch.sin(harmonic * phase)
+        sound = sound * syllables + 0.003 * torch.randn(time.shape, generator=generator)
+        sound *= 0.05 * (0.5 + r[9]) / sound.square().mean().sqrt()
+        found.append(mel_frames(sound)[:FRAMES])
     return torch.stack(found)
 
 
@@ -75,12 +92,13 @@ def main() -> None:
     """Print the cosine of the embeddings and the size of the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("weights", type=Path)
+    parser.add_argument("--speech", type=Path, nargs=2, help="recordings to calibrate with, and to test on")
     arguments = parser.parse_args()
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     model = Encoder().eval()
     state = torch.load(arguments.weights, map_location="cpu", weights_only=True)["model_state"]
     model.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(("lstm", "linear"))})
-    calibration, test = voices(48, 0), voices(64, 1)
+    calibration, test = map(recorded, arguments.speech) if arguments.speech else (voices(48, 0), voices(64, 1))
     size = 4 * sum(p.numel() for p in model.parameters())
     with torch.no_grad():
         reference = model(test)
