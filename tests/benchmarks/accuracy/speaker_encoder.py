@@ -1,7 +1,7 @@
 """A pretrained 3-layer LSTM, the speaker encoder of Resemblyzer, on synthesised voices: embeddings against float.
 
 pip download --no-deps resemblyzer; unzip Resemblyzer-*.whl resemblyzer/pretrained.pt
-python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt --output docs/evidence/accuracy_speaker.rst
+python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt --output PAGE.rst
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def page(others: float, rows: list[tuple[str, ...]]) -> str:
         "Accuracy of a speaker encoder",
         "=============================",
         "",
-        "Resemblyzer's 3-layer LSTM, calibrated with 32 synthesised voices and tested on 32 others, not on real speech.",
+        "Resemblyzer's 3-layer LSTM, calibrated with 32 synthesised voices, tested on 32 others; no real speech.",
         f"Cosine of an embedding to float; two different voices have {others:.2f} on average. Experimental's table.",
         "The aim is 0.999 for W8A8 and 0.995 for W4A8: **neither is reached**. The weights of the first layer cause",
         "most of the loss, as the rows with 16 bits for them show. Written by",
