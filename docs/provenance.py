@@ -52,6 +52,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_yolov5": (f"{ACCURACY}/yolov5_coco.py", "example/yolov5_example", *TRAINED),
     "evidence/accuracy_mixed_precision": (f"{ACCURACY}/mixed_precision.py", "fxqat/tools/mixed_precision", *TRAINED),
     "evidence/accuracy_recurrent": (f"{ACCURACY}/recurrent.py", *TRAINED),
+    "evidence/accuracy_speaker": (f"{ACCURACY}/speaker_encoder.py", *TRAINED, *EXPORT),
     "evidence/accuracy_skip_until": (f"{ACCURACY}/skip_until.py", "fxqat/tools/mixed_precision", *TRAINED),
     "evidence/accuracy_ladder": (f"{ACCURACY}/ladder.py", "fxqat/tools", *TRAINED),
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),

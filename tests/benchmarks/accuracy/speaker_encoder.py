@@ -1,7 +1,7 @@
 """A pretrained 3-layer LSTM, the speaker encoder of Resemblyzer, on synthesised voices: embeddings against float.
 
 pip download --no-deps resemblyzer; unzip Resemblyzer-*.whl resemblyzer/pretrained.pt
-python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt
+python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt --output PAGE.rst
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import argparse
 import copy
 import logging
 import tempfile
+import wave
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,16 @@ from torch.nn import functional as F
 from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
 
 RATE, WINDOW, HOP, CHANNELS, FRAMES = 16000, 400, 160, 40, 160
+
+FIRST_WIDE = [{"match": {"module": "lstm.layer_0"}, "weight": {"bit": 16}}]
+FOUR_BITS = {"w_qscheme": {"bit": 4}, "w_observer": "MSE"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "W8A8": {},
+    "W8A8, first layer W16": {"overrides": FIRST_WIDE},
+    "W4A8": {"extra_qconfig_dict": FOUR_BITS},
+    "W4A8, first layer W16": {"extra_qconfig_dict": FOUR_BITS, "overrides": FIRST_WIDE},
+}
+"""Rounding the weights of the first layer costs the most."""
 
 
 class Encoder(nn.Module):
@@ -37,13 +49,30 @@ class Encoder(nn.Module):
 
 
 def mel_filters() -> Tensor:
-    """Triangular filters, equally wide in mel: ``(40, WINDOW // 2 + 1)``."""
-    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700))
-    centers = 700 * (10 ** (torch.linspace(0, float(top), CHANNELS + 2) / 2595) - 1)
+    """Triangular filters of area 1, equally wide in mel as Slaney defines it: ``(40, WINDOW // 2 + 1)``."""
+    linear, slope = 15.0, torch.log(torch.tensor(6.4)) / 27  # below 1000 Hz a mel is 200 / 3 Hz, above it is a ratio
+    mel = torch.linspace(0, float(linear + torch.log(torch.tensor(RATE / 2 / 1000)) / slope), CHANNELS + 2)
+    centers = torch.where(mel < linear, mel * 200 / 3, 1000 * torch.exp(slope * (mel - linear)))
     bins = torch.linspace(0, RATE / 2, WINDOW // 2 + 1)
     up = (bins - centers[:-2, None]) / (centers[1:-1] - centers[:-2])[:, None]
     down = (centers[2:, None] - bins) / (centers[2:] - centers[1:-1])[:, None]
     return torch.minimum(up, down).clamp(min=0) * (2 / (centers[2:] - centers[:-2]))[:, None]
+
+
+def mel_frames(sound: Tensor) -> Tensor:
+    """The encoder's input, power in 40 bands: ``(frames, 40)``."""
+    options = {"window": torch.hann_window(WINDOW), "pad_mode": "constant", "return_complex": True}
+    return (mel_filters() @ torch.stft(sound, WINDOW, HOP, **options).abs().square()).T
+
+
+def recorded(path: Path) -> Tensor:
+    """Parts of a recording, 16-bit mono at 16 kHz, every 0.2 s one, made as loud as the encoder expects."""
+    with wave.open(str(path)) as file:
+        if (file.getframerate(), file.getnchannels(), file.getsampwidth()) != (RATE, 1, 2):
+            raise SystemExit(f"{path}: expected 16-bit mono at {RATE} Hz, got {file.getparams()}")
+        sound = torch.frombuffer(bytearray(file.readframes(-1)), dtype=torch.int16) / 32768
+    sound = sound * max(1.0, float(10**-1.5 / sound.square().mean().sqrt()))
+    return mel_frames(sound).unfold(0, FRAMES, 20).transpose(1, 2)
 
 
 def voices(count: int, seed: int) -> Tensor:
@@ -56,41 +85,63 @@ def voices(count: int, seed: int) -> Tensor:
         pitch = (80 + 160 * r[0]) * (1 + 0.15 * torch.sin(6.28 * (1 + 3 * r[1]) * time + 6 * r[2]))
         phase = 6.2832 * torch.cumsum(pitch, 0) / RATE
         syllables = (torch.sin(6.28 * (2 + 3 * r[3]) * time + 6 * r[4]) + 0.5).clamp(min=0)
-        wave = torch.zeros_like(time)
+        sound = torch.zeros_like(time)
         for harmonic in range(1, 30):
             frequency = harmonic * pitch
             gain = sum(
                 torch.exp(-(((frequency - low - span * r[5 + i] * (1 + 0.3 * torch.sin(9 * time + i))) / 150) ** 2))
                 for i, (low, span) in enumerate(((300, 500), (900, 1200), (2200, 900)))
             )
-            wave += gain * torch.sin(harmonic * phase)
-        wave = wave * syllables + 0.003 * torch.randn(time.shape, generator=generator)
-        wave *= 0.05 * (0.5 + r[9]) / wave.square().mean().sqrt()
-        spectrum = torch.stft(wave, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True).abs().square()
-        found.append((mel_filters() @ spectrum).T[:FRAMES])
+            sound += gain * torch.sin(harmonic * phase)
+        sound = sound * syllables + 0.003 * torch.randn(time.shape, generator=generator)
+        sound *= 0.05 * (0.5 + r[9]) / sound.square().mean().sqrt()
+        found.append(mel_frames(sound)[:FRAMES])
     return torch.stack(found)
+
+
+def page(others: float, rows: list[tuple[str, ...]]) -> str:
+    """The page of the documentation."""
+    lines = [
+        "Accuracy of a speaker encoder",
+        "=============================",
+        "",
+        "Resemblyzer's 3-layer LSTM, calibrated with 32 synthesised voices, tested on 32 others; no real speech.",
+        f"Cosine of an embedding to float; two different voices have {others:.2f} on average. Experimental's table.",
+        "The aim is 0.999 for W8A8 and 0.995 for W4A8: **neither is reached**. The weights of the first layer cause",
+        "most of the loss, as the rows with 16 bits for them show. Written by",
+        "``tests/benchmarks/accuracy/speaker_encoder.py``.",
+        "",
+        ".. list-table::",
+        "   :header-rows: 1",
+        "",
+    ]
+    for row in (("bits", "mean", "smallest", "file, of the parameters", "file equals the model"), *rows):
+        lines += [f"   {'* -' if place == 0 else '  -'} {cell}" for place, cell in enumerate(row)]
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
     """Print the cosine of the embeddings and the size of the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("weights", type=Path)
+    parser.add_argument("--speech", type=Path, nargs=2, help="recordings to calibrate with, and to test on")
+    parser.add_argument("--output", type=Path, help="page to write, of the synthesised voices")
     arguments = parser.parse_args()
+    if arguments.output and arguments.speech:
+        parser.error("--output describes the synthesised voices: give it without --speech")
+    rows: list[tuple[str, ...]] = []
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     model = Encoder().eval()
     state = torch.load(arguments.weights, map_location="cpu", weights_only=True)["model_state"]
     model.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(("lstm", "linear"))})
-    calibration, test = voices(48, 0), voices(64, 1)
+    calibration, test = map(recorded, arguments.speech) if arguments.speech else (voices(32, 0), voices(32, 1))
     size = 4 * sum(p.numel() for p in model.parameters())
     with torch.no_grad():
         reference = model(test)
         others = F.cosine_similarity(reference[:-1], reference[1:]).mean()
         print(f"float: {size / 2**20:.2f} MiB of parameters; cosine of two different voices {others:.4f}")
-        for bits in (8, 4):
-            weights = {} if bits == 8 else {"w_qscheme": {"bit": bits}, "w_observer": "MSE"}
-            gm = prepare_by_platform(
-                copy.deepcopy(model), "Experimental", {"extra_qconfig_dict": weights}, example_inputs=(test[:2],)
-            )
+        for name, config in CONFIGS.items():
+            gm = prepare_by_platform(copy.deepcopy(model), "Experimental", config, example_inputs=(test[:2],))
             enable_calibration(gm)
             for batch in calibration.split(16):
                 gm(batch)
@@ -102,8 +153,10 @@ def main() -> None:
                 share = path.stat().st_size / size
             assert report.certificate is not None
             verdict = "passed" if report.certificate.passed else "FAILED"
-            print(f"W{bits}A8: cosine to float, mean {cosine.mean():.5f}, smallest {cosine.min():.5f}")
-            print(f"W{bits}A8: file {share:.3f} of the parameters; certificate {verdict}")
+            rows.append((name, f"{cosine.mean():.4f}", f"{cosine.min():.4f}", f"{share:.3f}", verdict))
+            print(*rows[-1], flush=True)
+    if arguments.output:
+        arguments.output.write_text(page(float(others), rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
