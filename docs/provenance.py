@@ -55,6 +55,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_speaker": (f"{ACCURACY}/speaker_encoder.py", *TRAINED, *EXPORT),
     "evidence/accuracy_skip_until": (f"{ACCURACY}/skip_until.py", "fxqat/tools/mixed_precision", *TRAINED),
     "evidence/accuracy_ladder": (f"{ACCURACY}/ladder.py", "fxqat/tools", *TRAINED),
+    "evidence/onnx_in": ("tests/benchmarks/onnx_in.py", "fxqat/cli", *ALL),
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),
     "evidence/ort_latency": (f"{SPEED}/ort_latency.py", *PLACEMENT, *EXPORT),
     "evidence/prepare_time": (f"{SPEED}/prepare_time.py", *TRACING, *PLACEMENT),
