@@ -136,9 +136,9 @@ def report(arguments: Namespace) -> None:
     text = f"""ONNX files as models
 ====================
 
-``fxqat quantize FILE.onnx`` (:doc:`/reference/cli`) on backend {BACKEND}, calibrated on {SAMPLES} drawn pages. The torchvision
-models have random weights and {IMAGE} x {IMAGE} pixels, and are exported by ``torch.onnx.export``; the other files come
-with Python packages.
+``fxqat quantize FILE.onnx`` (:doc:`/reference/cli`) on backend {BACKEND}, calibrated on {SAMPLES} drawn pages. The
+torchvision models have random weights and {IMAGE} x {IMAGE} pixels, and are exported by ``torch.onnx.export``; the
+other files come with Python packages.
 
 * *float difference*: the largest difference of the module that is read from the file to the file in ONNX Runtime, in
   parts of the largest output (torchvision's ViT starts with a head of zeros);
