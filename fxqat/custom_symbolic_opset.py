@@ -6,6 +6,7 @@ Nothing is registered with torch's exporter: the table of translations is built 
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,9 @@ WARNINGS = "fxqat.warnings"
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 """The key at which torch's exporter notes the paths of the modules that a node comes from."""
+
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
+"""What torch's exporter writes into its messages for a terminal."""
 
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
@@ -74,16 +78,16 @@ def run_exporter(
         try:
             model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
-            leaves = leaf_calls(module)
+            leaves, why = leaf_calls(module), COLORS.sub("", str(cause))
+            called = ", ".join(str(leaf.target) for leaf in leaves)
             if sizes is not None:
-                raise ExportError(f"torch.onnx.export failed with open sizes: {cause}\n{sizes.cause}") from cause
+                raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
             if not leaves:
-                raise ExportError(f"torch.onnx.export failed: {cause}") from cause
+                raise ExportError(f"torch.onnx.export failed: {why}") from cause
             try:
                 model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
             except Exception:  # noqa: BLE001  the first failure says more
-                raise ExportError(f"torch.onnx.export failed: {cause}") from cause
-            called = ", ".join(str(leaf.target) for leaf in leaves)
+                raise ExportError(f"torch.onnx.export failed with {called}, not traced: {why}") from cause
             told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
     fixed = [
         f"{value.name}[{axis}]"

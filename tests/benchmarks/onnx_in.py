@@ -97,7 +97,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
              "--batch-size", "1"], standalone_mode=False,
         )  # fmt: skip
     except (FxqatError, click.ClickException) as error:
-        return line | {"refused": str(error).splitlines()[0]}
+        return line | {"refused": str(error).splitlines()[0].replace(str(file), name)}
     quantized = ort.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
     names = [[value.name for value in values] for values in (quantized.get_inputs(), quantized.get_outputs())]
     certificate = json.loads((out / "model.parity.json").read_text())
