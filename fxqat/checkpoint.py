@@ -64,8 +64,8 @@ def save_checkpoint(
     :func:`load_checkpoint` resumes QAT so that the next step is bit-identical. Every file is written atomically: a
     crash leaves the old one.
 
-    Of a model that :func:`fxqat.tools.training.shard` has sharded, every rank must call it: the tensors are gathered,
-    and rank 0 writes the file.
+    Of a model that :func:`fxqat.tools.training.sharding.shard` has sharded, every rank must call it: the tensors are
+    gathered, and rank 0 writes the file.
 
     With a JSON path, the QDQ ONNX file and its certificate are written beside the JSON if example inputs are known:
     ``save_checkpoint(gm, "model.pth", "model.json")`` writes ``model.onnx``, too. An export traces, converts and
@@ -364,8 +364,8 @@ def _is_sharded(gm: nn.Module) -> bool:
     if flattened:
         raise CheckpointError(
             f"FullyShardedDataParallel has flattened {flattened[:4]}: this process does not hold the whole of them. "
-            "Shard the model by fxqat.tools.training.shard (FSDP2), whose checkpoints work. Or gather the full state "
-            "dict, load it into a model that is prepared in the same way and not sharded, and save that."
+            "Shard the model by fxqat.tools.training.sharding.shard (FSDP2), whose checkpoints work. Or gather the "
+            "full state dict, load it into a model that is prepared in the same way and not sharded, and save that."
         )
     return any(is_sharded(tensor) for _, tensor in tensors)
 

@@ -20,12 +20,21 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
+from fxqat.utils.contexts import buffers_kept, equal_random_numbers
+from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import OPERATORS
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     end = None if isinstance(end, int) and end >= 2**62 else end
     return x[(*[slice(None)] * (dim % x.dim()), slice(start, end, step))]
+
+
+def _embedding(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    padding = None if padding_idx < 0 else padding_idx
+    return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
 
 
 def _interpolate(mode: str) -> Callable[..., Any]:
@@ -39,7 +48,7 @@ def _interpolate(mode: str) -> Callable[..., Any]:
 OTHERS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "div": torch.div,
-    "embedding": lambda weight, indices, *_: F.embedding(indices, weight),
+    "embedding": _embedding,
     "layer_norm": lambda x, shape, weight=None, bias=None, eps=1e-5, *_: F.layer_norm(x, shape, weight, bias, eps),
     "mul": operator.mul,
     "slice": _slice,
@@ -57,17 +66,42 @@ CHECKS = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_
 
 
 def read_exported(path: Path) -> nn.Module:
-    """The module of a program that ``torch.export.save`` wrote.
+    """The module of a program that ``torch.export.save`` wrote, in eval mode.
 
     Raises:
-        ConfigError: it is none, or has an operator for which there is no function of torch.
+        ConfigError: it is none, has an operator for which there is no function of torch, or computes something else
+            with these functions on the inputs that it was exported with.
     """
     try:
-        module = torch.export.load(str(path)).module(check_guards=False)
+        program = torch.export.load(str(path))
+        module = program.module(check_guards=False)
     except Exception as error:
         raise ConfigError(f"MODEL {path} is not a program of torch.export.save: {error}") from error
     assert isinstance(module, fx.GraphModule)
-    return fx.GraphModule(module, _Written(module).transform().graph, type(module).__name__)
+    written = fx.GraphModule(module, _Written(module).transform().graph, type(module).__name__).eval()
+    if program.example_inputs is not None:
+        _check_same(path, written, module, program.example_inputs)
+    return written
+
+
+def _check_same(path: Path, written: nn.Module, module: nn.Module, inputs: tuple[tuple[Any, ...], Any]) -> None:
+    """Check that the written module computes what the program does, with the same random numbers."""
+    args, kwargs = inputs
+    with torch.no_grad(), equal_random_numbers(module), buffers_kept(module):
+        exact = flatten_tensors(module(*args, **kwargs))
+    with torch.no_grad(), equal_random_numbers(module), buffers_kept(module):
+        found = flatten_tensors(written(*args, **kwargs))
+    if len(found) != len(exact) or not all(map(_is_close, found, exact)):
+        raise ConfigError(
+            f"MODEL {path}: fxqat cannot read this program: written with torch's functions it computes something else "
+            "on the inputs that it was exported with. Give the Python model, or its ONNX file"
+        )
+
+
+def _is_close(found: Tensor, exact: Tensor) -> bool:
+    if not exact.is_floating_point() or found.shape != exact.shape:
+        return torch.equal(found, exact)
+    return torch.allclose(found, exact, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 class _Written(fx.Transformer):

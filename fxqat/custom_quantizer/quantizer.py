@@ -51,7 +51,6 @@ from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import TOO_COSTLY, Annotation, ValueQuant
-from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, node_inputs
 from fxqat.utils.node_meta import ANNOTATION, KEPT_WHOLE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
@@ -302,17 +301,19 @@ class BackendQuantizer:
             members.setdefault(groups.find(node.name), []).append(node)
         for number, nodes in enumerate(members.values()):
             of_group = {node: values[node] for node in nodes}
-            config = group_config(of_group, [asked[node] for node in nodes if node in asked], untrained, nonnegative)
-            rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
-            config = self._with_scale_bits(config, rules)
+            of_nodes = [asked[node] for node in nodes if node in asked]
+            config = group_config(of_group, of_nodes, untrained, nonnegative)
+            if not self._asks_scale_bits(max(rank for _, rank in of_nodes)):
+                rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
+                bits = [config.scheme.scale_bits, *(rule.scale_bits for rule in rules if rule is not None)]
+                config = config.with_scheme(scale_bits=max(bits))
             values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
 
-    def _with_scale_bits(self, config: TensorQConfig, rules: list[Rule | None]) -> TensorQConfig:
-        """The configuration of values with the scale bits that their rules demand, unless others were asked for."""
-        own = config.scheme.scale_bits
-        if "scale_bits" in self.config.activation.scheme or own != self.spec.activation.scheme.scale_bits:
-            return config
-        return config.with_scheme(scale_bits=max([own, *(rule.scale_bits for rule in rules if rule is not None)]))
+    def _asks_scale_bits(self, rank: int) -> bool:
+        """Whether scale bits may have been asked for: of all activations, or by overrides if one decides (rank > 0)."""
+        asking = [self.config.activation, *(c for o in self.config.overrides if rank for c in o.changes.values() if c)]
+        computed = any(override.function is not None for override in self.config.overrides if rank)
+        return computed or any("scale_bits" in change.scheme for change in asking)
 
 
 def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:

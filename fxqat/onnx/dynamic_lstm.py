@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from fxqat.errors import ExportError
 from fxqat.onnx.narrow_types import input_of
+from fxqat.onnx.remove_unread import remove_unread
 
 DOMAIN = "com.microsoft"
 
@@ -54,13 +55,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     for old, value in zip(node.outputs, new.outputs, strict=True):
         value.name, value.type, value.shape = old.name, old.type, old.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)
-    for each in unread:
-        if not any(value.uses() for value in each.outputs):
-            held = [value for value in each.inputs if value is not None and value.is_initializer()]
-            graph.remove(each, safe=True)
-            for value in held:
-                if not value.uses() and value.name in graph.initializers:
-                    graph.initializers.pop(str(value.name))
+    remove_unread(graph, unread)
 
 
 def _stored(graph: ir.Graph, node: ir.Node, place: int, unread: list[ir.Node]) -> list[ir.Value]:

@@ -32,7 +32,7 @@ MAX_BYTES = 2**31 - 1
 LARGE = 2**16
 """Tensors of more bytes are kept in the file."""
 
-ROOT = Path(os.path.realpath(os.curdir)).anchor
+ROOT = Path(os.path.abspath(os.sep)).anchor
 """The folder to which the paths of the temporary file are relative: ONNX Runtime takes no absolute ones."""
 
 

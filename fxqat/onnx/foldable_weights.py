@@ -24,6 +24,7 @@ import onnx_ir as ir
 
 from fxqat.onnx.name_tensors import tensors_of
 from fxqat.onnx.narrow_types import input_of
+from fxqat.onnx.remove_unread import drop_unread
 
 
 class FoldableWeights(ir.passes.InPlacePass):
@@ -59,8 +60,7 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     for each, suffix in zip(nodes, ("integers", "centered"), strict=False):
         each.outputs[0].name = f"{old.name}_{suffix}"
     ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [nodes[-1].outputs[0]])
-    if not zero_point.uses():
-        graph.initializers.pop(str(zero_point.name))
+    drop_unread(graph, [zero_point])
 
 
 def _values(value: ir.Value) -> np.ndarray:

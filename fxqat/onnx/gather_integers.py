@@ -23,6 +23,7 @@ import numpy as np
 import onnx_ir as ir
 
 from fxqat.onnx.narrow_types import NARROW, input_of
+from fxqat.onnx.remove_unread import remove_unread
 
 
 class GatherIntegers(ir.passes.InPlacePass):
@@ -72,10 +73,7 @@ def _move(graph: ir.Graph, gather: ir.Node) -> None:
         add("Mul", [rows, of_rows(scale)])
     old, new = gather.outputs[0], nodes[-1].outputs[0]
     ir.convenience.replace_nodes_and_values(graph, gather, [gather], nodes, [old], [new])
-    if not reader.outputs[0].uses():
-        graph.remove(reader, safe=True)
-    if not zero_point.uses():
-        graph.initializers.pop(str(zero_point.name))
+    remove_unread(graph, [reader])
 
 
 def _last_axis(graph: ir.Graph) -> ir.Value:

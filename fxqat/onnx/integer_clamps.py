@@ -25,6 +25,7 @@ import numpy as np
 import onnx_ir as ir
 
 from fxqat.onnx.narrow_types import input_of
+from fxqat.onnx.remove_unread import remove_unread
 from fxqat.utils.unused_names import unused_name
 
 TYPES = (np.int8, np.uint8)
@@ -55,12 +56,7 @@ def _move(graph: ir.Graph, quantizer: ir.Node) -> bool:
         ends = np.minimum(np.maximum(ends, low), high)
     name = input_of(quantizer, 0).name
     quantizer.replace_input_with(0, value)  # case 1
-    for node, _ in reversed(clamps):
-        bounds_read = [bound for bound in node.inputs if bound is not None and bound.is_initializer()]
-        graph.remove(node, safe=True)
-        for bound in bounds_read:
-            if not bound.uses():
-                graph.initializers.pop(str(bound.name), None)
+    remove_unread(graph, [node for node, _ in reversed(clamps)])
     value.name = name  # case 3
     if tuple(ends) != (limits.min, limits.max):
         clip_integers(graph, quantizer, ends.astype(zero_point.dtype))  # case 2

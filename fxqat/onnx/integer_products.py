@@ -26,6 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from fxqat.onnx.narrow_types import input_of
+from fxqat.onnx.remove_unread import remove_unread
 
 EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -102,7 +103,7 @@ class _Rewriting:
         if len(node.inputs) > 2 and node.inputs[2] is not None:
             product = self._add("Add", [product, self._shaped(node.inputs[2], shape)])
         ir.convenience.replace_nodes_and_values(self.graph, node, [node], self.nodes, [node.outputs[0]], [product])
-        _remove_unread(self.graph, [values, *([] if moved is None else [moved]), weight])
+        remove_unread(self.graph, [values, *([] if moved is None else [moved]), weight])
 
     def _add(self, kind: str, inputs: list[ir.Value], attributes: Mapping[str, Any] | None = None) -> ir.Value:
         self.nodes.append(ir.node(kind, inputs, attributes or {}))
@@ -119,14 +120,3 @@ class _Rewriting:
             tensor = ir.tensor(np.array(shape, np.int64), name=name)
             self.graph.register_initializer(ir.Value(name=name, const_value=tensor))
         return self._add("Reshape", [value, self.graph.initializers[name]])
-
-
-def _remove_unread(graph: ir.Graph, nodes: list[ir.Node]) -> None:
-    """Remove those of the nodes whose results nothing reads, and the zero points that only they read."""
-    for node in nodes:
-        if not node.outputs[0].uses():
-            inputs = node.inputs[2:]
-            graph.remove(node, safe=True)
-            for value in inputs:
-                if value is not None and value.is_initializer() and not value.uses():
-                    graph.initializers.pop(str(value.name))

@@ -4,7 +4,8 @@
    that it can have a name of its own.
 2. Inputs and outputs get their names, in order.
 3. Any other value that had one of these names gets an unused one.
-4. If there is another number of names than of outputs, the exporter's names stay.
+
+A file with another number of inputs or outputs than of names is refused: a name would be that of another tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from fxqat.errors import ExportError
 from fxqat.utils.unused_names import unused_name
 
 
@@ -30,8 +32,12 @@ class NameInterface(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Rename in place."""
         graph = model.graph
-        if len(graph.inputs) != len(self.inputs) or len(graph.outputs) != len(self.outputs):  # case 4
-            return ir.passes.PassResult(model, modified=False)
+        for what, values, names in (("input", graph.inputs, self.inputs), ("output", graph.outputs, self.outputs)):
+            if len(values) != len(names):
+                raise ExportError(
+                    f"the exported file has {len(values)} {what}s, the model {len(names)}: {', '.join(names)}. An "
+                    f"{what} that the exporter drops or adds cannot be named: leave it out of forward()"
+                )
         for place, value in enumerate(graph.outputs):  # case 1
             if value.producer() is None or value in graph.outputs[:place]:
                 identity = ir.node("Identity", [value])

@@ -6,7 +6,7 @@
    :class:`~fxqat.nn.recurrent.QATRecurrentLayer`, and every table of embeddings a
    :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which
    the bias gets its scale, unless they compute in float; a layer that quantizes its input at run time is called with a
-   name for that input. Layers that share a weight share its fake-quant.
+   name for that input. A layer that is tied to a table of embeddings has its fake-quant.
 """
 
 from __future__ import annotations

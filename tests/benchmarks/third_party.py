@@ -28,6 +28,7 @@ import logging
 import multiprocessing
 import re
 import resource
+import sys
 import tempfile
 import time
 import traceback
@@ -129,6 +130,13 @@ def train_a_step(gm: nn.Module, inputs: Any) -> None:
     gm.eval()
 
 
+def without_folders(text: str) -> str:
+    """A text in which files are named from the folder that they are imported from, as this machine's is nobody's."""
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
 class Warned(logging.Handler):
     """Keeps the warnings that fxqat logs."""
 
@@ -138,7 +146,8 @@ class Warned(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the first two lines of a warning; the second names the worst node."""
-        self.lines.append(" ".join(line.strip() for line in record.getMessage().splitlines()[:2])[:300])
+        message = without_folders(record.getMessage())
+        self.lines.append(" ".join(line.strip() for line in message.splitlines()[:2])[:300])
 
 
 def in_child(package: str, name: str, backend: str, gigabytes: float, pipe: Any) -> None:
@@ -152,8 +161,8 @@ def in_child(package: str, name: str, backend: str, gigabytes: float, pipe: Any)
         measure(package, name, backend, row)
     except Exception as error:  # noqa: BLE001  stays visible in the table
         traceback.print_exc()
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        text = re.sub(r"\S*site-packages/|\x1b\[\d*m", "", " / ".join(lines[:3]))
+        lines = [line.strip() for line in without_folders(str(error)).splitlines() if line.strip()]
+        text = re.sub(r"\x1b\[\d*m", "", " / ".join(lines[:3]))
         row["error"] = f"{type(error).__name__}: {text[:400]}"
     pipe.send(row | {"warnings": warned.lines, "seconds": time.perf_counter() - begin, "version": version(package)})
 

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxqat
+from fxqat.cli import read_exported
 from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.errors import ConfigError
 from tests.cli.programs import Net
@@ -54,6 +55,23 @@ def test_an_exported_program_is_a_model(tmp_path: Path) -> None:
     ops = {row.op: row.status for row in gm.quant_report}
     assert (ops["conv2d"], ops["conv_transpose2d"]) == ("quantized", "shares")
     assert "batch_norm" not in ops  # part of the convolution
+
+
+def test_a_table_of_an_exported_program_keeps_its_padding(tmp_path: Path) -> None:
+    """The row of the padding gets no gradient."""
+    table = nn.Embedding(5, 3, padding_idx=1)
+    torch.export.save(torch.export.export(table, (torch.tensor([1, 2]),)), tmp_path / "table.pt2")
+    model = load_model(str(tmp_path / "table.pt2")).model
+    model(torch.tensor([1, 2])).sum().backward()
+    assert model.weight.grad.abs().sum(1).tolist() == [0, 0, 3, 0, 0]
+
+
+def test_a_program_that_is_read_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions are found by name: one that takes other arguments must not pass unseen."""
+    torch.export.save(torch.export.export(nn.Softmax(-1), (torch.randn(2, 3),)), tmp_path / "net.pt2")
+    monkeypatch.setitem(read_exported.OTHERS, "softmax", lambda x, dim, *_: x.softmax(0))
+    with pytest.raises(ConfigError, match="net.pt2: fxqat cannot read this program: .* computes something else"):
+        load_model(str(tmp_path / "net.pt2"))
 
 
 @pytest.mark.parametrize("form", ["safetensors", "state_dict", "module.", "checkpoint"])

@@ -101,3 +101,7 @@ def test_sums_have_scales_of_many_bits_where_the_engine_multiplies_by_ratios():
     assert bits["ONNXRuntime"] == bits["OpenVINO"] == bits["TSQAT"] == {"first": 4, "relu": 16, "add_1": 16}
     asked = prepare_by_platform(Sums(), "TSQAT", {"extra_qconfig_dict": {"a_qscheme": {"scale_bits": 5}}})
     assert {quant.scheme.scale_bits for name, quant in named_fake_quants(asked) if "act" in name} == {5}
+    for entry, found in (({"bit": 4}, 16), ({"scale_bits": 4}, 4), ({"scale_bits": 6}, 6)):
+        rule = {"match": {"node": "add_1"}, "output": entry}
+        gm = prepare_by_platform(Sums(), "TSQAT", {"overrides": [rule]})
+        assert gm.add_1_act_fake_quant.scheme.scale_bits == found, entry

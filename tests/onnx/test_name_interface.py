@@ -4,6 +4,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
+from fxqat.errors import ExportError
 from fxqat.onnx.name_interface import NameInterface
 
 
@@ -37,7 +38,13 @@ def test_an_output_that_is_an_input_or_another_output_gets_a_name_of_its_own(out
     assert [node.op_type for node in model.graph] == ["Relu", "Exp", "Identity"]
 
 
-def test_with_another_number_of_names_the_names_stay() -> None:
-    model = model_of("a", "b")
-    assert not NameInterface(["x"], ["y"])(model).modified
-    assert [value.name for value in model.graph.outputs] == ["a", "b"]
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "what"),
+    [(["x"], ["y", "z"], "has 1 outputs, the model 2: y, z"), ([], ["y"], "has 1 inputs, the model 0")],
+)
+def test_another_number_of_names_is_refused(inputs: list[str], outputs: list[str], what: str) -> None:
+    """A name would be that of another tensor."""
+    model = model_of("b")
+    with pytest.raises(ExportError, match=what):
+        NameInterface(inputs, outputs)(model)
+    assert [value.name for value in model.graph.outputs] == ["b"]

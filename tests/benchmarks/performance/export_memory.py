@@ -123,8 +123,7 @@ model; the prepared model itself, which is once the float weights, is not counte
 
 Where it goes: the float weights of the prepared model are not copied; their integers are made layer by layer, and are
 in a file while the model is checked and compared. Most of the rest is ONNX Runtime: without optimizations it computes
-the float values of all weights. At full optimization it needs, for a moment, 2.6 times the float weights of
-``vit_b_16``, whose weights are transposed (ONNX Runtime 1.32, measured alone with the finished file).
+the float values of all weights.
 
 Written by ``tests/benchmarks/performance/export_memory.py`` with torch {torch.__version__}; do not edit.
 """,

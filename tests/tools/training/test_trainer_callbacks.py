@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fxqat
+from fxqat.checkpoint import float_state_dict
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import is_calibrated, named_fake_quants
 
@@ -164,6 +165,35 @@ def test_the_trainer_of_transformers_calibrates_trains_resumes_and_exports(tmp_p
     trainer_of(resumed, tmp_path, other).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for name, value in gm.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def test_a_trained_model_is_kept_as_transformers_keeps_its_models(tmp_path: Path) -> None:
+    """As on the page: float weights by ``save_pretrained``, the rest by ``save_checkpoint``."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.ViTModel(transformers.ViTConfig(image_size=8, patch_size=4, **sizes)).eval()
+    x = torch.randn(2, 3, 8, 8)
+
+    def prepare(model: nn.Module) -> nn.Module:
+        return fxqat.prepare_by_platform(model.eval(), "TSQAT", example_inputs=(x,))
+
+    gm = prepare(model)
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    with torch.no_grad():
+        for parameter in gm.parameters():  # trained: neither the model's weights nor the calibrated scales
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path, state_dict=float_state_dict(gm))
+    fxqat.save_checkpoint(gm, f"{tmp_path}/fxqat.pth")
+
+    loaded = transformers.AutoModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        fxqat.disable_all(gm)
+        assert torch.equal(loaded.eval()(x).last_hidden_state, gm(x).last_hidden_state)
+        assert not torch.equal(loaded(x).last_hidden_state, model(x).last_hidden_state)
+        fxqat.enable_quantization(gm)
+        again = prepare(loaded)
+        fxqat.load_checkpoint(again, tmp_path / "fxqat.pth")
+        assert torch.equal(again(x).last_hidden_state, gm(x).last_hidden_state)
 
 
 # Wrong use
