@@ -72,7 +72,7 @@ setup(
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
         ],
-        "docs": ["sphinx>=8", "furo", "sphinx-copybutton"],
+        "docs": ["sphinx>=8", "furo", "sphinx-copybutton", "matplotlib"],
         "onnx2torch": ["onnx2torch>=1.5.15"],  # the command reads ONNX files
         "trainers": ["lightning>=2.6", "transformers", "accelerate"],
         "litert": [

@@ -5,15 +5,25 @@ from pathlib import Path
 
 from fxqat import __version__
 
-sys.path.insert(0, str(Path(__file__).parent))  # provenance.py
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside this file
+
+from inventories import intersphinx_mapping as inventories  # noqa: E402
 
 project = "fxqat"
 author = "the fxqat authors"
 release = __version__
 version = __version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "provenance"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "provenance",
+    "tables",
+]
 exclude_patterns = ["_build"]
+intersphinx_mapping = inventories()
 html_theme = "furo"
 html_title = f"fxqat {__version__}"
 html_static_path = ["_static"]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import hashlib
 import io
 import json
@@ -173,31 +172,10 @@ def _add_note(app: object, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("|measured pages|", "\n".join(rows))
 
 
-def _write_tables(app: object, doctree: object, page: str) -> None:
-    """Write each table of a measured page as a CSV file, link it below the table, and mark the table's header."""
-    from docutils import nodes
-
-    if page not in PAGES or app.builder.format != "html":
-        return
-    for number, table in enumerate(list(doctree.findall(nodes.table)), 1):
-        name = f"{page.rpartition('/')[2]}_{number}.csv"
-        body = next(table.findall(nodes.tbody))
-        if not any(table.findall(nodes.thead)):  # the grid of PrettyTable does not mark its first row as the header
-            body.parent.insert(body.parent.index(body), nodes.thead("", body.pop(0)))
-        rows = [[entry.astext().replace("\n", " ") for entry in row] for row in table.findall(nodes.row)]
-        file = Path(app.outdir) / "_csv" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w", newline="", encoding="utf-8") as stream:
-            csv.writer(stream).writerows(rows)
-        link = nodes.reference("", "this table as CSV", refuri=f"../_csv/{name}", internal=False)
-        table.parent.insert(table.parent.index(table) + 1, nodes.paragraph("", "", link, classes=["csv"]))
-
-
 def setup(app: object) -> dict[str, bool]:
     """Connect the extension."""
     app.connect("env-get-outdated", lambda *_: [*PAGES, "evidence/index"])  # code may have changed where a page has not
     app.connect("source-read", _add_note)
-    app.connect("doctree-resolved", _write_tables)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 

@@ -217,6 +217,21 @@ def test_every_page_is_in_a_list():
     assert sorted(map(str, listed - pages)) == []
 
 
+def test_charts_have_a_dot_for_each_figure_of_the_table(tmp_path):
+    chart = runpy.run_path(str(DOCS / "charts.py"))["Chart"](
+        "Top-1", ("model", "bits"), {"float": "a", "int8": "b"}, line=1
+    )
+    rows = [
+        {"model": "net", "bits": "8", "a": "91.5 ± 0.2", "b": "-1"},
+        {"model": "net", "bits": "", "a": "", "b": "2 of 3"},
+    ]
+    assert chart.figures(rows) == {"float": {"net, 8": 91.5}, "int8": {"net, 8": -1, "net": 2}}
+    chart.draw(rows, tmp_path / "charts" / "net.svg")
+    assert "<svg" in (tmp_path / "charts" / "net.svg").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="no figures for int8 of the chart 'Top-1'"):
+        chart.figures([{**rows[0], "b": "passed"}])
+
+
 def test_the_chart_is_drawn_from_the_pages():
     drawn = runpy.run_path(str(ROOT / "media" / "results.py"))
     assert drawn["draw"]() == drawn["OUTPUT"].read_text(encoding="utf-8"), "run: python media/results.py"
@@ -275,9 +290,11 @@ def test_no_page_scrolls_sideways(browser, site):
     folder, address = site
     pages = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.html") if "_static" not in path.parts)
     (folder / "measure.html").write_text(MEASURE % json.dumps(pages))
-    options = ["--no-sandbox", "--disable-gpu", "--virtual-time-budget=600000", "--dump-dom"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=600000", "--dump-dom"]
     command = [browser, *options, f"{address}/measure.html"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(re.search(r'<pre id="result">(.*?)</pre>', shown, re.DOTALL)[1])
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    found = re.search(r'<pre id="result">(.*?)</pre>', run.stdout, re.DOTALL)
+    assert found, run.stderr
+    result = json.loads(found[1])
     assert result["wide"] == []
     assert result["measured"] == 2 * len(pages) > 100
