@@ -63,6 +63,7 @@ class FakeQuantizeBase(KeepsDtype):
         observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
             again.
         scale_bits: significant bits of the scale in use.
+        always_zero: the model makes zeros of what it rounds, whatever its inputs are.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
 
@@ -88,6 +89,7 @@ class FakeQuantizeBase(KeepsDtype):
         self.observer = observer
         self.observer_enabled = False
         self.fake_quant_enabled = False
+        self.always_zero = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
         self.has_zero_point = scheme.fixed_zero_point != 0

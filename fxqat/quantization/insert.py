@@ -34,6 +34,7 @@ from fxqat.observer.observers import OBSERVERS
 from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify, keeps_output
 from fxqat.quantization.annotation import Annotation, annotation_of
+from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
@@ -145,6 +146,7 @@ def _name(kind: Any) -> str:
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
+    zeros = zero_values(gm.graph)
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -156,8 +158,12 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str
             path = unique_name(gm, f"{node.name}_act_fake_quant")
             with _errors_name(value.config, f"value of {node.name!r} ({found.reason})"):
                 quant_module = build_fake_quant(value.config, ACTIVATION)
+            quant_module.always_zero = True  # as far as seen
             gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
+        group_quant = gm.get_submodule(paths[value.group])
+        assert isinstance(group_quant, FakeQuantizeBase)
+        group_quant.always_zero = group_quant.always_zero and node in zeros
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
             arguments["on_grid"] = True
