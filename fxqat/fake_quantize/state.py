@@ -209,7 +209,7 @@ def _set_observers(wanted: Iterable[tuple[str, FakeQuantizeBase, bool]], keep: b
 
 @torch.no_grad()
 def _tell_extremes(quants: dict[str, FakeQuantizeBase]) -> None:
-    """Log the fake-quants whose observers saw only zeros that need not be zeros, or values that are too large to be data."""
+    """Log the fake-quants that saw only zeros without need, or values that are too large to be data."""
     zeros, huge = [], []
     for name, quant in quants.items():
         if quant.scheme.fixed_range is None and quant.observer.has_seen_data() and quant.observer.is_finite():

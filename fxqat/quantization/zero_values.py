@@ -1,4 +1,4 @@
-"""Which values are always zero, as far as the graph shows it: states that start at zero, and what is computed of them."""
+"""Which values are always zero, as far as the graph shows it: states at the start, and what is computed of them."""
 
 from __future__ import annotations
 

@@ -133,9 +133,7 @@ def _step(weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Tensor
     return step
 
 
-def _columns(
-    segment: Segment, path: str, place: int, batches: Sequence[Values], quantized: bool
-) -> Iterator[Tensor]:
+def _columns(segment: Segment, path: str, place: int, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
     """What one of a layer's weights multiplies, call by call."""
     weight = weights_of(segment.layers[path])[place]
     found: list[Tensor] = []

@@ -16,11 +16,9 @@ from torch.nn import functional as F
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer, run_layer, unstacked
+from fxqat.nn.recurrent import QATRecurrentLayer, unstacked
 from fxqat.nn.weighted import WeightedOp
 from fxqat.tools.post_training.layer_matrices import inputs_to_columns
-
-PROBES = 4
 
 Layer = QATLayer | QATRecurrentLayer
 
@@ -98,30 +96,20 @@ class RecurrentWeight(LayerWeight):
     place: int
 
     def __init__(self, layer: QATRecurrentLayer, attribute: str) -> None:
-        groups = len(layer.names) * len(layer.cell.gates)
+        groups = len(layer.names)
         super().__init__(layer, attribute, WeightedOp(F.conv1d, {"groups": groups}, type(layer), {}))
-
-    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
-        """See :class:`LayerWeight`."""
-        inputs = self.inputs(args, output)  # (D, T, N, columns)
-        weights = gate_sensitivities(self.layer, *args)  # (D, G, T, N)
-        columns: Tensor = (weights[..., None] * inputs[:, None]).flatten(0, 1).flatten(1, 2).mT
-        return columns
-
-    @abstractmethod
-    def inputs(self, args: tuple[Any, ...], output: Any) -> Tensor:
-        """What each direction multiplies at each step, ``(D, T, N, inputs per output)``."""
 
     def value(self) -> Tensor:
         """See :class:`LayerWeight`."""
-        return self.layer.stacked()[self.place]
+        w, r, _ = self.layer.stacked()
+        return (w, r)[self.place]
 
     @torch.no_grad()
     def write_(self, weight: Tensor) -> None:
         """See :class:`LayerWeight`."""
-        tensors = list(self.layer.stacked()[:2])
-        tensors[self.place] = weight
-        given = unstacked(self.layer.mode, len(self.layer.names), *tensors, None)
+        w, r, _ = self.layer.stacked()
+        w, r = (weight, r) if self.place == 0 else (w, weight)
+        given = unstacked(self.layer.mode, len(self.layer.names), w, r, None)
         for names, values in zip(self.layer.names, given, strict=True):
             getattr(self.layer, names[self.place]).copy_(values[self.place])
 
@@ -134,10 +122,10 @@ class InputWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_ih_fake_quant")
 
-    def inputs(self, args: tuple[Any, ...], output: Any) -> Tensor:
-        """See :class:`RecurrentWeight`."""
-        x: Tensor = args[0]
-        return x.expand(len(self.layer.names), *x.shape)
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """See :class:`LayerWeight`."""
+        columns: Tensor = args[0].flatten(0, 1).T
+        return columns.expand(len(self.layer.names), *columns.shape)
 
 
 class StateWeight(RecurrentWeight):
@@ -148,47 +136,14 @@ class StateWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_hh_fake_quant")
 
-    def inputs(self, args: tuple[Any, ...], output: Any) -> Tensor:
-        """See :class:`RecurrentWeight`."""
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """See :class:`LayerWeight`."""
         y: Tensor = output[0]
         start = args[1] if len(args) > 1 else torch.zeros_like(y[0])
         before = [torch.cat([start[:1], y[:-1, 0]])]
         if y.shape[1] == 2:  # the second direction starts at the last step
             before.append(torch.cat([y[1:, 1], start[1:]]))
-        return torch.stack(before)
-
-
-def gate_sensitivities(layer: QATRecurrentLayer, x: Tensor, *states: Tensor) -> Tensor:
-    """How much a small error of a product of a gate changes the layer's output, at each step.
-
-    ``W`` gets the identity as further columns, whose inputs are zeros: the gradient with respect to these is that with
-    respect to the products. The output is multiplied by random signs ``v``, of which ``E (J^T v)^2`` is the sum of the
-    squares of each column of the Jacobian ``J``.
-
-    Args:
-        layer: the layer; its weights are not rounded here.
-        x: ``(T, N, I)``.
-        states: the states at the start.
-
-    Returns:
-        The root mean square over the units of a gate, ``(D, G, T, N)``.
-    """
-    w, r, b = layer.stacked()
-    directions, gates = len(layer.names), len(layer.cell.gates)
-    found = []
-    with torch.enable_grad():
-        extra = x.new_zeros(directions, *x.shape[:2], gates * layer.hidden_size, requires_grad=True)
-        wide = torch.cat([x, *extra], -1)
-        eye = torch.eye(extra.shape[-1], dtype=w.dtype, device=w.device)
-        w = torch.cat([w, torch.block_diag(*[eye] * directions)], 1)
-        given = unstacked(layer.mode, directions, w, r, b)
-        y = run_layer(layer.mode, wide, states, given)[0]
-        for _ in range(PROBES):
-            signs = torch.randint_like(y, 2) * 2 - 1
-            (gradient,) = torch.autograd.grad(y, extra, signs, retain_graph=True)
-            found.append(gradient.square())
-    squares = torch.stack(found).mean(0).unflatten(-1, (gates, -1)).mean(-1)
-    return squares.movedim(-1, 1).sqrt()
+        return torch.stack(before).flatten(1, 2).mT
 
 
 def weights_of(layer: Layer) -> list[LayerWeight]:
