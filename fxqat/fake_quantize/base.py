@@ -27,8 +27,8 @@ class Observer(Protocol):
     min_val: Tensor
     max_val: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Watch one tensor."""
+    def __call__(self, x: Tensor, same_pass: bool = False) -> Tensor:
+        """Watch one tensor; ``same_pass``: it is not the first one of this pass through the model."""
 
     def reduce_over_ranks(self) -> bool:
         """Agree with the other ranks on one range; returns whether there are any."""
@@ -63,6 +63,7 @@ class FakeQuantizeBase(KeepsDtype):
         observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
             again.
         scale_bits: significant bits of the scale in use.
+        always_zero: the model makes zeros of what it rounds, whatever its inputs are.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
 
@@ -88,6 +89,7 @@ class FakeQuantizeBase(KeepsDtype):
         self.observer = observer
         self.observer_enabled = False
         self.fake_quant_enabled = False
+        self.always_zero = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
         self.has_zero_point = scheme.fixed_zero_point != 0
@@ -96,7 +98,14 @@ class FakeQuantizeBase(KeepsDtype):
             observer.min_val.fill_(low)
             observer.max_val.fill_(high)
 
-    def forward(self, x: Tensor, tensor_name: str = "", on_grid: bool = False, input_kept: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        tensor_name: str = "",
+        on_grid: bool = False,
+        input_kept: bool = False,
+        same_pass: bool = False,
+    ) -> Tensor:
         """Watch one tensor, and round it, if the switches are on.
 
         Args:
@@ -105,6 +114,7 @@ class FakeQuantizeBase(KeepsDtype):
             on_grid: the value is on this fake-quant's grid already (a pass-through op took it from a quantized value)
                 and is returned as it is. Only export writes a Q/DQ pair here.
             input_kept: another op keeps x for the backward pass, so that saving it here costs no memory.
+            same_pass: the model called this fake-quant in the same pass already, with another value.
 
         Returns:
             The tensor, of x's shape and dtype.
@@ -112,13 +122,18 @@ class FakeQuantizeBase(KeepsDtype):
         if on_grid or not isinstance(x, Tensor):  # an optional input may be None
             return x
         if self.observer_enabled:
-            self.observe(x)
+            self.observe(x, same_pass)
         return self.quantize(x, input_kept=input_kept) if self.fake_quant_enabled else x
 
-    def observe(self, x: Tensor) -> None:
-        """Watch one tensor and update scale and zero point from the range; a fixed range stays."""
+    def observe(self, x: Tensor, same_pass: bool = False) -> None:
+        """Watch one tensor and update scale and zero point from the range; a fixed range stays.
+
+        Args:
+            x: the tensor.
+            same_pass: as in :meth:`forward`.
+        """
         if self.scheme.fixed_range is None:
-            self.observer(self.target(x))
+            self.observer(self.target(x), same_pass)
             self.update_from_observer()
 
     def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:

@@ -209,13 +209,13 @@ def _set_observers(wanted: Iterable[tuple[str, FakeQuantizeBase, bool]], keep: b
 
 @torch.no_grad()
 def _tell_extremes(quants: dict[str, FakeQuantizeBase]) -> None:
-    """Log the fake-quants whose observers saw only zeros, or values that are too large to be data."""
+    """Log the fake-quants that saw only zeros without need, or values that are too large to be data."""
     zeros, huge = [], []
     for name, quant in quants.items():
         if quant.scheme.fixed_range is None and quant.observer.has_seen_data() and quant.observer.is_finite():
             reach = float(torch.maximum(-quant.observer.min_val, quant.observer.max_val).max())
             # a range of zeros may be widened to the smallest scale
-            if quant.kind == ACTIVATION and reach <= SCALE_MIN * 2**quant.scheme.bit_width:
+            if quant.kind == ACTIVATION and not quant.always_zero and reach <= SCALE_MIN * 2**quant.scheme.bit_width:
                 zeros.append(name)
             if reach > LARGEST:
                 huge.append(name)

@@ -104,6 +104,10 @@ class QATLayer(nn.Module):
         weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
         return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
 
+    def weight_fake_quants(self) -> list[FakeQuantizeBase]:
+        """The fake-quants of the layer's weights."""
+        return [self.weight_fake_quant]
+
     def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
         """The fake-quants of the layer's weights, and what they round."""
         return [(self.weight_fake_quant, self.folded()[0])]

@@ -171,6 +171,10 @@ class QATRecurrentLayer(RecurrentLayer):
         given = unstacked(self.mode, len(self.names), w, r, b)
         return run_layer(self.mode, x, states, given, self.training)
 
+    def weight_fake_quants(self) -> list[FakeQuantizeBase]:
+        """The fake-quants of the layer's weights, ``W`` and ``R``."""
+        return [self.weight_ih_fake_quant, self.weight_hh_fake_quant]
+
     def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
         """The fake-quants of the layer's weights, and what they round."""
         w, r, _ = self.stacked()

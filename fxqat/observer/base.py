@@ -15,6 +15,7 @@ class ObserverBase(nn.Module):
     """Watches tensors and keeps the range ``[min_val, max_val]`` that quantization should cover.
 
     Before any data the range is ``[+inf, -inf]``: this needs no counter, and the first update needs no branch on data.
+    Several values may have one range: those of one pass through the model are united, an average is over passes.
 
     Args:
         scheme: the scheme the range is for.
@@ -28,6 +29,9 @@ class ObserverBase(nn.Module):
 
     min_val: Tensor
     max_val: Tensor
+    pass_min: Tensor
+    pass_max: Tensor
+    pass_weight: Tensor
 
     def __init__(
         self,
@@ -47,6 +51,8 @@ class ObserverBase(nn.Module):
         shape = () if axis is None else (num_channels or 1,)
         self.register_buffer("min_val", torch.full(shape, float("inf")))
         self.register_buffer("max_val", torch.full(shape, float("-inf")))
+        for name, value in (("pass_min", 0.0), ("pass_max", 0.0), ("pass_weight", 1.0)):
+            self.register_buffer(name, torch.full(shape, value), persistent=False)
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The range of one tensor; most observers override this method only.
@@ -68,16 +74,29 @@ class ObserverBase(nn.Module):
     def averaged(self, low: Tensor, high: Tensor, past: float | Tensor) -> tuple[Tensor, Tensor]:
         """``past * running + (1 - past) * new``, or the new range alone while nothing was seen."""
         fresh = self.min_val > self.max_val
+        self.pass_min.copy_(low)
+        self.pass_max.copy_(high)
+        self.pass_weight.copy_(torch.where(fresh, 1.0, 1.0 - past))
         return (
             torch.where(fresh, low, torch.lerp(low, self.min_val, past)),
             torch.where(fresh, high, torch.lerp(high, self.max_val, past)),
         )
 
+    @property
+    def averages(self) -> bool:
+        """Whether the running range is an average over passes, in which :meth:`averaged` takes part."""
+        return self.ema_ratio is not None
+
     @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """Watch ``x`` and return it unchanged."""
+    def forward(self, x: Tensor, same_pass: bool = False) -> Tensor:
+        """Watch ``x`` and return it unchanged.
+
+        Args:
+            x: the tensor.
+            same_pass: in this pass through the model another value with the same range was watched already.
+        """
         if x.numel():
-            self.watch(x.detach().float())
+            (self.watch_again if same_pass else self.watch)(x.detach().float())
         return x
 
     def watch(self, x: Tensor) -> None:
@@ -85,6 +104,24 @@ class ObserverBase(nn.Module):
         low, high = self.merge(*self.range_of(x))
         self.min_val.copy_(low)
         self.max_val.copy_(high)
+
+    def watch_again(self, x: Tensor) -> None:
+        """Update the running range with one more tensor of the same pass.
+
+        An average over passes must not average the values of one pass, or it would clip the largest of them. The range
+        of a pass is the union of theirs: the running range changes by what the tensor adds to it, times its weight.
+        """
+        if not self.averages:
+            self.watch(x)
+            return
+        low, high = self.range_of(x)
+        fresh = self.min_val > self.max_val  # the first value of the pass was empty
+        low = torch.where(fresh, low, torch.minimum(self.pass_min, low))
+        high = torch.where(fresh, high, torch.maximum(self.pass_max, high))
+        self.min_val.copy_(torch.where(fresh, low, self.min_val + self.pass_weight * (low - self.pass_min)))
+        self.max_val.copy_(torch.where(fresh, high, self.max_val + self.pass_weight * (high - self.pass_max)))
+        self.pass_min.copy_(low)
+        self.pass_max.copy_(high)
 
     @torch.no_grad()
     def reset(self) -> None:

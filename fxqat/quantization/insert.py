@@ -1,7 +1,8 @@
 """Inserts fake-quant into an annotated graph.
 
 1. Every sharing group gets one activation fake-quant, which is called after each value of the group. Where a node of
-   training stands for a quantized one of eval mode, its value passes through the same fake-quant.
+   training stands for a quantized one of eval mode, its value passes through the same fake-quant. Calls after the
+   first one of a pass say so, for observers that average over passes.
 2. Every annotated weighted layer becomes a :class:`~fxqat.nn.qat.QATLayer` at the same path, every recurrent layer a
    :class:`~fxqat.nn.recurrent.QATRecurrentLayer`, and every table of embeddings a
    :class:`~fxqat.nn.embedding.QATEmbedding`. The first two are called with the fake-quant of their input, from which
@@ -33,6 +34,7 @@ from fxqat.observer.observers import OBSERVERS
 from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify, keeps_output
 from fxqat.quantization.annotation import Annotation, annotation_of
+from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
@@ -60,6 +62,7 @@ def insert(gm: fx.GraphModule, bn_mode: str | int) -> fx.GraphModule:
     names: set[str] = set()
     _insert_activations(gm, nodes, names)
     _insert_in_training(gm)
+    _mark_later_calls(gm)
     _insert_weights(gm, nodes, bn_mode, names)
     gm.graph.lint()
     return gm
@@ -143,6 +146,7 @@ def _name(kind: Any) -> str:
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
+    zeros = zero_values(gm.graph)
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -154,8 +158,12 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str
             path = unique_name(gm, f"{node.name}_act_fake_quant")
             with _errors_name(value.config, f"value of {node.name!r} ({found.reason})"):
                 quant_module = build_fake_quant(value.config, ACTIVATION)
+            quant_module.always_zero = True  # as far as seen
             gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
+        group_quant = gm.get_submodule(paths[value.group])
+        assert isinstance(group_quant, FakeQuantizeBase)
+        group_quant.always_zero = group_quant.always_zero and node in zeros
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
             arguments["on_grid"] = True
@@ -181,6 +189,19 @@ def _insert_in_training(gm: fx.GraphModule) -> None:
             with gm.graph.inserting_after(value):
                 rounded = gm.graph.call_module(str(in_eval.target), (value,), dict(in_eval.kwargs))
             node.args = (in_eval, rounded)
+
+
+def _mark_later_calls(gm: fx.GraphModule) -> None:
+    """Tell a fake-quant which of its calls follow another one in the same pass, so that its observer unites them."""
+    only = [nodes_only_in(gm.graph, training=training) for training in (False, True)]
+    earlier: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if isinstance(called_module(node), FakeQuantizeBase) and not node.kwargs.get("on_grid"):
+            others = earlier.setdefault(str(node.target), [])
+            # an earlier call counts if it runs in every mode in which this one runs
+            if any(all(other not in nodes or node in nodes for nodes in only) for other in others):
+                node.kwargs = {**node.kwargs, "same_pass": True}
+            others.append(node)
 
 
 def _tensor_name(node: fx.Node, taken: set[str]) -> str:

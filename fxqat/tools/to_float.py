@@ -8,9 +8,11 @@ The graph is written again, call by call:
    layer;
 3. a layer or table whose tensors belong to no module of the user's model (``F.conv2d(x, self.kernel)``) becomes a call
    of its function;
-4. a parameter that was split (``fxqat.quantization.split_parameters``) is concatenated again, and split where it is
+4. a layer of a recurrent module becomes a call of :func:`fxqat.nn.recurrent.run_layer` on the parameters of the user's
+   module;
+5. a parameter that was split (``fxqat.quantization.split_parameters``) is concatenated again, and split where it is
    read;
-5. tensors that the graph does not read are copied under their names.
+6. tensors that the graph does not read are copied under their names.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.embedding import TABLES, QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import RecurrentLayer
+from fxqat.nn.recurrent import RecurrentLayer, run_layer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_in, set_attribute
@@ -62,7 +64,8 @@ def to_float(model: nn.Module) -> FloatGraphModule:
 
     Returns:
         A graph module on the device and in the mode of the given model, which shares no tensor with it. It can be
-        traced and prepared again, exported, copied and pickled.
+        traced and prepared again, exported, copied and pickled. Only a recurrent layer, which is a call of its
+        function there, stays float if it is prepared again: load the weights into your model for that.
 
     Raises:
         ConfigError: the model is not a prepared one.
@@ -147,10 +150,7 @@ class _Writer:
         if isinstance(module, FakeQuantizeBase):
             self._values[node] = self._values[node.all_input_nodes[0]]  # case 1
         elif isinstance(module, RecurrentLayer):
-            raise ConfigError(
-                f"{node.target}: recurrent layers cannot be written back. Load the weights into your model: the "
-                "'state_dict' of a file of save_checkpoint fits it."
-            )
+            self._values[node] = self._write_recurrent(node, module)  # case 4
         elif isinstance(module, (QATLayer, FusedLayer)):
             self._values[node] = self._write_layer(node, module)
         elif isinstance(module, (QATEmbedding, *TABLES)):
@@ -198,6 +198,13 @@ class _Writer:
         read = self._read(node, module.weight)
         return self._create(node, "call_function", function, (args[0], read), options | kwargs)
 
+    def _write_recurrent(self, node: fx.Node, layer: RecurrentLayer) -> fx.Node:
+        """Case 4: the module's layers are separate calls, but their parameters have the names of the module."""
+        self.replaced.add(str(node.target))
+        x, *states = (self._values[value] for value in node.args if isinstance(value, fx.Node))
+        given = [[self._read(node, getattr(layer, name)) for name in names] for names in layer.names]
+        return self._create(node, "call_function", run_layer, (layer.mode, x, states, given, layer.training))
+
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
         user_path = self._user_path(layer, path)
         if user_path is not None:
@@ -230,7 +237,7 @@ class _Writer:
         return None
 
     def _read(self, node: fx.Node, value: Any) -> fx.Node:
-        """Read a tensor or another value of the model (case 4)."""
+        """Read a tensor or another value of the model (case 5)."""
         if id(value) in self.float_tensors.parts:
             name, sizes, index, dim = self.float_tensors.parts[id(value)]
             whole = self._create(node, "get_attr", name)
@@ -273,7 +280,7 @@ def _tree(
         if hasattr(owner, name):
             continue
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            owner.register_buffer(name, value, persistent=path in tensors)  # case 5
+            owner.register_buffer(name, value, persistent=path in tensors)  # case 6
         else:
             setattr(owner, name, value)
     return root

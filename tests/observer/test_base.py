@@ -245,3 +245,38 @@ def test_samples_are_spread_evenly_over_a_tensor() -> None:
     assert samples_of(x, None, 250).tolist() == [list(range(0, 1000, 4))]
     assert samples_of(x, None, 2000).shape == (1, 1000)
     assert samples_of(x, 1, 3).shape == (100, 10)
+
+
+AVERAGING = [name for name in OBSERVERS if builder(name)(UINT8).averages]
+
+
+def test_the_moving_averages_are_found() -> None:
+    assert {"EMAMinMax", "Average", "Percentile", "EMAMSE", "ClipStd", "LSQPlus"} <= {*AVERAGING}
+    assert not {"MinMax", "MSE", "KL", "HistogramL2"} & {*AVERAGING}
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+@pytest.mark.parametrize("made", [(UINT8,), (PER_CHANNEL, 1, 6)], ids=["per tensor", "per channel"])
+def test_values_of_one_pass_are_united_and_passes_are_averaged(name: str, made: tuple[Any, ...]) -> None:
+    passes = [batches(3, 6, 50, count=3) for _ in range(2)]
+    passes[1] = [x * 0.5 for x in passes[1]]
+    together, united = builder(name)(*made), builder(name)(*made)
+    for values in passes:
+        for i, x in enumerate(values):
+            together(x, same_pass=i > 0)
+        ranges = [united.range_of(x) for x in values]
+        low, high = (torch.stack(ends) for ends in zip(*ranges, strict=True))
+        merged = united.merge(low.amin(0), high.amax(0))
+        united.min_val.copy_(merged[0])
+        united.max_val.copy_(merged[1])
+        torch.testing.assert_close(together.min_val, united.min_val)
+        torch.testing.assert_close(together.max_val, united.max_val)
+    apart = watch(builder(name)(*made), [x for values in passes for x in values])
+    assert (apart.max_val - together.max_val).abs().max() > 0.05
+
+
+def test_a_pass_whose_first_value_is_empty_starts_with_the_second() -> None:
+    observer = builder("EMAMinMax")(UINT8)
+    observer(torch.zeros(0))
+    observer(torch.tensor([-2.0, 3.0]), same_pass=True)
+    assert (observer.min_val, observer.max_val) == (-2.0, 3.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxqat import convert_export
+from fxqat import convert_export, enable_calibration, prepare_by_platform
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.numerics import choose_qparams
 from fxqat.observer.base import ObserverBase
@@ -65,3 +65,28 @@ def test_watching_is_one_graph(name: str) -> None:
         assert torch.equal(value, observer.state_dict()[key]), key
     assert observer.has_seen_data()
     torch.compiler.reset()
+
+
+class Loop(torch.nn.Module):
+    """A recurrence whose states share a scale; in the last step they are the largest."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = [x]
+        for _ in range(3):
+            states.append(torch.relu(states[-1]) * 2)
+        return torch.cat(states)
+
+
+@pytest.mark.parametrize("name", ["EMAMinMax", "Average", "Percentile", "EMAMSE"])
+def test_values_that_share_a_scale_are_one_range_in_each_pass(name: str) -> None:
+    x = torch.linspace(0, 1, 1000).reshape(1, -1)
+    gm = prepare_by_platform(Loop(), "TSQAT", {"extra_qconfig_dict": {"a_observer": name}}, example_inputs=(x,))
+    calls = [node for node in gm.graph.nodes if node.kwargs.get("same_pass")]
+    assert calls
+    enable_calibration(gm)
+    for factor in (1.0, 0.5):
+        gm(x * factor)
+    ranges = {str(node.target): gm.get_submodule(node.target).observer for node in calls}
+    past = {"Average": 0.5}.get(name, 0.9)
+    for observer in ranges.values():
+        assert float(observer.max_val) == pytest.approx(8 * (past + (1 - past) * 0.5), rel=0.05)

@@ -201,3 +201,37 @@ def test_modes_and_frozen_parameters_are_kept():
 def test_other_models_are_refused():
     with pytest.raises(ConfigError, match="prepare_by_platform returned, got Linear"):
         to_float(nn.Linear(2, 2))
+
+
+class Recurrent(nn.Module):
+    """A recurrent module with dropout between its layers, whose states are given and read."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(5, 6, 2, dropout=0.2, **options)
+        self.head = nn.Linear(6 * (1 + self.rnn.bidirectional), 3)
+
+    def forward(self, x, h):
+        y, states = self.rnn(x, (h, h.tanh()) if isinstance(self.rnn, nn.LSTM) else h)
+        return self.head(y), states
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "bias": False}], ids=["plain", "both directions"])
+@pytest.mark.parametrize("overrides", [[], [{"match": {"module": "rnn"}, "recurrent": "unrolled"}]])
+def test_recurrent_layers_get_the_names_of_the_module(kind, options, overrides):
+    torch.manual_seed(0)
+    users = Recurrent(kind, **options).train()
+    arguments = (torch.randn(4, 3, 5), torch.randn(2 * (1 + users.rnn.bidirectional), 3, 6))
+    gm = prepare_by_platform(users, "TSQAT", {"overrides": overrides}, example_inputs=arguments)
+    gm = calibrate(gm, arguments)
+    optimizer = torch.optim.SGD(gm.parameters(), lr=0.01)
+    sum(y.square().mean() for y in flatten_tensors(gm(*arguments))).backward()
+    optimizer.step()
+    model = to_float(gm)
+    again = Recurrent(kind, **options)
+    again.load_state_dict(model.state_dict(), strict=True)
+    assert not torch.equal(again.rnn.weight_hh_l1, users.rnn.weight_hh_l1)
+    with torch.no_grad():
+        for a, b in zip(*(flatten_tensors(m.eval()(*arguments)) for m in (model, again)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.nn.fold import bn_factor
-from fxqat.nn.qat import QATLayer
 from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
+from fxqat.tools.post_training.layer_weights import LayerWeight, weights_of
 from fxqat.tools.post_training.segments import Segment, Values
 from fxqat.utils.contexts import hooked
 from fxqat.utils.tensors import flatten_tensors
@@ -91,7 +90,8 @@ def learn_rounding(
         pairs = zip(quant_inputs, targets, strict=True)
         noise = torch.stack([_distance(segment(values), target) for values, target in pairs]).mean().clamp_min(1e-12)
     with ExitStack() as stack:
-        soft = [stack.enter_context(_soft_rounding(layer)) for layer in segment.layers.values()]
+        weights = [weight for layer in segment.layers.values() for weight in weights_of(layer)]
+        soft = [stack.enter_context(_soft_rounding(weight)) for weight in weights]
         scales = _learnable_scales(segment) if setting.scale_lr else []
         quantizers = segment.quantizers.values() if setting.drop else ()
         stack.enter_context(hooked(quantizers, lambda _, args, output: _mix_randomly(output, args[0], setting.drop)))
@@ -117,26 +117,16 @@ def learn_rounding(
 
 
 @contextmanager
-def _soft_rounding(layer: QATLayer) -> Iterator[AdaRoundFakeQuantize]:
-    """Replace a layer's weight fake-quant by the learned rounding; afterwards write the result into the weight."""
-    weight, _ = layer.folded()
-    quant = layer.weight_fake_quant
-    soft = AdaRoundFakeQuantize(quant, weight)
-    layer.weight_fake_quant = soft
+def _soft_rounding(weight: LayerWeight) -> Iterator[AdaRoundFakeQuantize]:
+    """Replace a weight's fake-quant by the learned rounding; afterwards write the result into the weight."""
+    quant = weight.quant
+    soft = AdaRoundFakeQuantize(quant, weight.value())
+    weight.quant = soft
     try:
         yield soft
     finally:
-        layer.weight_fake_quant = quant
-    write_folded_(layer, soft.rounded())
-
-
-@torch.no_grad()
-def write_folded_(layer: QATLayer, weight: Tensor) -> None:
-    """Change a layer's weight so that folding its BatchNorm gives ``weight``."""
-    if layer.bn is not None:
-        factor = layer.op.per_output_channel(bn_factor(layer.bn), weight)
-        weight = torch.where(factor == 0, layer.weight, weight / factor)
-    layer.weight.copy_(weight)
+        weight.quant = quant
+    weight.write_(soft.rounded())
 
 
 def _learnable_scales(segment: Segment) -> list[Tensor]:

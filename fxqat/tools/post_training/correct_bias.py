@@ -71,9 +71,11 @@ def require_float_biases(gm: QuantGraphModule, caller: str) -> None:
 def channel_means(segment: Segment, batches: list[Values], quantized: bool) -> dict[str, Tensor]:
     """The channel means of each layer's output before its activation, ``(channels,)``, by path.
 
-    Only layers that can be corrected are measured: those with a bias or a BatchNorm.
+    Only layers that can be corrected are measured: those with a bias or a BatchNorm. What the products of a recurrent
+    layer are is not seen from outside, so its bias is not corrected.
     """
-    layers = {path: layer for path, layer in segment.layers.items() if layer.bias is not None or layer.bn is not None}
+    qat = {path: layer for path, layer in segment.layers.items() if isinstance(layer, QATLayer)}
+    layers = {path: layer for path, layer in qat.items() if layer.bias is not None or layer.bn is not None}
     with ExitStack() as stack:
         means = {path: stack.enter_context(_recorded(layer)) for path, layer in layers.items()}
         segment.run(batches, quantized)
@@ -94,7 +96,9 @@ def correct_means(segment: Segment, batches: list[Values], targets: Mapping[str,
     found: dict[str, float] = {}
     for path, means in targets.items():
         error = channel_means(segment, batches, quantized=True)[path] - means
-        _shift_output(segment.layers[path], -error)
+        layer = segment.layers[path]
+        assert isinstance(layer, QATLayer)  # channel_means measures no other
+        _shift_output(layer, -error)
         found[path] = float(error.abs().max())
     return found
 

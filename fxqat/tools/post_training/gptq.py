@@ -30,6 +30,7 @@ from fxqat.errors import ConfigError
 from fxqat.numerics import per_axis, valid_scale
 from fxqat.tools.post_training.input_moments import damped, moments_of_halves, weight_towards_float
 from fxqat.tools.post_training.layer_matrices import sum_along_axis, weight_from_matrices, weight_to_matrices
+from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import Segment, Values
 
 SCALE_FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
@@ -71,6 +72,7 @@ def gptq_weight(
     float_inputs: Sequence[Values],
     damping: float,
     centred: bool,
+    place: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Find a folded weight whose nearest rounding is the solution of GPTQ, and its scale.
 
@@ -82,14 +84,16 @@ def gptq_weight(
         float_inputs: its inputs in the float model.
         damping: lambda, relative to the mean of H's diagonal.
         centred: whether the layer's bias is corrected afterwards.
+        place: which of the layer's weights, in the order of
+            :func:`~fxqat.tools.post_training.layer_weights.weights_of`.
 
     Returns:
         Each element of the weight as it was just before it was rounded, of the weight's shape; and the used scale, of
         the scale's shape.
     """
-    layer = segment.layers[path]
-    op, (weight, _), quant = layer.op, layer.folded(), layer.weight_fake_quant
-    first, second = moments_of_halves(segment, path, float_segment, quant_inputs, float_inputs)
+    found = weights_of(segment.layers[path])[place]
+    op, weight, quant = found.op, found.value(), found.quant
+    first, second = moments_of_halves(segment, path, float_segment, quant_inputs, float_inputs, place)
     gram, _ = (first + second).averages(centred)
     target = weight_towards_float(weight_to_matrices(op, weight).double(), first, second, centred)
     error = QuadraticError.of(target, damped(gram, damping))
@@ -105,8 +109,8 @@ def gptq_weight(
     axis = quant.axis if scale.dim() else None
     best = torch.stack([sum_along_axis(op, values, weight.shape, axis) for values in errors]).argmin(0)
     scale = scales.gather(0, best[None])[0]
-    found = coordinate_descent(error, gptq(error, grid(scale)), grid(scale))
-    return weight_from_matrices(op, found, weight.shape).to(weight.dtype), scale
+    solution = coordinate_descent(error, gptq(error, grid(scale)), grid(scale))
+    return weight_from_matrices(op, solution, weight.shape).to(weight.dtype), scale
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxqat.tools.post_training.layer_matrices import inputs_to_columns
+from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import Segment, Values
 from fxqat.utils.contexts import hooked
 
@@ -71,7 +71,12 @@ class Moments:
 
 
 def moments_of_halves(
-    segment: Segment, path: str, float_segment: Segment, quant_inputs: Sequence[Values], float_inputs: Sequence[Values]
+    segment: Segment,
+    path: str,
+    float_segment: Segment,
+    quant_inputs: Sequence[Values],
+    float_inputs: Sequence[Values],
+    place: int = 0,
 ) -> tuple[Moments, Moments]:
     """The moments of a layer's inputs: of the first and of the second half of the samples of each call.
 
@@ -81,14 +86,14 @@ def moments_of_halves(
         float_segment: the same segment in the float model.
         quant_inputs: the segment's inputs in the quantized model, batch by batch; not empty.
         float_inputs: its inputs in the float model.
+        place: which of the layer's weights, in the order of
+            :func:`~fxqat.tools.post_training.layer_weights.weights_of`.
     """
-    layer = segment.layers[path]
-    weight, _ = layer.folded()
-    ours = _layer_inputs(segment, path, quant_inputs, quantized=True)
-    theirs = _layer_inputs(float_segment, path, float_inputs, quantized=False)
+    ours = _columns(segment, path, place, quant_inputs, quantized=True)
+    theirs = _columns(float_segment, path, place, float_inputs, quantized=False)
     found: list[Moments] = []
-    for read, target in zip(ours, theirs, strict=True):
-        x, difference = (inputs_to_columns(layer.op, weight, values) for values in (read, target - read))
+    for x, target in zip(ours, theirs, strict=True):
+        difference = target - x
         middle = x.shape[-1] // 2
         halves = [Moments.of(x[..., half], difference[..., half]) for half in (slice(middle), slice(middle, None))]
         found = [a + b for a, b in zip(found, halves, strict=True)] if found else halves
@@ -128,12 +133,13 @@ def _step(weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Tensor
     return step
 
 
-def _layer_inputs(segment: Segment, path: str, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
-    """The inputs of a layer, call by call."""
-    inputs: list[Tensor] = []
-    with hooked([segment.layers[path]], lambda _, args: inputs.append(args[0]), pre=True):
+def _columns(segment: Segment, path: str, place: int, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
+    """What one of a layer's weights multiplies, call by call."""
+    weight = weights_of(segment.layers[path])[place]
+    found: list[Tensor] = []
+    with hooked([weight.layer], lambda _, args, output: found.append(weight.columns(args, output))):
         for values in batches:
             segment.set_quantized(quantized)
             segment(values)
-            yield from inputs
-            inputs.clear()
+            yield from found
+            found.clear()

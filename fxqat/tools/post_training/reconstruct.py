@@ -39,10 +39,12 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding, write_folded_
+from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
 from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
+from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
@@ -169,11 +171,12 @@ def _apply_gptq_(
     float_segment = copy.deepcopy(segment)
     for path, layer in segment.layers.items():
         centred = path in means
-        weight, scale = gptq_weight(
-            segment, path, float_segment, quant_inputs, float_inputs, setting.damping, centred=centred
-        )
-        write_folded_(layer, weight)
-        layer.weight_fake_quant.set_qparams(scale, layer.weight_fake_quant.qparams()[1])
+        for place, weight in enumerate(weights_of(layer)):
+            found, scale = gptq_weight(
+                segment, path, float_segment, quant_inputs, float_inputs, setting.damping, centred=centred, place=place
+            )
+            weight.write_(found)
+            weight.quant.set_qparams(scale, weight.quant.qparams()[1])
         correct_means(segment, quant_inputs, {path: means[path]} if centred else {})
 
 
@@ -201,11 +204,12 @@ def _setting(method: str | Reconstruction) -> Reconstruction:
 def _require_plain_weights(gm: QuantGraphModule) -> None:
     """Raise if a weight fake-quant rounds a function of the weight: no result could be written into the weight."""
     for path, layer in gm.named_modules():
-        if isinstance(layer, QATLayer) and type(layer.weight_fake_quant).target is not FakeQuantizeBase.target:
-            raise ConfigError(
-                f"reconstruct: {type(layer.weight_fake_quant).__name__} of {path} rounds a function of the weight; "
-                "prepare the model with another w_fakequantize, such as Fixed or Learnable"
-            )
+        for weight in weights_of(layer) if isinstance(layer, (QATLayer, QATRecurrentLayer)) else ():
+            if type(weight.quant).target is not FakeQuantizeBase.target:
+                raise ConfigError(
+                    f"reconstruct: {type(weight.quant).__name__} of {path} rounds a function of the weight; "
+                    "prepare the model with another w_fakequantize, such as Fixed or Learnable"
+                )
 
 
 @contextmanager

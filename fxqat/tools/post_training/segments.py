@@ -18,12 +18,15 @@ from torch import fx
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
 
 CHAIN = 3
 """Single layers in a row that form one segment: as many as an inverted residual block has."""
+
+WEIGHTED_LAYERS = (QATLayer, QATRecurrentLayer)
 
 Values = dict[str, Any]
 """The values that segments read and write, by name."""
@@ -45,7 +48,7 @@ class Segment:
     module: fx.GraphModule
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    layers: Mapping[str, QATLayer]
+    layers: Mapping[str, QATLayer | QATRecurrentLayer]
     quantizers: Mapping[str, FakeQuantizeBase]
 
     def __call__(self, values: Values) -> Values:
@@ -54,7 +57,8 @@ class Segment:
 
     def set_quantized(self, quantized: bool) -> None:
         """Switch its fake-quants on or off."""
-        for quant in (*self.quantizers.values(), *(layer.weight_fake_quant for layer in self.layers.values())):
+        weights = (quant for layer in self.layers.values() for quant in layer.weight_fake_quants())
+        for quant in (*self.quantizers.values(), *weights):
             quant.fake_quant_enabled = quantized
 
     @torch.no_grad()
@@ -116,7 +120,7 @@ def values_read_later(segments: Sequence[Segment], batches: list[Values], writte
 
 
 def _is_layer(node: fx.Node) -> bool:
-    return isinstance(called_module(node), QATLayer)
+    return isinstance(called_module(node), WEIGHTED_LAYERS)
 
 
 def _live_values(nodes: list[fx.Node]) -> list[int]:
@@ -178,7 +182,7 @@ def _segment(gm: QuantGraphModule, nodes: list[fx.Node]) -> Segment:
         fx.GraphModule(gm, graph),
         tuple(_name(source) for source in reads),
         tuple(_name(node) for node in writes),
-        {path: module for path, module in called.items() if isinstance(module, QATLayer)},
+        {path: module for path, module in called.items() if isinstance(module, WEIGHTED_LAYERS)},
         {path: m for path, m in called.items() if isinstance(m, FakeQuantizeBase) and path in rounding},
     )
 

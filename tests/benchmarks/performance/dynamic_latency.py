@@ -2,7 +2,7 @@
 
 Run nothing else meanwhile. BERT needs the package ``transformers``; without it that row is left out.
 
-    python tests/benchmarks/performance/dynamic_latency.py --output docs/dynamic_latency.rst
+    python tests/benchmarks/performance/dynamic_latency.py --output docs/evidence/dynamic_latency.rst
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def page(scale: int, turns: int, runs: int) -> str:
         "",
         f"Batch 1, one thread, ONNX Runtime {ort.__version__}, {platform.machine()}, {os.cpu_count()} cores, "
         f"{date.today()}. The float and the dynamic file take turns in one process; the median of {turns} turns of "
-        f"{runs} runs. Written by ``tests/benchmarks/performance/dynamic_latency.py``; see :doc:`dynamic`.",
+        f"{runs} runs. Written by ``tests/benchmarks/performance/dynamic_latency.py``; see :doc:`/howto/dynamic`.",
         "",
         ".. list-table::",
         "   :header-rows: 1",

@@ -171,23 +171,36 @@ def failures(outcomes: list[Outcome]) -> PrettyTable:
     return table
 
 
-def page(outcomes: list[Outcome]) -> str:
+STEPS = {
+    RandomNet: """\
+A network has 5 to 24 random steps: convolutions (grouped, strided, transposed, padded in every mode), linear layers,
+norms, activations, pools, arithmetic, concatenation, splits, shared modules, unused branches, attention, reshapes and
+other moves, changes of dtype, one or several inputs and outputs.""",
+    RandomRecurrentNet: """\
+The first step of a network is a recurrent module: an LSTM, GRU or RNN of one or two layers, in one or both directions,
+with or without biases, whose output or states are read. Among the further steps are others, and those of
+:doc:`random_nets`.""",
+}
+"""What the networks of a kind consist of."""
+
+TITLES = {RandomNet: "Networks of random topology", RandomRecurrentNet: "Recurrent networks of random topology"}
+
+
+def page(outcomes: list[Outcome], kind: type[RandomNet]) -> str:
     """The documentation page."""
     tables = [summary(outcomes), failures(outcomes)]
     for table in tables:
         table.set_style(TableStyle.DEFAULT)
         table.hrules = 1
     failed = f"Failures\n--------\n\n{tables[1].get_string()}\n" if tables[1].rows else "None failed.\n"
-    return f"""Networks of random topology
-===========================
+    return f"""{TITLES[kind]}
+{"=" * len(TITLES[kind])}
 
 Whether networks that nobody wrote by hand go all the way: each is prepared for a random backend, compared with the
 float model at another batch size, calibrated, trained one step, exported at opset 21 or the least one for its widths,
 with a fixed or dynamic batch, and compared with ONNX Runtime. It passes if the parity certificate passes.
 
-A network has 5 to 24 random steps: convolutions (grouped, strided, transposed, padded in every mode), linear layers,
-norms, activations, pools, arithmetic, concatenation, splits, shared modules, unused branches, attention, reshapes and
-other moves, changes of dtype, one or several inputs and outputs.
+{STEPS[kind]}
 
 * *steps*, *nodes*, *quantized*: sums over the networks: random steps, rows of the quantization reports, and those that
   are quantized.
@@ -223,7 +236,7 @@ def main() -> None:
     print(summary(outcomes))
     print(failures(outcomes))
     if arguments.output:
-        arguments.output.write_text(page(outcomes), encoding="utf-8")
+        arguments.output.write_text(page(outcomes, kind), encoding="utf-8")
 
 
 def show(seed: int, folder: Path, kind: type[RandomNet] = RandomNet) -> None:

@@ -1,0 +1,153 @@
+"""The weights of a layer, each with its fake-quant and with the inputs that it multiplies.
+
+A convolution or a linear layer has one weight. A recurrent layer has two: that of the input, ``W``, multiplies the
+input of every step, and that of the state, ``R``, the hidden state before every step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.fold import bn_factor
+from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, unstacked
+from fxqat.nn.weighted import WeightedOp
+from fxqat.tools.post_training.layer_matrices import inputs_to_columns
+
+Layer = QATLayer | QATRecurrentLayer
+
+
+class LayerWeight(ABC):
+    """One weight of a layer.
+
+    Args:
+        layer: the layer.
+        attribute: the name of the weight's fake-quant in it.
+        op: how the weight becomes matrices, see :mod:`fxqat.tools.post_training.layer_matrices`.
+    """
+
+    def __init__(self, layer: Layer, attribute: str, op: WeightedOp) -> None:
+        self.layer = layer
+        self.attribute = attribute
+        self.op = op
+
+    @property
+    def quant(self) -> FakeQuantizeBase:
+        """Its fake-quant; setting it replaces the one of the layer."""
+        return getattr(self.layer, self.attribute)  # type: ignore[no-any-return]
+
+    @quant.setter
+    def quant(self, quant: FakeQuantizeBase) -> None:
+        setattr(self.layer, self.attribute, quant)
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """What the fake-quant rounds."""
+
+    @abstractmethod
+    def write_(self, weight: Tensor) -> None:
+        """Change the layer's parameters so that :meth:`value` is ``weight``."""
+
+    @abstractmethod
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """What the matrices multiply in one call of the layer, ``(groups, inputs per output, samples)``.
+
+        Args:
+            args: the arguments of the call.
+            output: its result.
+        """
+
+
+class FoldedWeight(LayerWeight):
+    """The weight of a convolution or a linear layer, with BatchNorm folded in."""
+
+    layer: QATLayer
+
+    def __init__(self, layer: QATLayer) -> None:
+        super().__init__(layer, "weight_fake_quant", layer.op)
+
+    def value(self) -> Tensor:
+        """See :class:`LayerWeight`."""
+        return self.layer.folded()[0]
+
+    @torch.no_grad()
+    def write_(self, weight: Tensor) -> None:
+        """See :class:`LayerWeight`."""
+        if self.layer.bn is not None:
+            factor = self.op.per_output_channel(bn_factor(self.layer.bn), weight)
+            weight = torch.where(factor == 0, self.layer.weight, weight / factor)
+        self.layer.weight.copy_(weight)
+
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """See :class:`LayerWeight`."""
+        return inputs_to_columns(self.op, self.value(), args[0])
+
+
+class RecurrentWeight(LayerWeight):
+    """``W`` or ``R`` of a recurrent layer; each direction is a group."""
+
+    layer: QATRecurrentLayer
+    place: int
+
+    def __init__(self, layer: QATRecurrentLayer, attribute: str) -> None:
+        groups = len(layer.names)
+        super().__init__(layer, attribute, WeightedOp(F.conv1d, {"groups": groups}, type(layer), {}))
+
+    def value(self) -> Tensor:
+        """See :class:`LayerWeight`."""
+        w, r, _ = self.layer.stacked()
+        return (w, r)[self.place]
+
+    @torch.no_grad()
+    def write_(self, weight: Tensor) -> None:
+        """See :class:`LayerWeight`."""
+        w, r, _ = self.layer.stacked()
+        w, r = (weight, r) if self.place == 0 else (w, weight)
+        given = unstacked(self.layer.mode, len(self.layer.names), w, r, None)
+        for names, values in zip(self.layer.names, given, strict=True):
+            getattr(self.layer, names[self.place]).copy_(values[self.place])
+
+
+class InputWeight(RecurrentWeight):
+    """``W`` of a recurrent layer."""
+
+    place = 0
+
+    def __init__(self, layer: QATRecurrentLayer) -> None:
+        super().__init__(layer, "weight_ih_fake_quant")
+
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """See :class:`LayerWeight`."""
+        columns: Tensor = args[0].flatten(0, 1).T
+        return columns.expand(len(self.layer.names), *columns.shape)
+
+
+class StateWeight(RecurrentWeight):
+    """``R`` of a recurrent layer."""
+
+    place = 1
+
+    def __init__(self, layer: QATRecurrentLayer) -> None:
+        super().__init__(layer, "weight_hh_fake_quant")
+
+    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """See :class:`LayerWeight`."""
+        y: Tensor = output[0]
+        start = args[1] if len(args) > 1 else torch.zeros_like(y[0])
+        before = [torch.cat([start[:1], y[:-1, 0]])]
+        if y.shape[1] == 2:  # the second direction starts at the last step
+            before.append(torch.cat([y[1:, 1], start[1:]]))
+        return torch.stack(before).flatten(1, 2).mT
+
+
+def weights_of(layer: Layer) -> list[LayerWeight]:
+    """The weights of a layer, in the order of its ``quantized_weights``."""
+    if isinstance(layer, QATRecurrentLayer):
+        return [InputWeight(layer), StateWeight(layer)]
+    return [FoldedWeight(layer)]

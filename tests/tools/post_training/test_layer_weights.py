@@ -1,0 +1,149 @@
+"""The weights of each layer with what they multiply; GPTQ and AdaRound on recurrent layers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxqat
+from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer
+from fxqat.tools import Reconstruction, correct_bias, reconstruct
+from fxqat.tools.post_training.layer_matrices import weight_to_matrices
+from fxqat.tools.post_training.layer_weights import weights_of
+from fxqat.tools.post_training.segments import split
+from fxqat.utils.contexts import hooked
+from tests.models import build, calibrate, inputs
+
+STEPS, BATCH, FEATURES, HIDDEN = 6, 4, 5, 7
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+LOW_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "w_observer": "MSE"}}
+
+
+class Sequences(nn.Module):
+    """Two recurrent layers between linear ones, with states as inputs."""
+
+    def __init__(self, kind, bidirectional):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.rnn = kind(FEATURES, HIDDEN, 2, bidirectional=bidirectional)
+        self.head = nn.Linear(HIDDEN * (1 + bidirectional), 3)
+
+    def forward(self, x, h):
+        y, _ = self.rnn(torch.relu(self.first(x)), (h, h.tanh()) if isinstance(self.rnn, nn.LSTM) else h)
+        return self.head(y)
+
+
+def prepared(kind, bidirectional=False, backend="TSQAT"):
+    torch.manual_seed(0)
+    model = Sequences(KINDS[kind], bidirectional).eval()
+    with torch.no_grad():
+        for parameter in model.rnn.parameters():
+            parameter.mul_(2)
+    states = 2 * (1 + bidirectional)
+    batches = [(torch.randn(STEPS, BATCH, FEATURES), torch.randn(states, BATCH, HIDDEN).tanh()) for _ in range(6)]
+    gm = fxqat.prepare_by_platform(model, backend, LOW_BITS, example_inputs=batches[0])
+    return model, calibrate(gm, *batches).eval(), batches
+
+
+@torch.no_grad()
+def error(gm, model, batches):
+    return sum(float((gm(*batch) - model(*batch)).square().sum()) for batch in batches)
+
+
+def one_call(gm, layer, batch):
+    """The arguments and the result of one call of a layer in the float model."""
+    seen = []
+    fxqat.disable_all(gm)
+    with torch.no_grad(), hooked([layer], lambda _, args, output: seen.append((args, output))):
+        gm(*batch)
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_columns_of_recurrent_layers_give_the_next_state(kind, bidirectional):
+    _, gm, batches = prepared(kind, bidirectional)
+    layer = next(module for module in gm.modules() if isinstance(module, QATRecurrentLayer))
+    args, output = one_call(gm, layer, batches[0])
+    w, r = weights_of(layer)
+    products = [weight_to_matrices(x.op, x.value()) @ x.columns(args, output) for x in (w, r)]  # (D, G * H, T * N)
+    bias = layer.stacked()[2].reshape(len(layer.names), 2, -1, 1)
+    products = [(p + bias[:, i]).mT.unflatten(1, (STEPS, BATCH)) for i, p in enumerate(products)]  # (D, T, N, G * H)
+    before = r.columns(args, output).mT.unflatten(1, (STEPS, BATCH))
+    if kind == "rnn":
+        y = (products[0] + products[1]).tanh()
+    elif kind == "gru":
+        (z, reset, new), (z_h, reset_h, new_h) = (p.chunk(3, -1) for p in products)
+        z = (z + z_h).sigmoid()
+        y = (1 - z) * (new + (reset + reset_h).sigmoid() * new_h).tanh() + z * before
+    else:
+        i, o, f, c = (products[0] + products[1]).chunk(4, -1)
+        states = args[2]
+        y = torch.empty_like(before)
+        for d in range(len(layer.names)):
+            cell = states[d]
+            for t in range(STEPS)[:: -1 if d else 1]:
+                cell = f[d, t].sigmoid() * cell + i[d, t].sigmoid() * c[d, t].tanh()
+                y[d, t] = o[d, t].sigmoid() * cell.tanh()
+    torch.testing.assert_close(y.transpose(0, 1), output[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_the_value(kind):
+    _, gm, _ = prepared(kind, bidirectional=True)
+    for layer in (module for module in gm.modules() if isinstance(module, (QATLayer, QATRecurrentLayer))):
+        before = [weight.value().clone() for weight in weights_of(layer)]
+        for place, weight in enumerate(weights_of(layer)):
+            assert weight.quant is layer.weight_fake_quants()[place]
+            wanted = torch.randn_like(weight.value())
+            weight.write_(wanted)
+            before[place] = wanted
+            assert all(torch.equal(a.value(), b) for a, b in zip(weights_of(layer), before, strict=True))
+
+
+def test_a_folded_weight_is_written_through_its_batch_norm():
+    gm = fxqat.prepare_by_platform(build("conv_bn_relu"), "TSQAT", example_inputs=inputs("conv_bn_relu"))
+    layer = next(module for module in gm.modules() if isinstance(module, QATLayer) and module.bn is not None)
+    with torch.no_grad():
+        layer.bn.weight.uniform_(0.5, 2.0)
+    (weight,) = weights_of(layer)
+    wanted = torch.randn_like(weight.value())
+    weight.write_(wanted)
+    torch.testing.assert_close(weight.value(), wanted)
+    assert not torch.allclose(layer.weight, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("method", ["GPTQ", Reconstruction(max_layers=1, scale_lr=0.0, iterations=150)])
+def test_the_error_of_recurrent_layers_falls(kind, bidirectional, method):
+    model, gm, batches = prepared(kind, bidirectional)
+    before, weights = error(gm, model, batches), copy.deepcopy(dict(gm.named_parameters()))
+    found = reconstruct(gm, batches, method)
+    assert {"rnn.layer_0", "rnn.layer_1"} <= set(found)
+    assert error(gm, model, batches) < 0.8 * before
+    changed = {name for name, value in gm.named_parameters() if not torch.equal(value, weights[name])}
+    assert {name for name in weights if "rnn" in name and ".weight_" in name and "fake_quant" not in name} <= changed
+    assert not any("bias" in name for name in changed)
+
+
+def test_the_result_is_exported(tmp_path):
+    _, gm, batches = prepared("lstm", bidirectional=True)
+    reconstruct(gm, batches, "GPTQ")
+    layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)]
+    assert len(layers) == 2
+    assert fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx").certificate.passed
+
+
+def test_the_biases_of_other_layers_are_corrected():
+    model, gm, batches = prepared("gru")
+    before = error(gm, model, batches)
+    assert set(correct_bias(gm, batches)) == {"first", "head"}
+    assert error(gm, model, batches) < before
+
+
+def test_each_recurrent_layer_is_in_a_segment():
+    _, gm, _ = prepared("lstm")
+    assert [list(segment.layers) for segment in split(gm, 1)] == [["first"], ["rnn.layer_0"], ["rnn.layer_1"], ["head"]]
