@@ -25,6 +25,7 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
 from fxqat.quantization.dynamic_sizes import OpenSizes
+from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, translations_read_once
@@ -76,9 +77,10 @@ def run_exporter(
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            model = export(module)
+            with grouped_children(module):
+                model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
-            leaves, why = leaf_calls(module), COLORS.sub("", str(cause))
+            leaves, why = leaf_calls(module), without_groups(COLORS.sub("", str(cause)))
             called = ", ".join(str(leaf.target) for leaf in leaves)
             if sizes is not None:
                 raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
@@ -97,7 +99,11 @@ def run_exporter(
     ]
     if sizes is not None and fixed:
         raise ExportError(f"the model fixes {', '.join(fixed)}, which was to be open. {sizes.cause}")
+    for parameter in list(model.graph.initializers.values()):
+        parameter.name = without_groups(str(parameter.name))
     for node in model.graph:
+        if SCOPES in node.metadata_props:
+            node.metadata_props[SCOPES] = without_groups(node.metadata_props[SCOPES])
         if node.op_type == "DynamicQuantizeLinear":
             node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))

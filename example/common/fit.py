@@ -9,6 +9,7 @@ from distributed import Process
 from errors import Interrupted, UserError
 from interrupts import Interrupt, catching
 from logs import LOG, Board, Meter, progress
+from step_profile import StepProfile
 from torch import Tensor, nn
 from training import Precision, Training
 
@@ -65,6 +66,7 @@ class Fit:
         board: TensorBoard curves.
         print_freq: steps between two log lines.
         guard: skips steps that are not finite; for a quantized model.
+        profile: times the steps of the first epoch.
     """
 
     training: Training
@@ -74,6 +76,7 @@ class Fit:
     board: Board
     print_freq: int = 100
     guard: NaNGuard | None = None
+    profile: StepProfile | None = None
 
     def run(self, save: Callable[[bool], None]) -> None:
         """Train the remaining epochs; call `save(is_best)` after each one, and `save(False)` when interrupted.
@@ -118,6 +121,8 @@ class Fit:
                     f"the last {BAD_STEPS} steps were not finite (see the warnings above): lower the learning rate, or "
                     "leave the layer named there in float with --quant-config; the last good checkpoint is kept"
                 )
+            if self.profile is not None:
+                self.profile.add(data_time, start, done.inputs)
             loss = done.loss.detach()
             figures = (time.perf_counter() - start, data_time, loss, *done.figures)
             for meter, figure in zip(meters, figures, strict=True):
@@ -131,6 +136,9 @@ class Fit:
             if number:
                 return number
             start = time.perf_counter()
+        if self.profile is not None:
+            LOG.info("--profile-step: %s", self.profile.report(training.model))
+            self.profile = None
         return 0
 
     def step(self, batch: Any) -> tuple[Step, bool]:

@@ -13,6 +13,7 @@ from engine import Classification
 from fit import Fit
 from logs import LOG, Board
 from options import Options
+from step_profile import StepProfile
 from torch import Tensor, nn
 from training import Precision, Training
 
@@ -37,7 +38,9 @@ class Job:
         training = Training(model, options, precision, self.loaders.steps_per_epoch, extra)
         wrapped: Any = torch.compile(model) if options.compile else model
         task = Classification(self.loaders, device, options.label_smoothing, distiller)
-        return Fit(training, self.process.wrapped(wrapped), task, self.process, self.board, options.print_freq)
+        fit = Fit(training, self.process.wrapped(wrapped), task, self.process, self.board, options.print_freq)
+        fit.profile = StepProfile(device, precision) if options.profile_step else None
+        return fit
 
     def resume(self, training: Training, extra: dict[str, Any]) -> None:
         """Continue a training from the extra content of its checkpoint."""

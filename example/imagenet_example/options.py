@@ -64,6 +64,7 @@ class Options:
     sync_bn: bool
     evaluate: bool
     print_freq: int
+    profile_step: bool
     log_level: int
     tensorboard: Path | None
     output_dir: Path
@@ -84,7 +85,7 @@ class Options:
 
 DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(Options.__dataclass_fields__),
-    **dict.fromkeys(("pretrained", "not_qat", "profile", "amp", "compile", "sync_bn", "evaluate"), False),
+    **dict.fromkeys(("pretrained", "not_qat", "profile", "profile_step", "amp", "compile", "sync_bn", "evaluate"), False),
     "multiprocessing_distributed": False,
     "model_zoo": "torchvision",
     "arch": "resnet18",
@@ -109,7 +110,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 # These concern one run and its machine, not the training.
 NOT_STORED = (
-    *("model_path", "pretrained", "resume", "output_dir", "evaluate", "profile", "workers", "print_freq"),
+    *("model_path", "pretrained", "resume", "output_dir", "evaluate", "profile", "profile_step", "workers", "print_freq"),
     *("device", "gpu", "multiprocessing_distributed", "world_size", "rank", "dist_url", "dist_backend"),
     *("log_level", "tensorboard"),
 )

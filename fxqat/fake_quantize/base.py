@@ -225,7 +225,7 @@ class FakeQuantizeBase(KeepsDtype):
             self.axis,
             self.grad_scale(x),
             self.scale_bits,
-            input_kept,
+            input_kept or not torch.is_grad_enabled(),
             scheme.zero_point_step,
         )
 

@@ -14,6 +14,9 @@ from fxqat.scheme import FLOAT32_BITS
 SMALL = 2**16
 """Up to this many elements, the input is saved for the backward pass as it is."""
 
+FLOAT16_MAX = 65504
+"""The largest finite float16."""
+
 
 class FakeQuantizeSTE(torch.autograd.Function):
     """``x_hat = fake_quantize(x)`` with gradients for x, scale and zero point.
@@ -32,9 +35,10 @@ class FakeQuantizeSTE(torch.autograd.Function):
     rounding of the scale to its significant bits, and through that of the zero point to a multiple of
     ``zero_point_step``.
 
-    ``input_kept`` means that another op keeps x after the forward pass. If none does, ``x_hat - x`` is saved in
-    bfloat16 instead of x in float32; the backward pass then knows x to 1/500 of a step. A small x is saved as it is,
-    because one more operation in each pass costs more than its memory.
+    ``input_kept`` means that another op keeps x after the forward pass, so that saving it costs no memory. If none does,
+    a ratio ``r`` is saved in 16 bits, which is all that the backward pass needs: ``(x_hat - x) / s`` inside, to 1/4000
+    of a step, and ``x_hat / s`` outside. The sum for s is that of ``g * r``, and an element is inside if ``|r| < 3/4``.
+    A small x is saved as it is, because more operations cost more than its memory.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
     Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
@@ -60,17 +64,16 @@ class FakeQuantizeSTE(torch.autograd.Function):
             used_scale = valid_scale(scale, scale_bits)
         grid = used_scale if factor is None else used_scale / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max, zero_point_step)
-        x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
-        # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
-        full_precision = x.dtype == torch.float32
-        saved, saved_x_hat = x, x_hat if full_precision else None
-        input_kept = input_kept or (x.numel() <= SMALL and not torch.compiler.is_compiling())
-        if full_precision and not input_kept:
-            saved = torch.sub(x_hat, x, out=torch.empty_like(x, dtype=torch.bfloat16))
-        ctx.save_for_backward(saved, scale, used_scale, grid, offset, saved_x_hat)
         ctx.range = (quant_min, quant_max, axis, grad_scale)
-        ctx.input_kept = input_kept
-        return x_hat if full_precision else x_hat.to(x.dtype)
+        ctx.input_kept = input_kept or (x.numel() <= SMALL and not torch.compiler.is_compiling())
+        if ctx.input_kept:
+            x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
+            # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
+            ctx.save_for_backward(scale, used_scale, grid, offset, x, x_hat if x.dtype == torch.float32 else None)
+        else:
+            x_hat, ratios = _with_ratios(x, grid, offset, quant_min, quant_max, axis)
+            ctx.save_for_backward(scale, used_scale, grid, offset, ratios)
+        return x_hat.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
@@ -94,34 +97,103 @@ class DynamicQuantizeSTE(torch.autograd.Function):
         return grad
 
 
+def _shift(quant_min: int, quant_max: int, offset: Tensor | None) -> int:
+    """Added to the saved ratios outside if some of them could be 0, so that all of them are at least 1."""
+    return 0 if offset is None and quant_min < 0 < quant_max else 1 - quant_min
+
+
+def _with_ratios(
+    x: Tensor, grid: Tensor, offset: Tensor | None, quant_min: int, quant_max: int, axis: int | None
+) -> tuple[Tensor, Tensor]:
+    """``x_hat``, as ``fake_quantize`` computes it, and the ratios for the backward pass.
+
+    Returns:
+        ``(x_hat, ratios)``, of x's shape: float32; and ``(x_hat - x) / grid`` inside, ``x_hat / grid + offset + shift``
+        outside, in 16 bits.
+    """
+    grid = per_axis(grid, x.dim(), axis)
+    shift = _shift(quant_min, quant_max, offset)
+    inside = torch.div(x.float(), grid)
+    x_hat = torch.round(inside)
+    added: Tensor | int = shift
+    if offset is None:
+        x_hat.clamp_(quant_min, quant_max)
+    else:
+        offset = per_axis(offset, x.dim(), axis)
+        x_hat.clamp_(quant_min - offset, quant_max - offset)
+        added = offset + shift
+    if shift:
+        inside.add_(added)
+    _pass_inside(inside, inside, quant_min + shift, quant_max + shift, out=inside)
+    ratios = torch.sub(x_hat, inside, out=inside)
+    if shift:
+        ratios.add_(added)
+    largest = max(abs(quant_min + shift), abs(quant_max + shift))
+    return x_hat.mul_(grid), ratios.to(torch.float16 if largest <= FLOAT16_MAX else torch.bfloat16)
+
+
+def _pass_inside(values: Tensor, x: Tensor, low: float, high: float, out: Tensor | None = None) -> Tensor:
+    """``values`` where x is strictly between two numbers, else 0: hardtanh's backward does it in a single pass."""
+    if out is None or torch.compiler.is_compiling():
+        return torch.ops.aten.hardtanh_backward(values, x, low, high)  # type: ignore[no-any-return]
+    return torch.ops.aten.hardtanh_backward.grad_input(values, x, low, high, grad_input=out)  # type: ignore[no-any-return]
+
+
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, scale, used_scale, grid, offset, x_hat = ctx.saved_tensors
-    quant_min, quant_max, axis, grad_scale = ctx.range
-    dtype, full_precision = grad.dtype, x_hat is not None
-    if not full_precision:
-        x, grad = x.float(), grad.float()
-    elif not ctx.input_kept:
-        x = torch.sub(x_hat, x)
-    scratch = torch.div(x, per_axis(grid, x.dim(), axis))
-    if offset is not None:
-        scratch.add_(per_axis(offset, x.dim(), axis))
-    if grad.stride() != scratch.stride():
-        grad = torch.empty_like(scratch).copy_(grad)
-    # hardtanh's backward applies the mask "strictly between two numbers" in a single pass
-    grad_x = torch.ops.aten.hardtanh_backward(grad, scratch, quant_min, quant_max)
-    grad_s = grad_z = None
-    if ctx.needs_input_grad[2]:
-        outside = _sum_like(torch.sub(grad_x, grad), grid, axis).mul_(grid)
-        grad_z = _sum_like(outside, offset, 0).mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
-    if ctx.needs_input_grad[1]:
-        if not full_precision:
-            x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
-        # inside g * x_hat - g * x, outside g * x_hat
-        scratch = torch.mul(grad, x_hat, out=scratch).addcmul_(grad_x, x, value=-1.0)
+    scale, used_scale, grid, offset, *_ = ctx.saved_tensors
+    grad_scale = ctx.range[-1]
+    dtype, grad = grad.dtype, grad.float()
+    grad_x, grad_s, outside = (_sums_of_input if ctx.input_kept else _sums_of_ratios)(ctx, grad)
+    if grad_s is not None:
         # chain rule through s = |scale| / factor: the factor cancels
-        grad_s = _sum_like(_sum_like(scratch, grid, axis).div_(torch.copysign(used_scale, scale)), scale, 0)
+        grad_s = _sum_like(grad_s.div_(torch.copysign(used_scale, scale)), scale, 0)
         grad_s = grad_s.mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
-    return grad_x if full_precision else grad_x.to(dtype), grad_s, grad_z, *[None] * 9
+    grad_z = None
+    if ctx.needs_input_grad[2]:
+        grad_z = _sum_like(outside * grid, offset, 0).mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
+    return grad_x.to(dtype), grad_s, grad_z, *[None] * 9
+
+
+def _sums_of_input(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of x, that of ``log(s)``, and minus the sum of g outside; None if nobody needs it."""
+    *_, grid, offset, x, x_hat = ctx.saved_tensors
+    quant_min, quant_max, axis, _ = ctx.range
+    x = x.float()
+    steps = torch.div(x, per_axis(grid, x.dim(), axis))
+    if offset is not None:
+        steps.add_(per_axis(offset, x.dim(), axis))
+    grad = _with_strides_of(steps, grad)
+    grad_x = _pass_inside(grad, steps, quant_min, quant_max)
+    outside = _sum_like(torch.sub(grad_x, grad), grid, axis) if ctx.needs_input_grad[2] else None
+    if not ctx.needs_input_grad[1]:
+        return grad_x, None, outside
+    if x_hat is None:
+        x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
+    # inside g * x_hat - g * x, outside g * x_hat
+    products = torch.mul(grad, x_hat, out=steps).addcmul_(grad_x, x, value=-1.0)
+    return grad_x, _sum_like(products, grid, axis), outside
+
+
+def _sums_of_ratios(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As :func:`_sums_of_input`."""
+    *_, grid, offset, saved = ctx.saved_tensors
+    quant_min, quant_max, axis, _ = ctx.range
+    ratios = saved.float()
+    grad = _with_strides_of(ratios, grad)
+    grad_x = _pass_inside(grad, ratios, -0.75, 0.75)
+    shift = _shift(quant_min, quant_max, offset)
+    outside = _sum_like(torch.sub(grad_x, grad), grid, axis) if shift or ctx.needs_input_grad[2] else None
+    if not ctx.needs_input_grad[1]:
+        return grad_x, None, outside
+    total = _sum_like(ratios.mul_(grad), grid, axis)
+    if shift:
+        assert outside is not None
+        total = total + outside * (shift if offset is None else offset + shift)
+    return grad_x, total * grid, outside
+
+
+def _with_strides_of(like: Tensor, values: Tensor) -> Tensor:
+    return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
 _gradients_once = once_differentiable(_gradients)

@@ -3,6 +3,9 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -340,10 +343,10 @@ def test_an_optimizer_that_fails_is_in_the_certificate(monkeypatch: pytest.Monke
     """The error that a user of a default session gets."""
     real = ort_runs.open_session
 
-    def open_session(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int | None = None):
+    def open_session(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, **options: Any):
         if level == ort.GraphOptimizationLevel.ORT_ENABLE_ALL:
             raise RuntimeError("[ONNXRuntimeError] : 10 : INVALID_GRAPH")
-        return real(model, level, threads)
+        return real(model, level, **options)
 
     monkeypatch.setattr(ort_runs, "open_session", open_session)
     certificate = certify()
@@ -362,3 +365,24 @@ def test_an_output_of_another_shape_is_a_parity_error() -> None:
     x, integers, y = truth()
     with pytest.raises(ParityError, match=r"output y: .* shape \(100, 10\), the model \(50, 10\)"):
         verify(chain(), [x], integers, [y[:50]])
+
+
+@pytest.mark.parametrize(("folded", "transposes"), [(2**25, 0), (0, 1)])
+def test_constants_of_a_large_model_are_not_folded(
+    folded: int, transposes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folding a transposed weight computes it in float; the outputs are the same."""
+    monkeypatch.setattr(ort_runs, "FOLDED", folded)
+    real, path = ort_runs.open_session, tmp_path / "optimized.onnx"
+    monkeypatch.setattr(ort_runs, "open_session", partial(real, optimized=path))
+    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
+    nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
+    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, size))] for name, size in (("x", 3), ("y", 4))]
+    graph = helper.make_graph(nodes, "product", *ends, [numpy_helper.from_array(weight, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    x = np.ones((2, 3), np.float32)
+    outputs, error = ort_runs.run_optimized(model, {"x": x})
+    assert error is None
+    np.testing.assert_array_equal(outputs["y"], x @ weight.T)
+    left = [node.op_type for node in onnx.load(path).graph.node]
+    assert sum("Transpose" in name or name == "FusedMatMul" for name in left) == transposes

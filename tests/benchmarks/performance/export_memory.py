@@ -38,6 +38,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit_b_16": lambda: VisionTransformer(SIZE, 16, 12, 12, 768, 3072),
     "20 Linear layers, 105M": lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * SIZE**2, 2048, bias=False), *layers()),
     "ViT of width 1280, 15 blocks, 300M": lambda: VisionTransformer(SIZE, 16, 15, 16, 1280, 5120),
+    "ViT of width 1280, 28 blocks, 552M": lambda: VisionTransformer(SIZE, 16, 28, 16, 1280, 5120),
 }
 
 

@@ -50,6 +50,7 @@ FLAGS = [
     "-l",
     "--log-level",
     "--profile",
+    "--profile-step",
     "--distill-method",
     "--distill-alpha",
     "--temperature",
@@ -221,6 +222,7 @@ def test_errors_are_one_line(train, flags, message):
     [
         ("-e", "give --model-path, --pretrained or --resume"),
         ("-e --model-path x.pth --lr 1", "--lr has no effect with -e"),
+        ("-e --model-path x.pth --profile-step", "--profile-step has no effect with -e"),
         ("--not-qat --backend TSQAT", "--backend has no effect with --not-qat"),
         ("-b 1", "give 2 or more"),
         ("-a resnet81", "similar: resnet18"),

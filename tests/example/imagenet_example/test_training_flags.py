@@ -4,6 +4,7 @@ import math
 import re
 import shutil
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -73,6 +74,28 @@ def test_epochs_batch_and_print_freq(fit):
     assert steps == [f"[{epoch}][{step}/8]" for epoch in (0, 1) for step in (0, 3, 6, 7)]
     assert printed.count(" * Acc@1 ") == 2  # a line for each epoch
     assert next(iter(loop.task.batches(0, 0)))[0].shape == (4, 3, 16, 16)
+
+
+def test_profile_of_a_step(fit, train, monkeypatch):
+    """Its parts add up, a slow loader is seen, and the training is the same."""
+    loader, original = sys.modules["data"].Loaders, sys.modules["data"].Loaders.train
+
+    def slow(self, *arguments):
+        for batch in original(self, *arguments):
+            time.sleep(0.05)
+            yield batch
+
+    monkeypatch.setattr(loader, "train", slow)
+    pattern = r"a step takes (\S+) ms \(median of 4\): waiting for data (\S+) ms"
+    loop, printed = fit("--profile-step", "--epochs", "2")
+    ((step, data),) = re.findall(pattern, printed)  # only in the first epoch
+    assert 50 <= float(data) < float(step)
+    assert "fake-quant" not in printed  # a float model has none
+    assert losses(printed) == losses(fit("--epochs", "2")[1])
+    quantized = train("--profile-step").printed
+    ((step, data, fake_quant, rest),) = re.findall(rf"{pattern}.*fake-quant (\S+) ms.* (\S+) ms \(-?\d+%\)", quantized)
+    assert float(data) + float(fake_quant) + float(rest) == pytest.approx(float(step), abs=0.2)
+    assert losses(quantized) == losses(train().printed)
 
 
 def test_seed(fit):
