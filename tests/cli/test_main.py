@@ -61,6 +61,7 @@ def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("quantize @:net --calib @:batches -o @", "is a file"),
         ("quantize @:net --calib images --mean red --std 1 -o OUT", "expected numbers with commas"),
         ("profile @:net --calib @:batches -o missing/page.html", "cannot write"),
+        ("bundle nowhere.py:net --input 1x3x8x8 -o OUT", "no file nowhere.py"),
         ("verify missing.onnx", "does not exist"),
         ("verify @", "is not an ONNX file"),
         ("verify @ --weights @", "--weights needs --model"),
