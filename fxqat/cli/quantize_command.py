@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jinja2
 import torch
 
 from fxqat.checkpoint import save_checkpoint
+from fxqat.cli.interrupt import INTERRUPTS
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
 from fxqat.cli.load_model import Source, load_model
 from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
@@ -114,10 +116,8 @@ def _write(
     named: dict[str, Any],
     export: dict[str, Any],
 ) -> None:
-    """Write all files into a folder beside, and move them when they are complete."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-        work = Path(folder)
+    """Write all files into a folder beside, and put it in place when they are complete."""
+    with _work_folder(output) as work:
         report = convert_export(
             result.model, example, work / "model.onnx", work / "model.json",
             input_names=source.input_names, output_names=source.output_names, **export,
@@ -128,16 +128,42 @@ def _write(
         zeros = "".join(f"torch.zeros({tuple(x.shape)}, dtype={x.dtype}), " for x in flatten_tensors(example))
         script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth", example=zeros)
         (work / "continue_training.py").write_text(script, encoding="utf-8")
-        output.mkdir(exist_ok=True)
         names = sorted(path.name for path in work.iterdir())
-        for name in names:
-            shutil.move(work / name, output / name)
+        with INTERRUPTS.hold():
+            _put_in_place(work, output)
     click.echo(str(result))
     if report.certificate is not None:
         click.echo(report.certificate.summary())
     click.echo(f"wrote {output}: {', '.join(names)}")
     if not result.reached:
         click.echo(f"The budget is not met. Train on: {output / 'continue_training.py'} begins where this ended.")
+
+
+@contextmanager
+def _work_folder(output: Path) -> Iterator[Path]:
+    """A folder beside ``output``; what is left of it after the block is deleted, with the folders made for it."""
+    missing = [parent for parent in output.resolve().parents if not parent.exists()]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+            work = Path(folder) / output.name
+            work.mkdir()
+            yield work
+    except OSError as error:
+        raise ConfigError(f"cannot write -o {output}: {error}") from error
+    finally:
+        for parent in missing:
+            with suppress(OSError):  # not empty: the output is there
+                parent.rmdir()
+
+
+def _put_in_place(work: Path, output: Path) -> None:
+    """A new folder appears whole; in one that exists, files of the same names are replaced."""
+    if not output.exists():
+        work.rename(output)
+    else:
+        for path in work.iterdir():
+            path.replace(output / path.name)
 
 
 def _page(result: Result, report: ExportReport, example: tuple[Any, ...], named: dict[str, Any]) -> str:

@@ -50,7 +50,12 @@ def reproduced(bundle: Path, there: Path) -> tuple[set[str], str]:
     ("model", "changed", "taken", "message"),
     [
         ("net.py:make", {}, IMPORTED, "TraceError: "),  # tracing fails
-        ("net:make", {"flat.py": "WIDTH = missing\n"}, IMPORTED, "NameError: name 'missing' is not defined"),  # an import fails
+        (
+            "net:make",
+            {"flat.py": "WIDTH = missing\n"},
+            IMPORTED,
+            "NameError: name 'missing' is not defined",
+        ),  # an import fails
         ("net.py:make", {"flat.py": "WIDTH = = 7\n"}, IMPORTED, "SyntaxError: invalid syntax"),
         ("net:make", {"net.py": "def make():\n    raise OSError('no weights')\n"}, {"net.py"}, "OSError: no weights"),
     ],
