@@ -37,8 +37,8 @@ def fxqat(quiet: bool, verbose: bool) -> None:
     logging.getLogger("fxqat").setLevel(level)
 
 
-for command in (check, quantize, verify, profile, bundle):
-    fxqat.add_command(command)
+for subcommand in (check, quantize, verify, profile, bundle):
+    fxqat.add_command(subcommand)
 
 
 def command() -> None:

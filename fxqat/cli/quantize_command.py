@@ -60,16 +60,23 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
 )
 @click.option(
     "--eval", "evaluation", metavar="DATA",
-    help="Data with labels (top-1 in percent), or FILE.py:FUNCTION of a model that returns a number, larger is better.",
+    help="Data with labels (top-1 in percent), or FILE.py:FUNCTION of a model that returns the score of each sample, "
+    "or one number; larger is better.",
 )  # fmt: skip
 @click.option("--eval-samples", type=click.IntRange(1), help="Samples to evaluate on; all by default.")
 @click.option("--max-drop", type=click.FloatRange(0), help="The largest acceptable loss of --eval, in its unit.")
+@click.option(
+    "--confidence", type=click.FloatRange(0, 1, max_open=True),
+    help="How sure it must be that the loss is within --max-drop on other data too: 0.95 by default, 0 for no margin. "
+    "A margin for the size of the sample is added to the measured loss.",
+)  # fmt: skip
 @click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
 def quantize(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
     samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
-    output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None, dynamic_batch: bool,
+    output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None,
+    confidence: float | None, dynamic_batch: bool,
     opset: int | None,
 ) -> None:  # fmt: skip
     """Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
@@ -79,6 +86,8 @@ def quantize(
     """
     if max_drop is not None and evaluation is None:
         raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
+    if confidence is not None and max_drop is None:
+        raise click.UsageError("--confidence needs --max-drop: the budget that it is for")
     if eval_samples is not None and (evaluation is None or is_named(evaluation)):
         raise click.UsageError("--eval-samples is for data with labels in --eval")
     if output.exists() and not output.is_dir():
@@ -92,7 +101,10 @@ def quantize(
     logger = logging.getLogger("fxqat")
     if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
         logger.setLevel(logging.INFO)
-    result = climb(source.model, batches, backend, evaluate, max_drop, prepare_custom_config_dict=config)
+    result = climb(
+        source.model, batches, backend, evaluate, max_drop,
+        confidence=0.95 if confidence is None else confidence, prepare_custom_config_dict=config,
+    )  # fmt: skip
     example = _one_sample(read_batch(result.model, batches[0], "quantize"))
     where, _, factory = model.rpartition(":")
     path = Path(where or model)

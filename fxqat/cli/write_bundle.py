@@ -183,8 +183,8 @@ def _sources(model: str) -> tuple[str, dict[str, Path]]:
     kind, _, rest = model.rpartition(":")
     if kind == "transformers":
         folder = Path(rest).resolve()
-        files = [path for path in folder.glob("*config.json") if path.is_file()]
-        return f"{kind}:{folder.name}", {f"{folder.name}/{path.name}": path for path in files}
+        configs = [path for path in folder.glob("*config.json") if path.is_file()]
+        return f"{kind}:{folder.name}", {f"{folder.name}/{path.name}": path for path in configs}
     path = Path(kind or rest)
     if path.suffix not in (".py", ".onnx", ".pt2"):
         return model, {} if kind in ("torchvision", "timm") or not kind else _python_files(kind)
@@ -202,7 +202,7 @@ def _python_files(where: str) -> dict[str, Path]:
     They are found without being run. Installed packages, the standard library and fxqat are not the user's.
     """
     first = Path(where).parent if where.endswith(".py") else Path.cwd()
-    roots = list(dict.fromkeys(Path(folder).resolve() for folder in (first, *sys.path) if _is_own(Path(folder))))
+    roots = list(dict.fromkeys(Path(folder).resolve() for folder in (str(first), *sys.path) if _is_own(Path(folder))))
     found: dict[str, Path] = {}
     pending = [Path(where).name.removesuffix(".py") if where.endswith(".py") else where]
     while pending:
