@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
+from fxqat.nn.weighted import WeightedOp
 from fxqat.tools.post_training.layer_matrices import inputs_to_columns
 from fxqat.tools.post_training.segments import Segment, Values
 from fxqat.utils.contexts import hooked
@@ -88,12 +90,28 @@ def moments_of_halves(
     theirs = _layer_inputs(float_segment, path, float_inputs, quantized=False)
     found: list[Moments] = []
     for read, target in zip(ours, theirs, strict=True):
-        x, difference = (inputs_to_columns(layer.op, weight, values) for values in (read, target - read))
-        middle = x.shape[-1] // 2
-        halves = [Moments.of(x[..., half], difference[..., half]) for half in (slice(middle), slice(middle, None))]
+        halves = _halves(layer.op, weight, read, target - read)
         found = [a + b for a, b in zip(found, halves, strict=True)] if found else halves
     first, second = found
     return first, second
+
+
+def _halves(op: WeightedOp, weight: Tensor, read: Tensor, difference: Tensor) -> list[Moments]:
+    """The moments of the two halves of one call's samples.
+
+    The columns of a convolution repeat each input as often as its kernel has weights. So they are made image by image:
+    together they need many times the memory of the model's values.
+    """
+    count = len(read)
+    if weight.dim() == 2 or read.dim() < weight.dim() or count % 2:
+        x, shift = (inputs_to_columns(op, weight, values) for values in (read, difference))
+        middle = x.shape[-1] // 2
+        return [Moments.of(x[..., half], shift[..., half]) for half in (slice(middle), slice(middle, None))]
+    images = [
+        Moments.of(*(inputs_to_columns(op, weight, values[i : i + 1]) for values in (read, difference)))
+        for i in range(count)
+    ]
+    return [reduce(Moments.__add__, half) for half in (images[: count // 2], images[count // 2 :])]
 
 
 def weight_towards_float(weight: Tensor, first: Moments, second: Moments, centred: bool) -> Tensor:
