@@ -18,11 +18,13 @@ import torch
 from fxqat.checkpoint import save_checkpoint
 from fxqat.cli.interrupt import INTERRUPTS
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
-from fxqat.cli.load_model import Source, load_model
+from fxqat.cli.load_model import load_model, parse_dynamic_shapes
 from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
 from fxqat.config.effective import effective_config
 from fxqat.convert_export import ExportReport, convert_export
-from fxqat.errors import ConfigError
+from fxqat.errors import ConfigError, ExportError
+from fxqat.export_tflite import export_tflite
+from fxqat.litert_conversion import litert_versions
 from fxqat.tools.coverage import coverage
 from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
@@ -71,18 +73,26 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
     "A margin for the size of the sample is added to the measured loss.",
 )  # fmt: skip
 @click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
+@click.option(
+    "--dynamic-shapes", multiple=True, metavar="[INPUT=]AXIS:SIZE,...",
+    help="Leave sizes open, such as 2:height,3:width or tokens=1:length; once for each input, by name or in order. "
+    "Sizes of one name are equal.",
+)  # fmt: skip
+@click.option("--input-names", metavar="A,B", help="Names of the inputs in the file.")
+@click.option("--output-names", metavar="A,B", help="Names of its outputs.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
 def quantize(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
     samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None,
     confidence: float | None, dynamic_batch: bool,
-    opset: int | None,
+    dynamic_shapes: tuple[str, ...], input_names: str | None, output_names: str | None, opset: int | None,
 ) -> None:  # fmt: skip
     """Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
 
     Writes model.onnx, model.json (scales), model.parity.json (the proof), model.pth (checkpoint), config.yaml,
-    index.html, and continue_training.py. Exit code 1 if --max-drop is not met; the files are written nevertheless.
+    index.html, and continue_training.py; for LiteRT also model.tflite, for inputs of one sample, if
+    its converter is installed (pip install "fxqat[litert]"). Exit code 1 if --max-drop is not met; the files are written nevertheless.
     """
     if max_drop is not None and evaluation is None:
         raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
@@ -92,6 +102,7 @@ def quantize(
         raise click.UsageError("--eval-samples is for data with labels in --eval")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"-o {output} is a file; give a folder")
+    open_sizes = parse_dynamic_shapes(dynamic_shapes)
     source = load_model(model, weights)
     size = source.batches_of(batch_size)
     data = [calib] if evaluation is None else [calib, evaluation]
@@ -110,7 +121,12 @@ def quantize(
     path = Path(where or model)
     absolute = f"{path.resolve()}{f':{factory}' if where else ''}" if path.is_file() else model
     named = {"model": absolute, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
-    _write(output, result, source, example, named, {"dynamic_batch": dynamic_batch, "opset_version": opset})
+    export = {
+        "dynamic_batch": dynamic_batch, "dynamic_shapes": open_sizes, "opset_version": opset,
+        "input_names": source.input_names if input_names is None else input_names.split(","),
+        "output_names": source.output_names if output_names is None else output_names.split(","),
+    }  # fmt: skip
+    _write(output, result, example, named, export)
     if not result.reached:
         sys.exit(1)
 
@@ -123,17 +139,14 @@ def _one_sample(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _write(
     output: Path,
     result: Result,
-    source: Source,
     example: tuple[Any, ...],
     named: dict[str, Any],
     export: dict[str, Any],
 ) -> None:
     """Write all files into a folder beside, and put it in place when they are complete."""
     with _work_folder(output) as work:
-        report = convert_export(
-            result.model, example, work / "model.onnx", work / "model.json",
-            input_names=source.input_names, output_names=source.output_names, **export,
-        )  # fmt: skip
+        report = convert_export(result.model, example, work / "model.onnx", work / "model.json", **export)
+        told = _tflite(result, example, work / "model.tflite") if named["backend"] == "LiteRT" else None
         save_checkpoint(result.model, work / "model.pth")
         effective_config(result.model, work / "config.yaml")
         (work / "index.html").write_text(_page(result, report, example, named), encoding="utf-8")
@@ -146,9 +159,21 @@ def _write(
     click.echo(str(result))
     if report.certificate is not None:
         click.echo(report.certificate.summary())
+    if told is not None:
+        click.echo(told)
     click.echo(f"wrote {output}: {', '.join(names)}")
     if not result.reached:
         click.echo(f"The budget is not met. Train on: {output / 'continue_training.py'} begins where this ended.")
+
+
+def _tflite(result: Result, example: tuple[Any, ...], path: Path) -> str:
+    """Write the file of LiteRT, with the shapes of the example inputs, if its converter is installed."""
+    try:
+        litert_versions()
+    except ExportError as error:
+        return f"no .tflite file: {error}"
+    certificate = export_tflite(result.model, example, path).certificate
+    return str(certificate).splitlines()[0]
 
 
 @contextmanager
