@@ -56,7 +56,7 @@ setup(
         "Jinja2",
         "click",
     ],
-    entry_points={"console_scripts": ["fxqat = fxqat.cli.main:run"]},
+    entry_points={"console_scripts": ["fxqat = fxqat.cli.main:command"]},
     extras_require={
         "example": EXAMPLE,
         "engines": ENGINES,

@@ -1,5 +1,11 @@
 """fxqat: quantization-aware training on ``torch.fx`` that exports the QDQ ONNX file it trained."""
 
+from fxqat.cli.interrupt import is_command, leave_on_interrupt
+
+if is_command():  # before the imports below, which take seconds
+    leave_on_interrupt()
+
+# isort: split
 from fxqat.calibrate import calibrate
 from fxqat.checkpoint import load_checkpoint, load_quant_params, save_checkpoint
 from fxqat.convert_export import ExportReport, convert_export

@@ -1,6 +1,6 @@
 """``python -m fxqat``: the ``fxqat`` command."""
 
-from fxqat.cli.main import run
+from fxqat.cli.main import command
 
 if __name__ == "__main__":
-    run()
+    command()

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.litert_conversion import check_schemes, litert_versions, run_converter
 from fxqat.onnx.quant_params import params_document
-from fxqat.quantization.capture import capture
+from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import inputs_in_float32
 from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizedTensor
-from fxqat.tflite.flatbuffer import with_float_interface
+from fxqat.tflite.flatbuffer import missing, with_float_interface
 from fxqat.tflite.verify_tflite import TfliteCertificate, float_operators, require_tflite_parity, verify_tflite
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
@@ -116,16 +117,7 @@ def export_tflite(
 
     certificate = None
     if verify:
-        activations = [tensor for tensor in tensors if tensor.kind == "activation"]
-        certificate = verify_tflite(
-            with_floats,
-            [_as_in_file(tensor) for tensor in flatten_tensors(inputs)],
-            activations,
-            captured.integers,
-            captured.reals,
-            captured.outputs,
-            versions,
-        )
+        certificate = _certify(with_floats, inputs, tensors, captured, versions)
         require_tflite_parity(certificate)
 
     tflite_path = Path(file_path)
@@ -141,6 +133,50 @@ def export_tflite(
         logging.getLogger("fxqat").warning("%s: %s", tflite_path.name, text)
     in_float = float_operators(content)
     return TfliteReport(tflite_path, *written, certificate, tensors, in_float, warnings, captured.updated)
+
+
+def certify_tflite(model: nn.Module, inputs: tuple[Any, ...], content: bytes) -> TfliteCertificate:
+    """The certificate of a .tflite file that was exported before, perhaps on another machine, on other inputs.
+
+    Args:
+        model: the prepared model that it was exported from, see :func:`fxqat.load_checkpoint`.
+        inputs: inputs of the model, of the shapes of the file and in its layout.
+        content: the file, with or without integers at its inputs and outputs.
+
+    Raises:
+        ExportError: the runtime of LiteRT is not installed, or the model or the file does not run.
+        ParityError: they do not compute the same.
+    """
+    gm = prepared_model(model, ExportError)
+    require_calibrated(gm)
+    try:
+        versions = {"ai-edge-litert": version("ai-edge-litert")}
+    except PackageNotFoundError as cause:
+        raise missing(cause) from cause
+    inputs = inputs_in_float32(gm, inputs)
+    tensors = tuple(lower(gm, "float").tensors.values())
+    captured = capture(gm, inputs, with_reals=True)
+    certificate = _certify(with_float_interface(content), inputs, tensors, captured, versions)
+    require_tflite_parity(certificate)
+    return certificate
+
+
+def _certify(
+    content: bytes,
+    inputs: tuple[Any, ...],
+    tensors: tuple[QuantizedTensor, ...],
+    captured: Captured,
+    versions: Mapping[str, str],
+) -> TfliteCertificate:
+    return verify_tflite(
+        content,
+        [_as_in_file(tensor) for tensor in flatten_tensors(inputs)],
+        [tensor for tensor in tensors if tensor.kind == "activation"],
+        captured.integers,
+        captured.reals,
+        captured.outputs,
+        versions,
+    )
 
 
 def _as_in_file(tensor: Tensor) -> np.ndarray:

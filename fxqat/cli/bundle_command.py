@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.cli.options import backend_option, input_option, model_options
-from fxqat.cli.write_bundle import write_bundle
+from fxqat.cli.write_bundle import Setup, write_bundle
 
 
 @click.command()
@@ -23,12 +22,16 @@ def bundle(
     model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None, backend: str, output: Path,
     with_weights: bool,
 ) -> None:  # fmt: skip
-    """Write a zip file that reproduces what happens when MODEL is prepared and exported.
+    """Write a zip file that reproduces what happens when MODEL is loaded, prepared and exported.
 
-    It holds the model's structure and source files, shapes of inputs, configuration, report, versions, traceback, and a
-    script that runs it. It holds no data, and no weights unless --with-weights is given.
+    It holds the model's structure, its Python files with those of yours that they import, shapes of inputs,
+    configuration, report, versions, traceback, and a script that runs it. It holds no data, and no weights unless
+    --with-weights is given.
     """
-    source = load_model(model, weights)
-    example = example_inputs(inputs, source)
-    outcome = write_bundle(output, source.model, example, backend, config, model, with_weights)
+    setup = Setup(
+        model, None if weights is None else str(weights), inputs, backend, None if config is None else str(config)
+    )
+    outcome = write_bundle(output, setup, with_weights)
     click.echo(f"wrote {output}: {outcome}")
+    if weights is not None and not with_weights:
+        click.echo("The weights are not in it. If the failure depends on them, give --with-weights.")

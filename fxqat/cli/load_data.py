@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxqat.cli.load_model import named
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.errors import ConfigError
+from fxqat.tools.ladder import Evaluate
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"}
 
@@ -50,13 +51,13 @@ def load_batches(
 
 def load_evaluation(
     data: str, preprocessing: Preprocessing | None, batch_size: int = 8, samples: int | None = None
-) -> Callable[[nn.Module], float]:
-    """The function of ``--eval``: one that is named, or the top-1 accuracy in percent on data with labels.
+) -> Evaluate:
+    """The function of ``--eval``: one that is named, or 100 or 0 for each sample with a label: the top-1 in percent.
 
     Args:
-        data: a function of a model that returns a number, larger is better; or data as for :func:`load_batches`, with
-            labels: a folder with a subfolder for each class, in the order of their names; a ``.tar`` with a ``.cls``
-            file beside each image; an ``.npz`` with arrays ``x`` and ``y``.
+        data: a function of a model, see ``evaluate`` of :func:`fxqat.quantize`; or data as for :func:`load_batches`,
+            with labels: a folder with a subfolder for each class, in the order of their names; a ``.tar`` with a
+            ``.cls`` file beside each image; an ``.npz`` with arrays ``x`` and ``y``.
         preprocessing: as for :func:`load_batches`.
         batch_size: the same.
         samples: the same.
@@ -76,16 +77,15 @@ def load_evaluation(
             "files, an .npz with arrays x and y, or FILE.py:FUNCTION"
         )
 
-    def accuracy(model: nn.Module) -> float:
-        hits = total = 0
+    def hits(model: nn.Module) -> Tensor:
+        found = []
         for inputs, labels in batches:
             outputs = model(inputs)
             outputs = outputs if isinstance(outputs, Tensor) else next(iter(outputs.values()))
-            hits += int((outputs.argmax(1) == torch.tensor(labels)).sum())
-            total += len(labels)
-        return 100 * hits / total
+            found.append(100.0 * (outputs.argmax(1) == torch.tensor(labels)))
+        return torch.cat(found)
 
-    return accuracy
+    return hits
 
 
 def is_named(data: str) -> bool:

@@ -304,6 +304,32 @@ def parse_input(text: str) -> tuple[str, Tensor]:
     return name, random_input(sizes, found)
 
 
+def parse_dynamic_shapes(given: Sequence[str]) -> dict[str, Any] | tuple[Any, ...] | None:
+    """The ``dynamic_shapes`` of ``convert_export``; None if every size is fixed.
+
+    Args:
+        given: for each input ``[INPUT=]AXIS:SIZE,...``, such as ``2:height,3:width``; with names for all, or in order.
+
+    Raises:
+        ConfigError: an entry has another form.
+
+    Example:
+        >>> parse_dynamic_shapes(["x=2:height,3:width"])
+        {'x': {2: 'height', 3: 'width'}}
+    """
+    found: list[tuple[str, dict[int, str]]] = []
+    for text in given:
+        name, _, rest = text.rpartition("=")
+        pairs = [entry.partition(":") for entry in rest.split(",")]
+        if not all(axis.isdecimal() and size.isidentifier() for axis, _, size in pairs):
+            raise ConfigError(f"--dynamic-shapes {text!r}: expected [INPUT=]AXIS:SIZE,..., such as x=2:height,3:width")
+        found.append((name, {int(axis): size for axis, _, size in pairs}))
+    names = [name for name, _ in found if name]
+    if names and len(set(names)) < len(found):
+        raise ConfigError(f"--dynamic-shapes: give one name for each input or none, got {', '.join(given)}")
+    return dict(found) if names else tuple(axes for _, axes in found) or None
+
+
 def random_input(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The same random values each time: normally distributed, bytes of pixels, or 0 and 1."""
     generator = torch.Generator().manual_seed(0)

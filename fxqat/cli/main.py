@@ -9,6 +9,7 @@ import click
 
 from fxqat.cli.bundle_command import bundle
 from fxqat.cli.check_command import check
+from fxqat.cli.interrupt import EXIT_INTERRUPT, ignore_interrupts, interrupts_raised
 from fxqat.cli.profile_command import profile
 from fxqat.cli.quantize_command import quantize
 from fxqat.cli.verify_command import verify
@@ -16,7 +17,6 @@ from fxqat.errors import ConfigError, FxqatError
 from fxqat.version import __version__
 
 EXIT_ERROR = 2
-EXIT_INTERRUPT = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -37,14 +37,24 @@ def fxqat(quiet: bool, verbose: bool) -> None:
     logging.getLogger("fxqat").setLevel(level)
 
 
-for command in (check, quantize, verify, profile, bundle):
-    fxqat.add_command(command)
+for subcommand in (check, quantize, verify, profile, bundle):
+    fxqat.add_command(subcommand)
+
+
+def command() -> None:
+    """The process ``fxqat``."""
+    try:
+        run()
+    finally:
+        ignore_interrupts()
 
 
 def run() -> None:
     """Run the command; an error is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
     try:
-        sys.exit(fxqat.main(prog_name="fxqat", standalone_mode=False))  # the code of Context.exit, or None
+        with interrupts_raised():
+            code = fxqat.main(prog_name="fxqat", standalone_mode=False)  # the code of Context.exit, or None
+        sys.exit(code)
     except click.ClickException as error:
         error.show()
         sys.exit(EXIT_ERROR)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ import jinja2
 import torch
 
 from fxqat.checkpoint import save_checkpoint
+from fxqat.cli.interrupt import INTERRUPTS
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
-from fxqat.cli.load_model import Source, load_model
+from fxqat.cli.load_model import load_model, parse_dynamic_shapes
 from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
 from fxqat.config.effective import effective_config
 from fxqat.convert_export import ExportReport, convert_export
-from fxqat.errors import ConfigError
+from fxqat.errors import ConfigError, ExportError
+from fxqat.export_tflite import export_tflite
+from fxqat.litert_conversion import litert_versions
 from fxqat.tools.coverage import coverage
 from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
@@ -58,29 +62,48 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
 )
 @click.option(
     "--eval", "evaluation", metavar="DATA",
-    help="Data with labels (top-1 in percent), or FILE.py:FUNCTION of a model that returns a number, larger is better.",
+    help="Data with labels (top-1 in percent), or FILE.py:FUNCTION of a model that returns the score of each sample, "
+    "or one number; larger is better.",
 )  # fmt: skip
 @click.option("--eval-samples", type=click.IntRange(1), help="Samples to evaluate on; all by default.")
 @click.option("--max-drop", type=click.FloatRange(0), help="The largest acceptable loss of --eval, in its unit.")
+@click.option(
+    "--confidence", type=click.FloatRange(0, 1, max_open=True),
+    help="How sure it must be that the loss is within --max-drop on other data too: 0.95 by default, 0 for no margin. "
+    "A margin for the size of the sample is added to the measured loss.",
+)  # fmt: skip
 @click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
+@click.option(
+    "--dynamic-shapes", multiple=True, metavar="[INPUT=]AXIS:SIZE,...",
+    help="Leave sizes open, such as 2:height,3:width or tokens=1:length; once for each input, by name or in order. "
+    "Sizes of one name are equal.",
+)  # fmt: skip
+@click.option("--input-names", metavar="A,B", help="Names of the inputs in the file.")
+@click.option("--output-names", metavar="A,B", help="Names of its outputs.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
 def quantize(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
     samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
-    output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None, dynamic_batch: bool,
-    opset: int | None,
+    output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None,
+    confidence: float | None, dynamic_batch: bool,
+    dynamic_shapes: tuple[str, ...], input_names: str | None, output_names: str | None, opset: int | None,
 ) -> None:  # fmt: skip
     """Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
 
     Writes model.onnx, model.json (scales), model.parity.json (the proof), model.pth (checkpoint), config.yaml,
-    index.html, and continue_training.py. Exit code 1 if --max-drop is not met; the files are written nevertheless.
+    index.html, and continue_training.py; for LiteRT also model.tflite, for inputs of one sample, if
+    its converter is installed (pip install "fxqat[litert]"). Exit code 1 if --max-drop is not met;
+    the files are written nevertheless.
     """
     if max_drop is not None and evaluation is None:
         raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
+    if confidence is not None and max_drop is None:
+        raise click.UsageError("--confidence needs --max-drop: the budget that it is for")
     if eval_samples is not None and (evaluation is None or is_named(evaluation)):
         raise click.UsageError("--eval-samples is for data with labels in --eval")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"-o {output} is a file; give a folder")
+    open_sizes = parse_dynamic_shapes(dynamic_shapes)
     source = load_model(model, weights)
     size = source.batches_of(batch_size)
     data = [calib] if evaluation is None else [calib, evaluation]
@@ -90,13 +113,21 @@ def quantize(
     logger = logging.getLogger("fxqat")
     if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
         logger.setLevel(logging.INFO)
-    result = climb(source.model, batches, backend, evaluate, max_drop, prepare_custom_config_dict=config)
+    result = climb(
+        source.model, batches, backend, evaluate, max_drop,
+        confidence=0.95 if confidence is None else confidence, prepare_custom_config_dict=config,
+    )  # fmt: skip
     example = _one_sample(read_batch(result.model, batches[0], "quantize"))
     where, _, factory = model.rpartition(":")
     path = Path(where or model)
     absolute = f"{path.resolve()}{f':{factory}' if where else ''}" if path.is_file() else model
     named = {"model": absolute, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
-    _write(output, result, source, example, named, {"dynamic_batch": dynamic_batch, "opset_version": opset})
+    export = {
+        "dynamic_batch": dynamic_batch, "dynamic_shapes": open_sizes, "opset_version": opset,
+        "input_names": source.input_names if input_names is None else input_names.split(","),
+        "output_names": source.output_names if output_names is None else output_names.split(","),
+    }  # fmt: skip
+    _write(output, result, example, named, export)
     if not result.reached:
         sys.exit(1)
 
@@ -109,35 +140,68 @@ def _one_sample(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def _write(
     output: Path,
     result: Result,
-    source: Source,
     example: tuple[Any, ...],
     named: dict[str, Any],
     export: dict[str, Any],
 ) -> None:
-    """Write all files into a folder beside, and move them when they are complete."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-        work = Path(folder)
-        report = convert_export(
-            result.model, example, work / "model.onnx", work / "model.json",
-            input_names=source.input_names, output_names=source.output_names, **export,
-        )  # fmt: skip
+    """Write all files into a folder beside, and put it in place when they are complete."""
+    with _work_folder(output) as work:
+        report = convert_export(result.model, example, work / "model.onnx", work / "model.json", **export)
+        told = _tflite(result, example, work / "model.tflite") if named["backend"] == "LiteRT" else None
         save_checkpoint(result.model, work / "model.pth")
         effective_config(result.model, work / "config.yaml")
         (work / "index.html").write_text(_page(result, report, example, named), encoding="utf-8")
         zeros = "".join(f"torch.zeros({tuple(x.shape)}, dtype={x.dtype}), " for x in flatten_tensors(example))
         script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth", example=zeros)
         (work / "continue_training.py").write_text(script, encoding="utf-8")
-        output.mkdir(exist_ok=True)
         names = sorted(path.name for path in work.iterdir())
-        for name in names:
-            shutil.move(work / name, output / name)
+        with INTERRUPTS.hold():
+            _put_in_place(work, output)
     click.echo(str(result))
     if report.certificate is not None:
         click.echo(report.certificate.summary())
+    if told is not None:
+        click.echo(told)
     click.echo(f"wrote {output}: {', '.join(names)}")
     if not result.reached:
         click.echo(f"The budget is not met. Train on: {output / 'continue_training.py'} begins where this ended.")
+
+
+def _tflite(result: Result, example: tuple[Any, ...], path: Path) -> str:
+    """Write the file of LiteRT, with the shapes of the example inputs, if its converter is installed."""
+    try:
+        litert_versions()
+    except ExportError as error:
+        return f"no .tflite file: {error}"
+    certificate = export_tflite(result.model, example, path).certificate
+    return str(certificate).splitlines()[0]
+
+
+@contextmanager
+def _work_folder(output: Path) -> Iterator[Path]:
+    """A folder beside ``output``; what is left of it after the block is deleted, with the folders made for it."""
+    missing = [parent for parent in output.resolve().parents if not parent.exists()]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
+            work = Path(folder) / output.name
+            work.mkdir()
+            yield work
+    except OSError as error:
+        raise ConfigError(f"cannot write -o {output}: {error}") from error
+    finally:
+        for parent in missing:
+            with suppress(OSError):  # not empty: the output is there
+                parent.rmdir()
+
+
+def _put_in_place(work: Path, output: Path) -> None:
+    """A new folder appears whole; in one that exists, files of the same names are replaced."""
+    if not output.exists():
+        work.rename(output)
+    else:
+        for path in work.iterdir():
+            path.replace(output / path.name)
 
 
 def _page(result: Result, report: ExportReport, example: tuple[Any, ...], named: dict[str, Any]) -> str:

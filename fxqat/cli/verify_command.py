@@ -15,15 +15,17 @@ from onnx import helper
 from fxqat.checkpoint import FORMAT, load_checkpoint
 from fxqat.cli.check_file import FileChecks
 from fxqat.cli.load_data import is_named, load_batches
-from fxqat.cli.load_model import Source, load_model, parse_input, random_input
+from fxqat.cli.load_model import Source, example_inputs, load_model, parse_input, random_input
 from fxqat.cli.options import FILE, image_options, preprocessing_of
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.errors import ConfigError, ExportError
+from fxqat.export_tflite import certify_tflite
 from fxqat.onnx.opset import opset_of
 from fxqat.onnx.quant_params import read_params
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.engines.load import ENGINES, load_engine
+from fxqat.utils.batches import read_batch
 from fxqat.utils.tensors import flatten_tensors
 
 SAMPLES = 8
@@ -50,7 +52,7 @@ def verify(
     document: Path | None, engine: str | None, threads: int | None, inputs: tuple[str, ...], data: str | None,
     resize: int | None, crop: int | None, mean: str | None, std: str | None,
 ) -> None:  # fmt: skip
-    r"""Check FILE, an exported ONNX file, again: on another machine, in another version, on an engine.
+    r"""Check FILE, an exported ONNX or .tflite file, again: on another machine, in another version, on an engine.
 
     \b
     always        the ONNX checker; ONNX Runtime runs it, with and without its optimizations
@@ -59,9 +61,19 @@ def verify(
                   every quantized tensor, step by step, if --weights is a checkpoint of fxqat
     with --engine every quantized tensor on this engine, step by step
 
+    A .tflite file needs --model and --weights: every quantized tensor in LiteRT, step by step.
+
     Exit code 1 if something differs. Distances to the float model are only told.
     """
     _check_options(model, weights, config, engine, threads, inputs, data)
+    if file.suffix == ".tflite":
+        if document is not None or engine is not None or weights is None:
+            raise click.UsageError(
+                "a .tflite file is checked in LiteRT against the checkpoint of its model: --model, --weights and "
+                "--config; --json and --engine are for ONNX files"
+            )
+        _verify_tflite(file, load_model(str(model), weights), weights, config, inputs, data, (resize, crop, mean, std))
+        return
     proto = _read(file)
     made = None if engine is None else load_engine(engine, threads=threads or 1)
     params = None if document is None else read_params(document)
@@ -103,6 +115,23 @@ def _check_options(
         raise click.UsageError("--threads needs --engine")
     if inputs and data is not None:
         raise click.UsageError("--input is for random inputs; --data gives real ones")
+
+
+def _verify_tflite(
+    file: Path, source: Source, weights: Path, config: Path | None, inputs: tuple[str, ...], data: str | None,
+    image: tuple[int | None, int | None, str | None, str | None],
+) -> None:  # fmt: skip
+    """The certificate of a .tflite file again, on inputs of one sample."""
+    gm = _prepared(source, weights, config)
+    if gm is None:
+        raise ConfigError(f"--weights {weights} holds only weights: a .tflite file needs the checkpoint of its model")
+    prepare = preprocessing_of(source.preprocessing, [data or "random:"], *image)
+    batch = example_inputs(inputs, source) if data is None else load_batches(data, prepare, 1, 1)[0]
+    click.echo(f"{file}: on {'random inputs' if data is None else data}")
+    content = file.read_bytes()
+    passed = _told("certificate", lambda: str(certify_tflite(gm, read_batch(gm, batch, "verify"), content)))
+    click.echo("passed" if passed else "DIFFERS")
+    click.get_current_context().exit(0 if passed else 1)
 
 
 def _told(what: str, check: Callable[..., str], *arguments: Any) -> bool:

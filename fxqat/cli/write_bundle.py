@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
+import ast
 import json
 import platform
+import sys
+import sysconfig
 import tempfile
 import traceback
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+import onnx
 import torch
 from torch import Tensor, nn
 
 from fxqat.calibrate import calibrate
+from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.convert_export import convert_export
 from fxqat.errors import ConfigError
 from fxqat.prepare_by_platform import prepare_by_platform
@@ -41,106 +45,123 @@ SCRIPT = '''"""Reproduce: python reproduce.py, in the folder of this file, with 
 import json
 from pathlib import Path
 
-import torch
+from fxqat.cli.write_bundle import Setup, run_steps
 
-from fxqat.cli.load_model import load_model
-from fxqat.cli.write_bundle import run_steps
-
-setup = json.loads(Path("setup.json").read_text())
-weights = Path("weights.pth") if Path("weights.pth").exists() else None
-torch.manual_seed(0)
-model = load_model(setup["model"], weights).model
-inputs = torch.load("inputs.pth", weights_only=True)
-config = "config.yaml" if Path("config.yaml").exists() else None
-outcome = run_steps(model, inputs, setup["backend"], config)
+outcome = run_steps(Setup(**json.loads(Path("setup.json").read_text())))
 print(outcome.traceback)
 print(outcome.summary)
 '''
 
 
-def write_bundle(
-    path: Path, model: nn.Module, inputs: Any, backend: str, config: Path | None, name: str, with_weights: bool
-) -> str:
-    """Prepare, calibrate and export a model on random inputs, and write what is needed to do it again.
+@dataclass(frozen=True)
+class Setup:
+    """What is run, in the words of the command line.
 
     Args:
-        path: the zip file to write.
-        model: the float model; not changed.
-        inputs: example inputs, a tuple or a dict; values are random numbers.
+        model: MODEL.
+        weights: file of its weights; None for random ones.
+        inputs: shapes of its inputs, as ``--input`` gives them.
         backend: name of the backend.
-        config: a YAML file.
-        name: the model on the command line.
-        with_weights: whether the weights go into the file.
-
-    Returns:
-        What happened: ``"prepared, calibrated and exported"``, or the first line of the error.
-
-    Raises:
-        ConfigError: the file cannot be written.
+        config: YAML file of the configuration; None for none.
     """
-    outcome = run_steps(model, inputs, backend, None if config is None else str(config))
-    sources = _sources(model, name)
-    where, _, factory = name.rpartition(":")
-    setup = {
-        "model": f"{Path(where).name}:{factory}" if where.endswith(".py") else Path(name).name if not where else name,
-        "backend": backend,
-    }
-    texts = {
-        "reproduce.py": SCRIPT,
-        "setup.json": json.dumps(setup, indent=1),
-        "versions.json": json.dumps(_versions(), indent=1),
-        "structure.txt": str(model),
-        "inputs.txt": str(map_tensors(inputs, _described)),
-        "report.txt": outcome.report,
-        "outcome.txt": f"{outcome.summary}\n\n{outcome.traceback}",
-    }
-    if config is not None:
-        texts["config.yaml"] = config.read_text(encoding="utf-8")
-    with (
-        atomic_path(path, ConfigError) as target,
-        tempfile.TemporaryDirectory() as folder,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
-    ):
-        for file, text in texts.items():
-            archive.writestr(file, text)
-        for source in sources:
-            archive.write(source, source.name)
-        tensors = {"inputs.pth": inputs} | ({"weights.pth": model.state_dict()} if with_weights else {})
-        for file, value in tensors.items():
-            torch.save(value, Path(folder) / file)
-            archive.write(Path(folder) / file, file)
-    return outcome.summary
+
+    model: str
+    weights: str | None
+    inputs: Sequence[str]
+    backend: str
+    config: str | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """What happened.
 
     Args:
         summary: that it worked, or class and first line of the error.
         traceback: the full traceback, or empty.
+        structure: the model's modules, if it could be loaded.
+        inputs: types and shapes of its inputs; the same.
         report: the report and the certificate, if it came so far.
+        model: the float model, if it could be loaded.
     """
 
-    summary: str
-    traceback: str
-    report: str
+    summary: str = "prepared, calibrated and exported"
+    traceback: str = ""
+    structure: str = "not loaded"
+    inputs: str = "not made"
+    report: str = "not prepared"
+    model: nn.Module | None = None
 
 
-def run_steps(model: nn.Module, inputs: Any, backend: str, config: str | None) -> Outcome:
-    """Prepare, calibrate and export a model on the same inputs."""
-    report = "not prepared"
+def run_steps(setup: Setup) -> Outcome:
+    """Load, prepare, calibrate and export a model, always on the same random inputs and, if random, weights."""
+    outcome = Outcome()
     try:
-        gm = prepare_by_platform(model, backend, config, example_inputs=inputs).eval()
-        report = str(gm.quant_report)
-        calibrate(gm, [inputs], progress=False)
-        with tempfile.TemporaryDirectory() as folder:
+        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            source = load_model(setup.model, None if setup.weights is None else Path(setup.weights))
+            outcome.model, outcome.structure = source.model, str(source.model)
+            inputs = example_inputs(setup.inputs, source)
+            outcome.inputs = str(map_tensors(inputs, _described))
+            gm = prepare_by_platform(source.model, setup.backend, setup.config, example_inputs=inputs).eval()
+            outcome.report = str(gm.quant_report)
+            calibrate(gm, [inputs], progress=False)
             found = convert_export(gm, inputs, Path(folder) / "model.onnx")
-            report += f"\n{found.certificate}"
+            outcome.report += f"\n{found.certificate}"
     except Exception as error:
         lines = str(error).splitlines() or [""]
-        return Outcome(f"{type(error).__name__}: {lines[0]}", traceback.format_exc(), report)
-    return Outcome("prepared, calibrated and exported", "", report)
+        outcome.summary, outcome.traceback = f"{type(error).__name__}: {lines[0]}", traceback.format_exc()
+    return outcome
+
+
+def write_bundle(path: Path, setup: Setup, with_weights: bool) -> str:
+    """Load, prepare, calibrate and export a model on random inputs, and write what is needed to do it again.
+
+    Args:
+        path: the zip file to write.
+        setup: what is run.
+        with_weights: whether the weights go into the file.
+
+    Returns:
+        What happened: ``"prepared, calibrated and exported"``, or the first line of the error.
+
+    Raises:
+        ConfigError: the file cannot be written, MODEL names no file, or its file holds the weights and they were not
+            asked for.
+    """
+    inside, sources = _sources(setup.model)
+    if not with_weights and setup.model.endswith((".onnx", ".pt2")):
+        raise ConfigError(f"{setup.model} holds the model with its weights: give --with-weights if they may be shown")
+    outcome = run_steps(setup)
+    texts = {
+        "reproduce.py": SCRIPT,
+        "versions.json": json.dumps(_versions(), indent=1),
+        "structure.txt": outcome.structure,
+        "inputs.txt": outcome.inputs,
+        "report.txt": outcome.report,
+        "outcome.txt": f"{outcome.summary}\n\n{outcome.traceback}",
+    }
+    there = replace(setup, model=inside, weights=None, config=None)
+    if setup.config is not None:
+        there = replace(there, config="config.yaml")
+        sources["config.yaml"] = Path(setup.config)
+    with (
+        atomic_path(path, ConfigError) as target,
+        tempfile.TemporaryDirectory() as folder,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        if with_weights and setup.weights is not None:
+            there = replace(there, weights=f"weights{Path(setup.weights).suffix}")
+            sources[str(there.weights)] = Path(setup.weights)
+        elif with_weights and outcome.model is not None and ":" in setup.model:
+            there = replace(there, weights="weights.pth")
+            sources["weights.pth"] = Path(folder) / "weights.pth"
+            torch.save(outcome.model.state_dict(), sources["weights.pth"])
+        for name, source in sources.items():
+            archive.write(source, name)
+        for name, text in (texts | {"setup.json": json.dumps(asdict(there), indent=1)}).items():
+            archive.writestr(name, text)
+    return outcome.summary
 
 
 def _described(tensor: Tensor) -> str:
@@ -157,15 +178,73 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _sources(model: nn.Module, name: str) -> list[Path]:
-    """The user's files that the model is made from: that of MODEL, and those of its modules' classes."""
-    where = name.rpartition(":")[0] or name
-    paths = {Path(where).resolve()} if Path(where).is_file() else set()
-    for module in model.modules():
-        try:
-            path = Path(inspect.getfile(type(module))).resolve()
-        except (TypeError, OSError):
+def _sources(model: str) -> tuple[str, dict[str, Path]]:
+    """The name of MODEL inside the bundle, and the user's files that it is made from, by their names there."""
+    kind, _, rest = model.rpartition(":")
+    if kind == "transformers":
+        folder = Path(rest).resolve()
+        configs = [path for path in folder.glob("*config.json") if path.is_file()]
+        return f"{kind}:{folder.name}", {f"{folder.name}/{path.name}": path for path in configs}
+    path = Path(kind or rest)
+    if path.suffix not in (".py", ".onnx", ".pt2"):
+        return model, {} if kind in ("torchvision", "timm") or not kind else _python_files(kind)
+    if not path.is_file():
+        raise ConfigError(f"no file {path}")
+    files = {path.name: path}
+    if path.suffix == ".onnx":
+        files |= {name: path.parent / name for name in _external_data(path)}
+    return path.name + (f":{rest}" if kind else ""), files | (_python_files(str(path)) if kind else {})
+
+
+def _python_files(where: str) -> dict[str, Path]:
+    """The user's Python files that a file or a module imports, by their paths from the folder they are imported from.
+
+    They are found without being run. Installed packages, the standard library and fxqat are not the user's.
+    """
+    first = Path(where).parent if where.endswith(".py") else Path.cwd()
+    roots = list(dict.fromkeys(Path(folder).resolve() for folder in (str(first), *sys.path) if _is_own(Path(folder))))
+    found: dict[str, Path] = {}
+    pending = [Path(where).name.removesuffix(".py") if where.endswith(".py") else where]
+    while pending:
+        parts = pending.pop().split(".")
+        if parts[0] == "fxqat":
             continue
-        if "site-packages" not in path.parts and path.is_file() and Path(torch.__file__).parent not in path.parents:
-            paths.add(path)
-    return sorted(paths)
+        for name in ("/".join(parts[:end]) for end in range(1, len(parts) + 1)):
+            files = ((root, root / file) for root in roots for file in (f"{name}/__init__.py", f"{name}.py"))
+            root, path = next(((root, path) for root, path in files if path.is_file()), (first, first))
+            key = str(path.relative_to(root))
+            if path.is_file() and key not in found:
+                found[key] = path
+                pending += _imports(path, path.relative_to(root).parent.parts)
+    return found
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder of the path of imports is the user's, and exists."""
+    standard = Path(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages"} & set(folder.parts)
+    return folder.is_dir() and not installed and not folder.resolve().is_relative_to(standard)
+
+
+def _imports(path: Path, package: Sequence[str]) -> Iterator[str]:
+    """The dotted names that a file of a package may import."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except SyntaxError:
+        return  # loading the model tells of it
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from filter(None, (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)))
+
+
+def _external_data(path: Path) -> set[str]:
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except Exception:  # loading the model tells of it
+        return set()
+    entries = [entry for tensor in proto.graph.initializer for entry in tensor.external_data]
+    return {entry.value for entry in entries if entry.key == "location"}

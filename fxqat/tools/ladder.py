@@ -6,14 +6,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from prettytable import PrettyTable
-from torch import nn
+from torch import Tensor, nn
 
 from fxqat.config.yaml_file import read_yaml
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
@@ -77,6 +78,7 @@ class Trial:
         recipe: the recipe.
         metric: what ``evaluate`` gave; NaN if the recipe is not possible.
         seconds: time to quantize and to evaluate.
+        margin: added to the drop for the size of the sample, see :func:`margin_of`; 0 without scores of samples.
         note: why it is not possible; empty if it is.
     """
 
@@ -84,6 +86,7 @@ class Trial:
     recipe: Recipe
     metric: float
     seconds: float
+    margin: float = 0.0
     note: str = ""
 
 
@@ -97,6 +100,7 @@ class Result:
         float_metric: metric of the float model; None without ``evaluate``.
         metric: metric of the quantized model; None without ``evaluate``.
         max_drop: the budget; None for none.
+        margin: what is added to the drop for the size of the sample.
         trials: what was tried, in order.
         worst: if tensors were widened, or should be: the tensors whose rounding changes the outputs most.
     """
@@ -106,29 +110,32 @@ class Result:
     float_metric: float | None
     metric: float | None
     max_drop: float | None
+    margin: float
     trials: tuple[Trial, ...]
     worst: tuple[str, ...] = ()
 
     @property
     def reached(self) -> bool:
-        """Whether the budget is met; True without one."""
+        """Whether the drop and its margin are within the budget; True without one."""
         if self.max_drop is None or self.metric is None or self.float_metric is None:
             return True
-        return self.float_metric - self.metric <= self.max_drop
+        return self.float_metric - self.metric + self.margin <= self.max_drop
 
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
             return f"{self.recipe}; not evaluated\n{self.model.quantization_noise}"
-        table = PrettyTable(["step", "recipe", "metric", "to float", "seconds", ""], align="l")
+        table = PrettyTable(["step", "recipe", "metric", "to float", "margin", "seconds", ""], align="l")
         for trial in self.trials:
             failed = math.isnan(trial.metric)
             metric, drop = ("", "") if failed else (f"{trial.metric:.6g}", f"{trial.metric - self.float_metric:+.4g}")
+            margin = f"{trial.margin:.3g}" if trial.margin else ""
             mark = trial.note or ("taken" if trial.recipe == self.recipe else "")
-            table.add_row([trial.step, trial.recipe, metric, drop, f"{trial.seconds:.1f}", mark])
+            table.add_row([trial.step, trial.recipe, metric, drop, margin, f"{trial.seconds:.1f}", mark])
         table.max_width = 60
         head = f"float {self.float_metric:.6g}, quantized {self.metric:.6g} by {self.recipe}"
         if self.max_drop is not None:
             head += f": {'within' if self.reached else 'NOT within'} the budget of {self.max_drop:g}"
+            head += f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
         lines = [head, str(table)]
         if not self.reached:
             lines.append(f"The rounding of these tensors changes the outputs most: {', '.join(self.worst)}.")
@@ -136,13 +143,43 @@ class Result:
         return "\n".join(lines)
 
 
+Evaluate = Callable[[nn.Module], "float | Tensor | Sequence[float]"]
+"""Measures a model: a number, or the score of each sample, whose mean is the metric."""
+
+
+def margin_of(before: Tensor, after: Tensor, confidence: float) -> float:
+    """Upper confidence bound of the drop of a mean score, less the drop that was measured.
+
+    With ``d`` the difference of each sample and ``R`` the span of the scores and 0, it is ``z`` standard errors, each
+    ``sqrt(sum(d^2) + R^2 - sum(d)^2 / (n + 2)) / (n + 2)``. Two further samples, which differ by ``R`` or not at all,
+    keep it above 0 where no sample differs.
+
+    Args:
+        before: scores of n samples in the float model.
+        after: scores of the same samples in the quantized model.
+        confidence: of the one-sided bound, between 0.5 and 1.
+
+    Source: Agresti and Min 2005 (doi:10.1002/sim.1781), the adjusted Wald interval of matched pairs.
+
+    Example:
+        >>> hits = 100.0 * torch.ones(998)  # of 998 samples, none is lost
+        >>> round(margin_of(hits, hits, 0.95), 3)
+        0.164
+    """
+    scores = torch.cat([before, after, before.new_zeros(1)])
+    difference, count = before - after, len(before) + 2
+    squares = difference.square().sum() + (scores.max() - scores.min()) ** 2 - difference.sum() ** 2 / count
+    return NormalDist().inv_cdf(confidence) * math.sqrt(float(squares)) / count
+
+
 def quantize(
     model: nn.Module,
     calib: Iterable[Any],
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     max_drop: float | None = None,
     *,
+    confidence: float = 0.95,
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Result:
@@ -157,8 +194,14 @@ def quantize(
         model: a float model; not changed.
         calib: batches of inputs, see :func:`fxqat.calibrate`; all are kept in memory.
         backend: as for :func:`fxqat.prepare_by_platform`.
-        evaluate: a function of a model, float or quantized, in eval mode; its result is a number, larger is better.
+        evaluate: a function of a model, float or quantized, in eval mode. Its result is the score of each sample,
+            larger is better, as a tensor or sequence: the metric is their mean. Or one number, such as the mAP: the
+            ladder then cannot know how far it holds for other data, and adds no margin.
         max_drop: the largest acceptable ``evaluate(model) - evaluate(quantized)``. None: only calibration.
+        confidence: a recipe is within the budget if, with this probability, the drop is for data of which the samples
+            are a random choice: the measured drop plus a margin (:func:`margin_of`) must be at most ``max_drop``. As
+            each recipe that is tried is one more chance to be lucky, the k-th is held to
+            ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters.
         prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
         progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
 
@@ -166,7 +209,8 @@ def quantize(
         The quantized model, how it was made, and what each step gave and took.
 
     Raises:
-        ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, a metric that is not a finite
+        ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, ``confidence`` is out of range,
+            there are so few samples that no recipe can be shown to be within the budget, a metric that is not a finite
             number, or as ``prepare_by_platform``.
 
     Example:
@@ -184,8 +228,10 @@ def quantize(
             else f"must be at least 0, got {max_drop}"
         )
         raise ConfigError(f"quantize: max_drop {what}")
+    if confidence != 0 and not 0.5 <= confidence < 1:
+        raise ConfigError(f"quantize: confidence must be 0, or at least 0.5 and below 1, got {confidence}")
     check_batches(calib, "quantize")
-    ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, prepare_custom_config_dict, progress)
+    ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, confidence, prepare_custom_config_dict, progress)
     return ladder.climb()
 
 
@@ -197,26 +243,30 @@ class _Ladder:
         model: nn.Module,
         calib: list[Any],
         backend: BackendType | BackendSpec | str,
-        evaluate: Callable[[nn.Module], float] | None,
+        evaluate: Evaluate | None,
         max_drop: float | None,
+        confidence: float,
         config: Mapping[str, Any] | str | os.PathLike[str] | None,
         progress: bool,
     ) -> None:
         self.model, self.calib, self.backend, self.evaluate = model, calib, backend, evaluate
         self.spec = backend_spec(backend)
-        self.max_drop, self.progress = max_drop, progress
+        self.max_drop, self.confidence, self.progress = max_drop, confidence, progress
         self.config: dict[str, Any] = dict(
             (config if isinstance(config, Mapping) else config and read_yaml(Path(config))) or {}
         )
         self.trials: list[Trial] = []
-        self.best: tuple[Recipe, QuantGraphModule, float] | None = None
+        self.best: tuple[Recipe, QuantGraphModule, float, float] | None = None
         self.float_metric = math.nan
+        self.float_scores: Tensor | None = None
 
     def climb(self) -> Result:
         """Try step after step until the budget is met."""
         if self.evaluate is not None:
-            self.float_metric = self.measured(self.model)
+            self.float_scores = self.scores(self.model)
+            self.float_metric = float(self.float_scores.mean())
             self.log(f"float: {self.float_metric:.6g}")
+            self.check_sample(self.float_scores)
         for step, changes in STEPS:
             for change in changes:
                 if self.is_new(change) and self.try_recipe(step, replace(self.recipe(), **change)):
@@ -236,9 +286,32 @@ class _Ladder:
         """The best recipe so far."""
         return Recipe() if self.best is None else self.best[0]
 
-    def is_enough(self, metric: float) -> bool:
+    def is_enough(self, metric: float, margin: float) -> bool:
         """Whether a metric is within the budget."""
-        return self.max_drop is None or self.float_metric - metric <= self.max_drop
+        return self.max_drop is None or self.float_metric - metric + margin <= self.max_drop
+
+    def margin(self, scores: Tensor) -> float:
+        """The margin of the next trial."""
+        if self.max_drop is None or self.float_scores is None or not scores.dim() or not self.confidence:
+            return 0.0
+        if scores.shape != self.float_scores.shape:
+            raise ConfigError(
+                f"quantize: evaluate returned {len(self.float_scores)} scores for the float model and "
+                f"{len(scores)} for a quantized one"
+            )
+        tried = 1 + sum(not math.isnan(trial.metric) for trial in self.trials)
+        return margin_of(self.float_scores, scores, 1 - (1 - self.confidence) / (tried * (tried + 1)))
+
+    def check_sample(self, scores: Tensor) -> None:
+        """Refuse a sample that is too small for any recipe, before time is spent on it."""
+        margin = self.margin(scores)
+        if self.max_drop and margin > self.max_drop:
+            needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2
+            raise ConfigError(
+                f"quantize: a loss of at most {self.max_drop:g} cannot be shown with {len(scores)} samples: even "
+                f"without any loss on them the margin is {margin:.3g}. Evaluate on {needed} samples or more, better "
+                "some times as many; or set the confidence to 0: no margin"
+            )
 
     def try_recipe(self, step: str, recipe: Recipe) -> bool:
         """Quantize by a recipe and measure it; it is the best if it is within the budget, or has a better metric.
@@ -249,20 +322,21 @@ class _Ladder:
         if any(trial.recipe == recipe for trial in self.trials):
             return False
         began = time.perf_counter()
-        metric, note, gm = math.nan, "", None
+        metric, margin, note, gm = math.nan, 0.0, "", None
         try:
             gm = self.quantized(recipe)
-            metric = self.measured(gm)
+            scores = self.scores(gm)
+            metric, margin = float(scores.mean()), self.margin(scores)
         except ConfigError as error:
             if self.best is None:
                 raise
             note = f"not possible: {error}"
-        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, note))
+        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, margin, note))
         told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
-        enough = gm is not None and self.is_enough(metric)
+        enough = gm is not None and self.is_enough(metric, margin)
         if gm is not None and (enough or self.best is None or metric > self.best[2]):
-            self.best = recipe, gm, metric
+            self.best = recipe, gm, metric, margin
         return enough
 
     def quantized(self, recipe: Recipe) -> QuantGraphModule:
@@ -279,15 +353,18 @@ class _Ladder:
             reconstruct=recipe.reconstruct or None, compare=False, progress=self.progress,
         )  # fmt: skip
 
-    def measured(self, model: nn.Module) -> float:
-        """What ``evaluate`` says of a model in eval mode; NaN without it."""
+    def scores(self, model: nn.Module) -> Tensor:
+        """What ``evaluate`` says of a model in eval mode: float64, one for each sample or a scalar; NaN without it."""
         if self.evaluate is None:
-            return math.nan
+            return torch.tensor(math.nan)
         with eval_mode(model), torch.no_grad():
-            metric = float(self.evaluate(model))
-        if not math.isfinite(metric):
-            raise ConfigError(f"quantize: evaluate returned {metric}; expected a finite number, larger is better")
-        return metric
+            found = torch.as_tensor(self.evaluate(model), dtype=torch.float64, device="cpu").squeeze()
+        if found.dim() > 1 or not found.numel() or not found.isfinite().all():
+            raise ConfigError(
+                f"quantize: evaluate returned {found.tolist()}; expected a finite number, or one for each sample, "
+                "larger is better"
+            )
+        return found
 
     def widen(self) -> list[str]:
         """Give more bits to the tensors whose rounding changes the outputs most; their names, the worst first.
@@ -334,11 +411,11 @@ class _Ladder:
     def result(self, worst: Iterable[str] = ()) -> Result:
         """What was found."""
         assert self.best is not None
-        recipe, gm, metric = self.best
+        recipe, gm, metric, margin = self.best
         compare_if_possible(gm, read_batch(gm, self.calib[0], "quantize"), "quantize")
         known = self.evaluate is not None
         return Result(
-            gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop,
+            gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop, margin,
             tuple(self.trials), tuple(worst),
         )  # fmt: skip
 

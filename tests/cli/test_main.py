@@ -1,6 +1,9 @@
 """The command as a whole: help, wrong calls, and interrupts."""
 
+import contextlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -57,10 +60,16 @@ def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("quantize @:net --calib @:batches --eval-samples 3 -o OUT", "--eval-samples is for data"),
         ("quantize @:net --calib @:batches --crop 8 -o OUT", "are for images"),
         ("profile @:net --calib @:batches --input 1x3x8x8", "No such option"),
+        ("quantize @:net --calib @:batches --confidence 0.9 -o OUT", "--confidence needs --max-drop"),
+        ("quantize @:net --calib @:batches --dynamic-shapes x=height -o OUT", "expected [INPUT=]AXIS:SIZE"),
+        ("quantize @:net --calib @:batches --dynamic-shapes x=2:a --dynamic-shapes 3:b -o OUT", "give one name for"),
+        ("quantize @:net --calib @:batches --dynamic-shapes z=2:a -o OUT", "the model has no input 'z'"),
+        ("quantize @:net --calib @:batches --input-names a,b -o OUT", "input_names"),
         ("quantize @:net --calib @:batches", "Missing option '-o'"),
         ("quantize @:net --calib @:batches -o @", "is a file"),
         ("quantize @:net --calib images --mean red --std 1 -o OUT", "expected numbers with commas"),
         ("profile @:net --calib @:batches -o missing/page.html", "cannot write"),
+        ("bundle nowhere.py:net --input 1x3x8x8 -o OUT", "no file nowhere.py"),
         ("verify missing.onnx", "does not exist"),
         ("verify @", "is not an ONNX file"),
         ("verify @ --weights @", "--weights needs --model"),
@@ -93,6 +102,56 @@ def test_an_interrupt_leaves_nothing_half_written(
     assert call("quantize @:net --calib @:batches -o out", monkeypatch) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_that_is_swallowed_counts_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def swallow(*_: object) -> None:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("fxqat.cli.quantize_command.effective_config", swallow)
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert call("quantize @:net --calib @:batches -o new/out", monkeypatch) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.endswith("fxqat: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["module", "script"])
+def test_an_interrupt_during_the_imports_is_one_line(command: str, tmp_path: Path) -> None:
+    """The signal comes when torch begins to be imported, from an importer that is asked first."""
+    importer = "\n".join(
+        [
+            "import os, signal, sys",
+            "signal.signal(signal.SIGINT, signal.default_int_handler)",
+            "class Interrupt:",
+            "    def find_spec(self, name, path, target=None):",
+            "        if name == 'torch':",
+            "            try:",
+            "                os.kill(os.getpid(), signal.SIGINT)",
+            "            except BaseException:",
+            "                pass",
+            "sys.meta_path.insert(0, Interrupt())",
+        ]
+    )
+    (tmp_path / "sitecustomize.py").write_text(importer)
+    script = tmp_path / "fxqat"
+    script.write_text("from fxqat.cli.main import command\ncommand()\n")
+    words = [str(script)] if command == "script" else ["-m", "fxqat"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, *words, "-h"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (130, "fxqat: interrupted\n", "")
 
 
 def test_the_package_runs_as_a_module() -> None:

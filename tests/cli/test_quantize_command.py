@@ -11,6 +11,8 @@ from PIL import Image
 
 import fxqat
 from fxqat.cli.load_model import load_model
+from fxqat.errors import ExportError
+from fxqat.litert_conversion import litert_versions
 from tests.cli.test_main import PROGRAMS, call
 
 FILES = [
@@ -44,6 +46,38 @@ def test_the_files_are_written_and_go_on(
     x = torch.randn(3, 3, 8, 8)
     session = ort.InferenceSession(str(out / "model.onnx"), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], gm(x).detach(), atol=1e-5)
+
+
+def test_sizes_are_left_open_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = "--dynamic-shapes x=2:height,3:width --input-names image --output-names scores"
+    assert call(f"quantize @:net --calib @:batches {options} -o {tmp_path / 'out'}", monkeypatch) == 0
+    session = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    (given,), (found,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.shape, found.name) == ("image", [1, 3, "height", "width"], "scores")
+    assert session.run(None, {"image": np.zeros((1, 3, 10, 12), np.float32)})[0].shape == (1, 4)
+
+
+def test_a_file_for_litert_is_written_where_its_converter_is_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert call(f"quantize @:net --calib @:batches -b LiteRT -o {out}", monkeypatch) == 0
+    names = sorted(path.name for path in out.iterdir())
+    printed = capsys.readouterr().out
+    try:
+        litert_versions()
+    except ExportError:
+        assert names == FILES
+        assert "no .tflite file: " in printed
+        assert 'pip install "fxqat[litert]"' in printed
+        return
+    assert set(names) - set(FILES) == {"model.tflite", "model.tflite.parity.json"}
+    checkpoint = f"--model @:net --weights {out}/model.pth --config {out}/config.yaml --input 1x3x8x8"
+    assert call(f"verify {out}/model.tflite {checkpoint}", monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "LiteRT parity passed" in printed
+    assert printed.endswith("passed\n")
+    assert call(f"verify {out}/model.tflite --model @:net", monkeypatch) == 2
 
 
 def test_a_budget_that_is_not_met_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """The ladder: which recipe is taken, and when it ends."""
 
+from collections.abc import Callable
+from itertools import count
+
 import pytest
 import torch
 from torch import nn
 
 import fxqat
 from fxqat.errors import ConfigError
-from fxqat.tools.ladder import STEPS, quantize
+from fxqat.tools.ladder import STEPS, margin_of, quantize
 from tests.cli.programs import Net, batches, closeness
 
 LOW = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "a_qscheme": {"bit": 4}}}
@@ -60,12 +63,57 @@ def test_the_model_is_not_changed_and_needs_no_metric() -> None:
         ({"max_drop": 1.0}, "needs evaluate"),
         ({"max_drop": -1.0, "evaluate": closeness}, "at least 0, got -1"),
         ({"max_drop": float("nan"), "evaluate": closeness}, "at least 0, got nan"),
+        ({"evaluate": lambda model: []}, "expected a finite number"),
+        ({"confidence": 0.3}, "at least 0.5 and below 1, got 0.3"),
+        ({"max_drop": 0.5, "evaluate": lambda model: [100.0] * 64}, "cannot be shown with 64 samples.* on 390 samples"),
         ({"evaluate": lambda model: float("nan")}, "returned nan; expected a finite number"),
     ],
 )
 def test_wrong_budgets_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         quantize(Net().eval(), batches(), **arguments)
+
+
+def lossy(samples: int, lost: float) -> Callable[[nn.Module], torch.Tensor]:
+    """Scores of samples of which calibration alone loses a share, and every other recipe nothing."""
+    models = count()
+
+    def evaluate(_: nn.Module) -> torch.Tensor:
+        scores = torch.full((samples,), 100.0)
+        scores[: round(samples * lost) if next(models) == 1 else 0] = 0
+        return scores
+
+    return evaluate
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1000, ["calibration", "observers"]), (100_000, ["calibration"])])
+def test_a_small_sample_must_leave_a_margin(samples: int, steps: list[str]) -> None:
+    """A loss of .8 points is within 1 point if it is sure enough."""
+    result = quantize(Net().eval(), batches(), evaluate=lossy(samples, 0.008), max_drop=1.0, progress=False)
+    assert [trial.step for trial in result.trials] == steps
+    assert result.reached
+    assert (result.trials[0].margin < 0.2) == (len(steps) == 1)
+    assert f"with a margin of {result.margin:.3g}" in str(result)
+
+
+def test_without_confidence_there_is_no_margin() -> None:
+    evaluate = lossy(1000, 0.008)
+    result = quantize(Net().eval(), batches(), evaluate=evaluate, max_drop=1.0, confidence=0, progress=False)
+    assert [(trial.step, trial.margin) for trial in result.trials] == [("calibration", 0.0)]
+    assert result.reached
+
+
+def test_the_margin_covers_the_drop_on_all_data() -> None:
+    """Of 1000 samples of 200, about 5 percent have a drop so much smaller than that of all data."""
+    generator = torch.Generator().manual_seed(0)
+    before, after = (100.0 * (torch.rand(100_000, generator=generator) < share) for share in (0.8, 0.77))
+    true = float((before - after).mean())
+    missed = 0
+    for _ in range(1000):
+        chosen = torch.randint(0, len(before), (200,), generator=generator)
+        drop = float((before[chosen] - after[chosen]).mean())
+        missed += drop + margin_of(before[chosen], after[chosen], 0.95) < true
+    assert 0.02 < missed / 1000 < 0.07
 
 
 def test_a_single_batch_is_refused() -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from fxqat.tools.post_training.layer_weights import weights_of
+from fxqat.tools.post_training.layer_weights import LayerWeight, weights_of
 from fxqat.tools.post_training.segments import Segment, Values
 from fxqat.utils.contexts import hooked
 
@@ -89,16 +90,27 @@ def moments_of_halves(
         place: which of the layer's weights, in the order of
             :func:`~fxqat.tools.post_training.layer_weights.weights_of`.
     """
-    ours = _columns(segment, path, place, quant_inputs, quantized=True)
-    theirs = _columns(float_segment, path, place, float_inputs, quantized=False)
+    ours = _reads(segment, path, place, quant_inputs, quantized=True)
+    theirs = _reads(float_segment, path, place, float_inputs, quantized=False)
     found: list[Moments] = []
-    for x, target in zip(ours, theirs, strict=True):
-        difference = target - x
-        middle = x.shape[-1] // 2
-        halves = [Moments.of(x[..., half], difference[..., half]) for half in (slice(middle), slice(middle, None))]
+    weight = weights_of(segment.layers[path])[place]
+    for read, target in zip(ours, theirs, strict=True):
+        halves = _halves(weight, read, target - read)
         found = [a + b for a, b in zip(found, halves, strict=True)] if found else halves
     first, second = found
     return first, second
+
+
+def _halves(weight: LayerWeight, read: Tensor, difference: Tensor) -> list[Moments]:
+    """The moments of the two halves of one call's samples."""
+    pieces = list(zip(weight.pieces(read), weight.pieces(difference), strict=True))
+    if len(pieces) % 2:
+        x, shift = weight.columns(read), weight.columns(difference)
+        middle = x.shape[-1] // 2
+        return [Moments.of(x[..., half], shift[..., half]) for half in (slice(middle), slice(middle, None))]
+    found = [Moments.of(*map(weight.columns, piece)) for piece in pieces]
+    middle = len(pieces) // 2
+    return [reduce(Moments.__add__, half) for half in (found[:middle], found[middle:])]
 
 
 def weight_towards_float(weight: Tensor, first: Moments, second: Moments, centred: bool) -> Tensor:
@@ -133,11 +145,11 @@ def _step(weight: Tensor, gram: Tensor, cross: Tensor, damping: float) -> Tensor
     return step
 
 
-def _columns(segment: Segment, path: str, place: int, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
-    """What one of a layer's weights multiplies, call by call."""
+def _reads(segment: Segment, path: str, place: int, batches: Sequence[Values], quantized: bool) -> Iterator[Tensor]:
+    """The values that one of a layer's weights multiplies, call by call."""
     weight = weights_of(segment.layers[path])[place]
     found: list[Tensor] = []
-    with hooked([weight.layer], lambda _, args, output: found.append(weight.columns(args, output))):
+    with hooked([weight.layer], lambda _, args, output: found.append(weight.read(args, output))):
         for values in batches:
             segment.set_quantized(quantized)
             segment(values)

@@ -7,6 +7,7 @@ input of every step, and that of the state, ``R``, the hidden state before every
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,13 +56,21 @@ class LayerWeight(ABC):
         """Change the layer's parameters so that :meth:`value` is ``weight``."""
 
     @abstractmethod
-    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
-        """What the matrices multiply in one call of the layer, ``(groups, inputs per output, samples)``.
+    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
+        """The values that the weight multiplies in one call of the layer.
 
         Args:
             args: the arguments of the call.
             output: its result.
         """
+
+    def columns(self, read: Tensor) -> Tensor:
+        """What the matrices multiply, ``(groups, inputs per output, samples)``, of what :meth:`read` gave."""
+        return read
+
+    def pieces(self, read: Tensor) -> Sequence[Tensor]:
+        """The values in pieces, in order, whose columns take much less memory than those of all together."""
+        return [read]
 
 
 class FoldedWeight(LayerWeight):
@@ -84,9 +93,18 @@ class FoldedWeight(LayerWeight):
             weight = torch.where(factor == 0, self.layer.weight, weight / factor)
         self.layer.weight.copy_(weight)
 
-    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
-        return inputs_to_columns(self.op, self.value(), args[0])
+        return args[0]  # type: ignore[no-any-return]
+
+    def columns(self, read: Tensor) -> Tensor:
+        """See :class:`LayerWeight`."""
+        return inputs_to_columns(self.op, self.value(), read)
+
+    def pieces(self, read: Tensor) -> Sequence[Tensor]:
+        """See :class:`LayerWeight`; columns of a convolution repeat an input as often as its kernel has weights."""
+        dims = self.layer.weight.dim()
+        return [read] if dims == 2 or read.dim() < dims else read.split(1)
 
 
 class RecurrentWeight(LayerWeight):
@@ -122,7 +140,7 @@ class InputWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_ih_fake_quant")
 
-    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
         columns: Tensor = args[0].flatten(0, 1).T
         return columns.expand(len(self.layer.names), *columns.shape)
@@ -136,7 +154,7 @@ class StateWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_hh_fake_quant")
 
-    def columns(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
         y: Tensor = output[0]
         start = args[1] if len(args) > 1 else torch.zeros_like(y[0])

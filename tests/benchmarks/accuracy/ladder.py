@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import fxqat
 from fxqat.cli.load_data import load_batches, load_evaluation
 from fxqat.cli.load_model import load_model
+from fxqat.errors import ConfigError
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import WidthBank, bit_operations
 from fxqat.tools import ptq as ptq_of
@@ -39,7 +40,8 @@ DROPS = (0.5, 1.0)
 BACKEND = "Experimental"
 FLOAT_BITS = 16
 
-Measure = Callable[[nn.Module], float]
+Measure = Callable[[nn.Module], float | Tensor]
+"""A number, or 100 or 0 for each image."""
 
 
 @dataclass
@@ -52,10 +54,15 @@ class Task:
     held_back: Measure
     found: list[float] = field(default_factory=list)
 
-    def evaluate(self, model: nn.Module) -> float:
+    def evaluate(self, model: nn.Module) -> float | Tensor:
         """The metric that guides the ladder; that of the other half is only recorded."""
-        self.found.append(self.held_back(model))
+        self.found.append(mean_of(self.held_back(model)))
         return self.search(model)
+
+
+def mean_of(found: float | Tensor) -> float:
+    """The metric in percent."""
+    return float(torch.as_tensor(found).mean())
 
 
 def load(name: str, data: Path) -> Task:
@@ -75,9 +82,9 @@ def accuracy_on(images: Tensor, labels: Tensor) -> Measure:
     """The top-1 in percent on some images."""
 
     @torch.no_grad()
-    def accuracy(model: nn.Module) -> float:
+    def accuracy(model: nn.Module) -> Tensor:
         found = torch.cat([model(x).argmax(1) for x in images.split(50)])
-        return 100 * float((found == labels).float().mean())
+        return 100 * (found == labels).float()
 
     return accuracy
 
@@ -117,9 +124,13 @@ def measured_row(name: str, bits: tuple[int, int], drop: float, data: Path) -> d
     """Climb the ladder, and measure the uniform choices of the same cost."""
     task = load(name, data)
     began = time.perf_counter()
-    result = fxqat.quantize(
-        task.model, task.batches, BACKEND, task.evaluate, drop, prepare_custom_config_dict=config_of(*bits)
-    )
+    config = config_of(*bits)
+    try:
+        result = fxqat.quantize(
+            task.model, task.batches, BACKEND, task.evaluate, drop, prepare_custom_config_dict=config
+        )
+    except ConfigError as error:
+        return {"model": name, "bits": bits, "drop": drop, "refused": str(error)}
     seconds = time.perf_counter() - began
     held_back = iter(task.found)
     line = {
@@ -129,7 +140,8 @@ def measured_row(name: str, bits: tuple[int, int], drop: float, data: Path) -> d
             [t.step, str(t.recipe), t.metric, t.seconds, t.note, None if math.isnan(t.metric) else next(held_back)]
             for t in result.trials
         ],
-        "worst": result.worst, "held_back": task.held_back(result.model), "cost": 1.0, "uniform": [],
+        "worst": result.worst, "held_back": mean_of(task.held_back(result.model)),
+        "margin": result.margin, "cost": 1.0, "uniform": [],
     }  # fmt: skip
     if result.recipe.overrides:
         line["cost"] = cost_of(task, result.model, *bits)
@@ -140,7 +152,7 @@ def measured_row(name: str, bits: tuple[int, int], drop: float, data: Path) -> d
             gm = ptq_of(
                 task.model, task.batches, BACKEND, config, reconstruct=result.recipe.reconstruct or None, **options
             )
-            line["uniform"].append([choice, task.search(gm), task.held_back(gm)])
+            line["uniform"].append([choice, mean_of(task.search(gm)), mean_of(task.held_back(gm))])
     return line
 
 
@@ -154,14 +166,20 @@ def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
     header = ["model", "bits", "budget", "met", "recipe", "cost", "float", "quantized", "best uniform"]
-    table = PrettyTable([*header, "held back: float", "quantized ", "met ", "s"], align="l", hrules=1)
+    table = PrettyTable([*header, "margin", "held back: float", "quantized ", "met ", "s"], align="l", hrules=1)
     sections = []
     for r in results:
         bits = f"W{r['bits'][0]}A{r['bits'][1]}"
+        if "refused" in r:
+            sections.append(f"{r['model']} {bits}, at most {r['drop']} points: {r['refused']}.")
+            continue
         uniform = best_uniform(r)
         if not r["reached"] and r["top1"] < uniform:
             raise SystemExit(f"{r['model']} {bits} at {r['drop']}: below a uniform choice of the same cost")
-        figures = [f"{x:.2f}" for x in (r["float"], r["top1"], uniform, r["held_back_float"], r["held_back"])]
+        figures = [
+            f"{x:.2f}"
+            for x in (r["float"], r["top1"], uniform, r.get("margin", 0.0), r["held_back_float"], r["held_back"])
+        ]
         met = "yes" if r["reached"] else "no"
         cost = f"{r['cost']:.2f}"
         figures.append("yes" if r["held_back_float"] - r["held_back"] <= r["drop"] else "no")
@@ -183,7 +201,9 @@ def report(arguments: argparse.Namespace) -> None:
 top-1 of ResNet20 and MobileNetV2 on the images of :doc:`/evidence/accuracy_ptq`; mAP50-95 of YOLOv5n at 320 px on
 those of :doc:`/evidence/accuracy_yolov5`, as functions of a Python file. One half of the test images guides the ladder,
 the other half is held back and only recorded; the last *met* is about that half. The halves are small: one point of
-top-1 is five images of ResNet20, and one of MobileNetV2.
+top-1 is five images of ResNet20, and one of MobileNetV2. A recipe is
+within the budget if its loss is with the *margin* for the size of the half that guides; the mAP is one number, which
+has no margin. A budget that the half is too small for is refused.
 
 * *cost*: bit operations, in those of the uniform choice the row starts from; a float tensor counts as one of 16 bits.
 * *best uniform*: the best metric of all uniform choices that cost at most as much: every recipe that was tried at the
