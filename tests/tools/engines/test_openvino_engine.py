@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from fxqat.errors import ExportError
-from fxqat.onnx.add_branches import KeepAddBranches
+from fxqat.onnx.keep_integers import KeepIntegers
 from fxqat.tools.engines import EngineReport, load_engine, verify
 from tests.quantized_graph import clipped, concat, example, one_scale, residual
 
@@ -29,9 +29,9 @@ def report_of(model: onnx.ModelProto, folder: Path, **settings: object) -> Engin
 
 
 def keeping_branches(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the pass that ``convert_export(runtime="openvino")`` runs for sums."""
+    """The model with the pass that ``convert_export(runtime="openvino")`` runs to keep integers."""
     found = ir.from_proto(model)
-    KeepAddBranches()(found)
+    KeepIntegers()(found)
     return ir.to_proto(found)
 
 
