@@ -11,16 +11,17 @@ from types import MappingProxyType
 import onnx_ir as ir
 
 from fxqat.errors import ExportError
-from fxqat.onnx.add_branches import KeepAddBranches
 from fxqat.onnx.integer_clamps import ClampIntegers
+from fxqat.onnx.keep_integers import KeepIntegers
 from fxqat.onnx.unsigned_activations import UnsignedActivations
 
 RUNTIMES: Mapping[str, tuple[type[ir.passes.InPlacePass], ...]] = MappingProxyType(
     {
         # its integer kernels take uint8 activations, and convolutions with a zero point at the end of a ReLU's range
         "onnxruntime": (UnsignedActivations, ClampIntegers),
-        # it computes a signed Concat before a convolution wrongly, and drops the rounding of a branch (seen in 2026.4)
-        "openvino": (UnsignedActivations, KeepAddBranches),
+        # it computes a signed Concat before a convolution wrongly, drops the rounding of a branch, crashes at two
+        # roundings behind a Concat, and rejects sums with quantized constants (seen in 2026.4)
+        "openvino": (UnsignedActivations, KeepIntegers),
     }
 )
 
