@@ -31,11 +31,6 @@ class AverageObserver(ObserverBase):
         super().__init__(scheme, axis, num_channels)
         self.register_buffer("count", torch.zeros(()))
 
-    @property
-    def averages(self) -> bool:
-        """See :class:`~fxqat.observer.base.ObserverBase`."""
-        return True
-
     def merge(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The mean after one more batch."""
         past = self.count / (self.count + 1)

@@ -23,15 +23,15 @@ class ObserverBase(nn.Module):
         num_channels: number of channels when ``axis`` is given.
         ema_ratio: weight of the past in an exponential moving average over batches, in [0, 1); None takes their union.
 
+    Attributes:
+        this_pass: of an average, the range of this pass through the model, and its weight; no part of the state dict.
+
     Raises:
         ConfigError: ``ema_ratio`` is outside [0, 1).
     """
 
     min_val: Tensor
     max_val: Tensor
-    pass_min: Tensor
-    pass_max: Tensor
-    pass_weight: Tensor
 
     def __init__(
         self,
@@ -51,8 +51,7 @@ class ObserverBase(nn.Module):
         shape = () if axis is None else (num_channels or 1,)
         self.register_buffer("min_val", torch.full(shape, float("inf")))
         self.register_buffer("max_val", torch.full(shape, float("-inf")))
-        for name, value in (("pass_min", 0.0), ("pass_max", 0.0), ("pass_weight", 1.0)):
-            self.register_buffer(name, torch.full(shape, value), persistent=False)
+        self.this_pass: tuple[Tensor, Tensor, Tensor] | None = None
 
     def range_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The range of one tensor; most observers override this method only.
@@ -74,18 +73,11 @@ class ObserverBase(nn.Module):
     def averaged(self, low: Tensor, high: Tensor, past: float | Tensor) -> tuple[Tensor, Tensor]:
         """``past * running + (1 - past) * new``, or the new range alone while nothing was seen."""
         fresh = self.min_val > self.max_val
-        self.pass_min.copy_(low)
-        self.pass_max.copy_(high)
-        self.pass_weight.copy_(torch.where(fresh, 1.0, 1.0 - past))
+        self.this_pass = low, high, torch.where(fresh, 1.0, 1.0 - past)
         return (
             torch.where(fresh, low, torch.lerp(low, self.min_val, past)),
             torch.where(fresh, high, torch.lerp(high, self.max_val, past)),
         )
-
-    @property
-    def averages(self) -> bool:
-        """Whether the running range is an average over passes, in which :meth:`averaged` takes part."""
-        return self.ema_ratio is not None
 
     @torch.no_grad()
     def forward(self, x: Tensor, same_pass: bool = False) -> Tensor:
@@ -95,6 +87,8 @@ class ObserverBase(nn.Module):
             x: the tensor.
             same_pass: in this pass through the model another value with the same range was watched already.
         """
+        if not same_pass:
+            self.this_pass = None
         if x.numel():
             (self.watch_again if same_pass else self.watch)(x.detach().float())
         return x
@@ -111,17 +105,15 @@ class ObserverBase(nn.Module):
         An average over passes must not average the values of one pass, or it would clip the largest of them. The range
         of a pass is the union of theirs: the running range changes by what the tensor adds to it, times its weight.
         """
-        if not self.averages:
+        if self.this_pass is None:  # no average, or all values of this pass so far were empty
             self.watch(x)
             return
+        old_low, old_high, weight = self.this_pass
         low, high = self.range_of(x)
-        fresh = self.min_val > self.max_val  # the first value of the pass was empty
-        low = torch.where(fresh, low, torch.minimum(self.pass_min, low))
-        high = torch.where(fresh, high, torch.maximum(self.pass_max, high))
-        self.min_val.copy_(torch.where(fresh, low, self.min_val + self.pass_weight * (low - self.pass_min)))
-        self.max_val.copy_(torch.where(fresh, high, self.max_val + self.pass_weight * (high - self.pass_max)))
-        self.pass_min.copy_(low)
-        self.pass_max.copy_(high)
+        low, high = torch.minimum(old_low, low), torch.maximum(old_high, high)
+        self.min_val.add_(weight * (low - old_low))
+        self.max_val.add_(weight * (high - old_high))
+        self.this_pass = low, high, weight
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -247,7 +247,7 @@ def test_samples_are_spread_evenly_over_a_tensor() -> None:
     assert samples_of(x, 1, 3).shape == (100, 10)
 
 
-AVERAGING = [name for name in OBSERVERS if builder(name)(UINT8).averages]
+AVERAGING = [name for name in OBSERVERS if watch(builder(name)(UINT8), batches(50, count=1)).this_pass]
 
 
 def test_the_moving_averages_are_found() -> None:
