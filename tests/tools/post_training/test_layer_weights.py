@@ -68,8 +68,8 @@ def test_columns_of_recurrent_layers_give_the_next_state(kind, bidirectional):
     layer = next(module for module in gm.modules() if isinstance(module, QATRecurrentLayer))
     args, output = one_call(gm, layer, batches[0])
     w, r = weights_of(layer)
-    columns = [x.columns(x.read(args, output)) for x in (w, r)]
-    products = [weight_to_matrices(x.op, x.value()) @ c for x, c in zip((w, r), columns)]  # (D, G * H, T * N)
+    # (D, G * H, T * N)
+    products = [weight_to_matrices(x.op, x.value()) @ x.columns(x.read(args, output)) for x in (w, r)]
     bias = layer.stacked()[2].reshape(len(layer.names), 2, -1, 1)
     products = [(p + bias[:, i]).mT.unflatten(1, (STEPS, BATCH)) for i, p in enumerate(products)]  # (D, T, N, G * H)
     before = r.columns(r.read(args, output)).mT.unflatten(1, (STEPS, BATCH))
