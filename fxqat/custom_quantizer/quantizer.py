@@ -194,7 +194,7 @@ class BackendQuantizer:
         is_static = self.config.activations == STATIC
         request.dynamic = self.config.activations == DYNAMIC and op.name in self.spec.dynamic
         if is_static and rule.inputs != "none" and node.target is not eval_or_train:  # which only passes values through
-            request.activation = self.spec.activation
+            request.activation = self.spec.activation_of(rule)
         gives_values = not request.moves_values and not op.gives_tuple
         if is_static and rule.output and gives_values and fused_activation(node, op, self.spec) is None:
             request.output = self.spec.activation

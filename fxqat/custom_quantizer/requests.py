@@ -67,9 +67,13 @@ class Request:
         return self.op.family in (PASS_THROUGH, IDENTITY)
 
 
-def precedence(asked: RankedConfig) -> tuple[int, int, int]:
-    """The key that orders requests about one value: the latest override wins; among equals the widest scheme."""
-    return asked[1], asked[0].scheme.bit_width, asked[0].scheme.scale_bits
+def precedence(asked: RankedConfig) -> tuple[int, int, int, bool]:
+    """The key that orders requests about one value: the latest override wins; among equals the widest scheme.
+
+    Of equal widths a symmetric one wins: an op that asks for it computes in float otherwise.
+    """
+    scheme = asked[0].scheme
+    return asked[1], scheme.bit_width, scheme.scale_bits, scheme.symmetric
 
 
 def fused_activation(node: fx.Node, op: Op, spec: BackendSpec) -> fx.Node | None:

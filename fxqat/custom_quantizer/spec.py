@@ -70,6 +70,8 @@ class Rule:
             that their zero point stays the smallest integer; for engines that convert between scales where they join.
         scale_bits: the scale of the result has at least so many significant bits. An engine that multiplies by a ratio
             of scales, where QuantizeLinear divides, rounds exact halves differently; with many bits there are none.
+        symmetric: the op reads signed integers with zero point 0, whatever the backend's activations have. Another op
+            that reads the same value gets it so, too.
         reason: why the op computes in integers, for the report.
         why_float_output: with ``output=False``, why a value that no quantized op reads stays float, for the report.
     """
@@ -79,6 +81,7 @@ class Rule:
     share: Literal["none", "inputs", "all"] = "none"
     keeps_relu_apart: bool = False
     scale_bits: int = 1
+    symmetric: bool = False
     reason: str = ""
     why_float_output: str = ""
 
@@ -156,6 +159,12 @@ class BackendSpec:
             | {"rules": MappingProxyType({key: rule for key, rule in taken.items() if rule is not None})}
             | {"name": name, "source": source, **fields}
         )
+
+    def activation_of(self, rule: Rule) -> TensorQConfig:
+        """How an op with a rule reads its operands."""
+        if not rule.symmetric:
+            return self.activation
+        return self.activation.with_scheme(symmetric=True, signed=True, even_zero_point=False)
 
     def rule(self, name: str, family: str) -> Rule | None:
         """The rule for an op, None if the backend leaves it float."""

@@ -5,7 +5,8 @@ Every pass changes no value that the model computes; its docstring has the proof
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import onnx_ir as ir
@@ -15,13 +16,14 @@ from fxqat.onnx.integer_clamps import ClampIntegers
 from fxqat.onnx.keep_integers import KeepIntegers
 from fxqat.onnx.unsigned_activations import UnsignedActivations
 
-RUNTIMES: Mapping[str, tuple[type[ir.passes.InPlacePass], ...]] = MappingProxyType(
+RUNTIMES: Mapping[str, tuple[Callable[[], ir.passes.InPlacePass], ...]] = MappingProxyType(
     {
         # its integer kernels take uint8 activations, and convolutions with a zero point at the end of a ReLU's range
         "onnxruntime": (UnsignedActivations, ClampIntegers),
         # it computes a signed Concat before a convolution wrongly, drops the rounding of a branch, crashes at two
-        # roundings behind a Concat, and rejects sums with quantized constants (seen in 2026.4)
-        "openvino": (UnsignedActivations, KeepIntegers),
+        # roundings behind a Concat, and rejects sums with quantized constants (seen in 2026.4),
+        # and multiplies two activations on integers only if they have zero points 0
+        "openvino": (partial(UnsignedActivations, keep_products=True), KeepIntegers),
     }
 )
 

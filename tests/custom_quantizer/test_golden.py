@@ -28,7 +28,7 @@ def test_placement_is_the_reviewed_one(name, golden):
 
 def schemes_of(spec):
     """The schemes that a backend gives, without a known range."""
-    configs = (spec.weight, *spec.weights.values()), (spec.activation,)
+    configs = (spec.weight, *spec.weights.values()), [spec.activation_of(rule) for rule in spec.rules.values()]
     return [{str(replace(config.scheme, fixed_range=None)) for config in kind} for kind in configs]
 
 

@@ -98,3 +98,38 @@ def test_other_types_and_weights_stay(bits: int, dtype: str) -> None:
     assert not result.modified
     after = constants(ir.to_proto(result.model))
     assert all(np.array_equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+
+
+def product(reader: str, weight: bool = False) -> ir.Model:
+    """``y = dq(q(x))^T @ dq(q(x))``, a further reader of the first operand, or a constant as the second."""
+    held = {"s": np.float32(0.03), "z": np.int8(0), "w_q": np.ones((7, 7), np.int8)}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["dq"]),
+        helper.make_node("Transpose", ["dq"], ["moved"], perm=[1, 0]),
+        helper.make_node("DequantizeLinear", ["w_q", "s", "z"], ["w"]),
+        helper.make_node("MatMul", ["moved", "w" if weight else "dq"], ["product"]),
+        helper.make_node(reader, ["dq"], ["further"]),
+        helper.make_node("Add", ["product", "further"], ["y"]),
+    ]
+    if reader == "DequantizeLinear":  # no further one
+        del nodes[-2:]
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (7, 7)) for name in ("x", nodes[-1].output[0]))
+    initializers = [numpy_helper.from_array(np.asarray(array), name) for name, array in held.items()]
+    graph = helper.make_graph(nodes, "graph", [x], [y], initializers)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    record = QuantizedTensor("x", "activation", "x", "int8", QuantizeScheme(8), None, (float(np.float32(0.03)),), (0,))
+    model.meta[RECORDS] = {"0": record}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("reader", "weight", "dtype"),
+    [("DequantizeLinear", False, "int8"), ("Relu", False, "uint8"), ("DequantizeLinear", True, "uint8")],
+    ids=["products only", "another reader", "a layer"],
+)
+def test_operands_of_products_stay_signed_where_asked(reader: str, weight: bool, dtype: str) -> None:
+    kept = UnsignedActivations(keep_products=True)(product(reader, weight)).model
+    assert tensors_of(kept)["0"].dtype == dtype
+    check_params(ir.to_proto(kept), tensors_of(kept).values())
+    assert tensors_of(UnsignedActivations()(product(reader, weight)).model)["0"].dtype == "uint8"

@@ -22,6 +22,9 @@ RESIDUAL = replace(
     scale_bits=SCALE_BITS_OF_SUMS,
     reason=f"{READS.reason}; the output of a layer that it is fused into is added before it is rounded",
 )
+PRODUCTS = replace(
+    READS, symmetric=True, reason=f"{READS.reason}; with another zero point than 0 the plugin computes it in float"
+)
 RESIZES = Rule(output=False, share="all", reason="stays within the range of its input and keeps its scale")
 JOINS = Rule(share="all", keeps_relu_apart=True, reason="unified scales: copies integers")
 FOLLOWS = Rule(inputs="none", output=False, share="all", reason="moves values: runs in the type of its input")
@@ -31,11 +34,12 @@ OPENVINO = BackendSpec(
     weight=TensorQConfig(INT8_WEIGHT, observer="MinMax", fake_quantize="Learnable"),
     activation=TensorQConfig(UINT8_ACTIVATION_EVEN, observer="EMAMinMax", fake_quantize="Learnable"),
     rules=MappingProxyType(
-        dict.fromkeys(("weighted", "matmul", "pool"), READS)
+        dict.fromkeys(("weighted", "pool"), READS)
         | dict.fromkeys(("sub", "div", "maximum", "minimum", "remainder"), READS)
         | dict.fromkeys(("pow", "square", "sum", "normalize"), READS)
         | dict.fromkeys(("layer_norm", "group_norm", "instance_norm"), READS)
         | {
+            "matmul": PRODUCTS,
             "add": RESIDUAL,
             "mul": replace(READS, scale_bits=SCALE_BITS_OF_SUMS),
             "interpolate": RESIZES,
@@ -55,12 +59,15 @@ OPENVINO = BackendSpec(
         }
     ),
     legal_weights=(LEGAL_WEIGHTS,),
-    legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
+    legal_activations=(
+        LegalSchemes(frozenset({8}), even_zero_point=True),
+        LegalSchemes(frozenset({8}), symmetric=True, signed=True),
+    ),
     runtime="openvino",
     source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "
     "symmetric weights per channel, activations per tensor); measured in OpenVINO 2026.4: convolutions of other widths "
-    "and of asymmetric weights run in float, the zero point is added before the rounding, and what a layer gives to a "
-    "residual addition is not rounded",
+    "and of asymmetric weights run in float, the zero point is added before the rounding, what a layer gives to a "
+    "residual addition is not rounded, and products of activations run on integers with zero points 0",
 )
 
 OPENVINO_AVX2 = replace(

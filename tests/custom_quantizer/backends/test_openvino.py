@@ -1,5 +1,8 @@
 """OpenVINO computes the integers of the fake-quant model. Skipped where the package openvino is not installed."""
 
+from dataclasses import replace
+from types import MappingProxyType
+
 import numpy as np
 import pytest
 import torch
@@ -63,3 +66,34 @@ def test_products_on_the_scales_of_the_table_are_exact():
         found = core.compile_model(core.read_model(model), "CPU", F32)(inputs)[0]
         assert expected.size == 256**2
         assert (found != expected).mean() <= 0.0005
+
+
+class Attention(nn.Module):
+    """Attention with its products written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = torch.matmul(q * 8**-0.5, k.transpose(-2, -1)).softmax(-1)
+        return self.out(torch.matmul(weights, v).transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize(("symmetric", "precision"), [(True, "i8"), (False, "f32")])
+def test_products_of_activations_run_on_symmetric_integers(symmetric, precision, tmp_path):
+    rules = OPENVINO.rules | {"matmul": replace(OPENVINO.rules["matmul"], symmetric=symmetric)}
+    table = replace(OPENVINO, rules=MappingProxyType(rules))
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 32)
+    gm = calibrate(prepare_by_platform(Attention().eval(), table, EVERY_LAYER, example_inputs=(x,)), (x,))
+    convert_export(gm, (x,), tmp_path / "model.onnx", verify=False, runtime="openvino")
+    compiled = openvino.Core().compile_model(str(tmp_path / "model.onnx"), "CPU", F32)
+    found, expected = compiled([x.numpy()])[0], gm(x).detach().numpy()
+    assert (np.abs(found - expected) > 1e-5).mean() < 0.005
+    operations = [operation.get_rt_info() for operation in compiled.get_runtime_model().get_ordered_ops()]
+    products = [
+        info for info in operations if "node_matmul" in info["originalLayersNames"].astype(str)
+    ]  # or one for both
+    assert {info["runtimePrecision"].astype(str) for info in products} == {precision}
