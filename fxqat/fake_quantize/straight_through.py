@@ -35,8 +35,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
     rounding of the scale to its significant bits, and through that of the zero point to a multiple of
     ``zero_point_step``.
 
-    ``input_kept`` means that another op keeps x after the forward pass, so that saving it costs no memory. If none does,
-    a ratio ``r`` is saved in 16 bits, which is all that the backward pass needs: ``(x_hat - x) / s`` inside, to 1/4000
+    ``input_kept`` means that another op keeps x after the forward pass, so that saving it costs no memory. If none
+    does, a ratio ``r`` is saved in 16 bits, which is all that the backward pass needs: ``(x_hat - x) / s`` inside, to 1/4000
     of a step, and ``x_hat / s`` outside. The sum for s is that of ``g * r``, and an element is inside if ``|r| < 3/4``.
     A small x is saved as it is, because more operations cost more than its memory.
 

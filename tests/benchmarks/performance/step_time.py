@@ -164,7 +164,9 @@ def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> Non
             limit = LIMITS.get(name, ("", ""))[compiled] if key.startswith("fxqat") else ""
             if not compiled and device == "cpu":
                 held[key] = peak_memory(models[key], steps[key])
-            memory = [f"{held[key]:.0f}", f"{held[key] / held['float']:.2f}"] if key in held and not compiled else ["", ""]
+            memory = (
+                [f"{held[key]:.0f}", f"{held[key] / held['float']:.2f}"] if key in held and not compiled else ["", ""]
+            )
             mode = "compiled" if compiled else "eager"
             cells = [f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, *memory]
             table.add_row([name, mode, key, *cells, f"{first[key]:.1f}" if compiled else ""])
