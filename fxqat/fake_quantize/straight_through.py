@@ -36,9 +36,9 @@ class FakeQuantizeSTE(torch.autograd.Function):
     ``zero_point_step``.
 
     ``input_kept`` means that another op keeps x after the forward pass, so that saving it costs no memory. If none
-    does, a ratio ``r`` is saved in 16 bits, which is all that the backward pass needs: ``(x_hat - x) / s`` inside, to 1/4000
-    of a step, and ``x_hat / s`` outside. The sum for s is that of ``g * r``, and an element is inside if ``|r| < 3/4``.
-    A small x is saved as it is, because more operations cost more than its memory.
+    does, a ratio ``r`` is saved in 16 bits, which is all that the backward pass needs: ``(x_hat - x) / s`` inside, to
+    1/4000 of a step, and ``x_hat / s`` outside. The sum for s is that of ``g * r``, and an element is inside if
+    ``|r| < 3/4``. A small x is saved as it is, because more operations cost more than its memory.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
     Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
