@@ -57,6 +57,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_ladder": (f"{ACCURACY}/ladder.py", "fxqat/tools", *TRAINED),
     "evidence/onnx_in": ("tests/benchmarks/onnx_in.py", "fxqat/cli", *ALL),
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),
+    "evidence/export_memory": (f"{SPEED}/export_memory.py", *EXPORT, "fxqat/quantization"),
     "evidence/ort_latency": (f"{SPEED}/ort_latency.py", *PLACEMENT, *EXPORT),
     "evidence/prepare_time": (f"{SPEED}/prepare_time.py", *TRACING, *PLACEMENT),
     "evidence/engines_measured": ("tests/benchmarks/engines.py", "fxqat/tools/engines", *PLACEMENT, *EXPORT),

@@ -30,7 +30,11 @@ def check_combination(flags: Mapping[str, Any]) -> None:
     if flags["not_qat"]:
         unused["with --not-qat"] = QUANTIZATION
     if flags["evaluate"]:
-        unused["with -e, which trains nothing"] = ("epochs", "profile_step", *(name for name in TRAINING if name != "amp"))
+        unused["with -e, which trains nothing"] = (
+            "epochs",
+            "profile_step",
+            *(name for name in TRAINING if name != "amp"),
+        )
     if not flags["distill_method"]:
         unused["without --distill-method"] = DISTILLATION
     if not flags["amp"]:

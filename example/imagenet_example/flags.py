@@ -160,7 +160,11 @@ def add_output(add: Callable[..., object]) -> None:
     """Flags about output."""
     add("-e", "--evaluate", **SWITCH, help="only evaluate and export; train nothing")
     add("-p", "--print-freq", type=integer(1), help="steps between two log lines (default: 100)")
-    add("--profile-step", **SWITCH, help="log where the time of the first epoch's steps goes: data, fake-quant, the rest")
+    add(
+        "--profile-step",
+        **SWITCH,
+        help="log where the time of the first epoch's steps goes: data, fake-quant, the rest",
+    )
     add(
         *("-l", "--log-level"),
         type=int,

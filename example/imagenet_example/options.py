@@ -85,7 +85,9 @@ class Options:
 
 DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(Options.__dataclass_fields__),
-    **dict.fromkeys(("pretrained", "not_qat", "profile", "profile_step", "amp", "compile", "sync_bn", "evaluate"), False),
+    **dict.fromkeys(
+        ("pretrained", "not_qat", "profile", "profile_step", "amp", "compile", "sync_bn", "evaluate"), False
+    ),
     "multiprocessing_distributed": False,
     "model_zoo": "torchvision",
     "arch": "resnet18",
@@ -110,7 +112,17 @@ DEFAULTS: Mapping[str, Any] = {
 
 # These concern one run and its machine, not the training.
 NOT_STORED = (
-    *("model_path", "pretrained", "resume", "output_dir", "evaluate", "profile", "profile_step", "workers", "print_freq"),
+    *(
+        "model_path",
+        "pretrained",
+        "resume",
+        "output_dir",
+        "evaluate",
+        "profile",
+        "profile_step",
+        "workers",
+        "print_freq",
+    ),
     *("device", "gpu", "multiprocessing_distributed", "world_size", "rank", "dist_url", "dist_backend"),
     *("log_level", "tensorboard"),
 )

@@ -124,7 +124,7 @@ def _with_ratios(
         added = offset + shift
     if shift:
         inside.add_(added)
-    _pass_inside(inside, inside, quant_min + shift, quant_max + shift, out=inside)
+    inside = _pass_inside(inside, inside, quant_min + shift, quant_max + shift, out=inside)
     ratios = torch.sub(x_hat, inside, out=inside)
     if shift:
         ratios.add_(added)

@@ -144,9 +144,6 @@ def open_session(
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.log_severity_level = 3
-    if level == ort.GraphOptimizationLevel.ORT_DISABLE_ALL:
-        # by default the float values of all weights are computed first; now each when it is read
-        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.intra_op_num_threads = threads or 0
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", ROOT)

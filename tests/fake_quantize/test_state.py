@@ -122,6 +122,21 @@ def test_calibration_watches_and_does_not_round() -> None:
     assert torch.equal(toy(x), exact)
 
 
+def test_states_that_come_back_are_not_compiled_again() -> None:
+    toy, graphs = calibrated().train(), []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm.forward
+
+    compiled, x = torch.compile(toy, backend=backend, fullgraph=True), torch.randn(8, 4)
+    for _ in range(4):
+        for state in (enable_quantization, disable_all, enable_calibration):
+            state(toy)
+            assert torch.equal(compiled(x), toy(x))
+    assert len(graphs) == 3  # one for each state
+
+
 CALIBRATIONS = pytest.mark.parametrize(
     "function", [enable_calibration, enable_calibration_woquantization, enable_calibration_quantization]
 )

@@ -3,7 +3,13 @@
 The steps of all models are interleaved; fake-quant is on, observers are off. Run nothing else meanwhile: other programs
 on the same cores make the figures useless.
 
-    python tests/benchmarks/performance/step_time.py --output docs/evidence/step_time.rst
+    python tests/benchmarks/performance/step_time.py --output docs/evidence/step_time.rst    # about 4 minutes
+    python tests/benchmarks/performance/step_time.py --compiled --models resnet18
+
+With ``--compiled`` the models are compiled too, without caches; *first step* is then the time to compile. On a GPU::
+
+    python tests/benchmarks/performance/step_time.py --device cuda --bf16 --compiled --batch 64 --image 224 \\
+        --models resnet50 mobilenet_v3_large
 """
 
 from __future__ import annotations
@@ -12,12 +18,14 @@ import argparse
 import copy
 import itertools
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
+import timm
 import torch
 import torchvision
 from prettytable import PrettyTable
@@ -27,14 +35,21 @@ from tqdm import tqdm
 
 import fxqat
 
-LIMITS = {"resnet18": (1.45, 1.20), "mobilenet_v3_small": (2.0, 1.35)}
+LIMITS = {"resnet18": (1.20, 1.06), "mobilenet_v3_small": (1.50, 1.12), "vit_tiny": (1.25, 1.08)}
+"""The ratio to float that a step of each model should not exceed, eager and compiled."""
+
+MEMORY_LIMIT = 1.25
 Step = Callable[[], None]
 
 
-def build(name: str, device: str) -> nn.Module:
-    """A torchvision model with random weights, in training mode."""
+def build(name: str, device: str, image: int) -> nn.Module:
+    """A model of torchvision, or ``vit_tiny`` of timm, with random weights, in training mode."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(torchvision.models, name)(weights=None)
+    model: nn.Module
+    if name == "vit_tiny":
+        model = timm.create_model("vit_tiny_patch16_224", img_size=image)
+    else:
+        model = getattr(torchvision.models, name)(weights=None)
     return model.to(device).train()
 
 
@@ -79,7 +94,7 @@ def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Ste
 
 def variants(name: str, x: torch.Tensor, backends: list[str], with_torch: bool) -> dict[str, nn.Module]:
     """The models to compare; the first is the baseline."""
-    model = build(name, x.device.type)
+    model = build(name, x.device.type, x.shape[-1])
     found = {"float": model}
     for backend in backends:
         found[f"fxqat {backend}"] = quantized(model, x, backend, "train")
@@ -89,17 +104,23 @@ def variants(name: str, x: torch.Tensor, backends: list[str], with_torch: bool) 
     return found
 
 
+def seconds_of(step: Step, device: str) -> float:
+    """Seconds of one step."""
+    start = time.perf_counter()
+    step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def interleaved(steps: dict[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
     """Seconds of every step; the models take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in tqdm(range(rounds + 3), leave=False):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            taken = seconds_of(step, device)
             if number >= 3:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(taken)
     return seconds
 
 
@@ -124,26 +145,31 @@ def _recorded_peak(model: nn.Module, step: Step) -> float:
 
 
 def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> None:
-    """Add the rows of a model: eager, with memory, then compiled."""
+    """Add the rows of a model: eager, with memory; and compiled, if asked for."""
     device = "cuda" if arguments.device == "cuda" else "cpu"
     dtype = torch.bfloat16 if arguments.bf16 else None
     torch.manual_seed(0)
+    held: dict[str, float] = {}
     x = torch.randn(arguments.batch, 3, arguments.image, arguments.image, device=device)
-    for compiled in (False, True):
+    for compiled in (False, True)[: 1 + arguments.compiled]:
         models = variants(name, x, arguments.backends, with_torch=not compiled)
         if compiled:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             models = {key: torch.compile(model, fullgraph=True) for key, model in models.items()}
         steps = {key: step_of(model, x, dtype) for key, model in models.items()}
+        first = {key: seconds_of(step, device) for key, step in steps.items()}
         seconds = interleaved(steps, arguments.rounds, device)
         for key, values in seconds.items():
             ratio = statistics.median(v / base for v, base in zip(values, seconds["float"], strict=True))
             limit = LIMITS.get(name, ("", ""))[compiled] if key.startswith("fxqat") else ""
-            memory = ""
-            if not compiled and device == "cpu" and key != "torch.ao FX":
-                memory = f"{peak_memory(models[key], steps[key]):.0f}"
+            if not compiled and device == "cpu":
+                held[key] = peak_memory(models[key], steps[key])
+            memory = (
+                [f"{held[key]:.0f}", f"{held[key] / held['float']:.2f}"] if key in held and not compiled else ["", ""]
+            )
             mode = "compiled" if compiled else "eager"
-            table.add_row([name, mode, key, f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, memory])
+            cells = [f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, *memory]
+            table.add_row([name, mode, key, *cells, f"{first[key]:.1f}" if compiled else ""])
 
 
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
@@ -154,13 +180,16 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
 
 Milliseconds and memory of one training step with fake-quant on and observers off, against the same step of the float
 model: forward, loss, backward, ``torch.optim.SGD`` with momentum and ``fused=True``; batch {arguments.batch},
-{arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads. The models are torchvision's.
+{arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads. The models are torchvision's, and
+``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
 
 * *variant*: the backend; *BN frozen* with ``bn_mode="freeze"``. *torch.ao FX* is torch's own ``prepare_qat_fx`` with
   its default x86 configuration.
 * *ms*: the median of {arguments.rounds} rounds; in a round each variant makes one step.
 * *over float*: the median over the rounds of the ratio to the float model's step. *limit*: what it should not exceed.
-* *memory, MiB*: of the tensors alive at the peak of a step, by torch's record of allocations.
+* *memory, MiB*: of the tensors alive at the peak of a step, by torch's record of allocations; then its ratio to the
+  float model's, which should not exceed {MEMORY_LIMIT}.
+* *first step*: seconds of the first compiled step, which compiles, without caches.
 
 Written by ``tests/benchmarks/performance/step_time.py`` with torch {torch.__version__} on {date.today()}; do not edit.
 
@@ -178,11 +207,16 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["TSQAT", "TensorRT"])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
+    parser.add_argument("--compiled", action="store_true", help="compiled, too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch sees no GPU on this machine; nothing was measured")
+    torch.compiler.config.force_disable_caches = True
     torch.set_num_threads(arguments.threads)
-    table = PrettyTable(["model", "mode", "variant", "ms", "over float", "limit", "memory, MiB"], align="l")
+    columns = ["model", "mode", "variant", "ms", "over float", "limit", "memory, MiB", "over float ", "first step, s"]
+    table = PrettyTable(columns, align="l")
     for name in arguments.models:
         measure(name, arguments, table)
     print(table)
