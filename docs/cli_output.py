@@ -1,4 +1,4 @@
-"""Write the output of ``fxqat verify`` and ``fxqat bundle`` that docs/reference/cli.rst shows: python docs/cli_output.py."""
+"""Write the output that docs/reference/cli.rst shows of verify and bundle: python docs/cli_output.py."""
 
 import shutil
 import subprocess
