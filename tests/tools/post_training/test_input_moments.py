@@ -110,9 +110,9 @@ def test_the_columns_of_a_convolution_are_made_image_by_image(monkeypatch):
         lambda op, weight, x: seen.append(len(x)) or real(op, weight, x),
     )
     gm = calibrate(fxqat.prepare_by_platform(torch.nn.Conv2d(3, 4, 3).eval(), "TSQAT"), (torch.randn(6, 3, 5, 5),))
-    (segment,) = [each for each in split(gm) if each.layers]
+    (segment,), (other,) = ([each for each in split(m) if each.layers] for m in (gm, copy.deepcopy(gm)))
     values = [{name: torch.randn(6, 3, 5, 5) for name in segment.reads}]
     path = next(iter(segment.layers))
-    first, second = moments_of_halves(segment, path, segment, values, values)
+    first, second = moments_of_halves(segment, path, other, values, values)
     assert set(seen) == {1}
     assert first.count == second.count == 3 * 3 * 3
