@@ -1,9 +1,6 @@
 """fxqat: quantization-aware training on ``torch.fx`` that exports the QDQ ONNX file it trained."""
 
-from fxqat.cli.interrupt import is_command, leave_on_interrupt
-
-if is_command():  # before the imports below, which take seconds
-    leave_on_interrupt()
+from fxqat.cli import interrupt as _interrupt  # noqa: F401  before the imports below, which take seconds
 
 # isort: split
 from fxqat.calibrate import calibrate

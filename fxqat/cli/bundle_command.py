@@ -22,11 +22,14 @@ def bundle(
     model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None, backend: str, output: Path,
     with_weights: bool,
 ) -> None:  # fmt: skip
-    """Write a zip file that reproduces what happens when MODEL is loaded, prepared and exported.
+    r"""Write a zip file that reproduces what happens when MODEL is loaded, prepared and exported.
 
     It holds the model's structure, its Python files with those of yours that they import, shapes of inputs,
     configuration, report, versions, traceback, and a script that runs it. It holds no data, and no weights unless
     --with-weights is given.
+
+    \b
+    fxqat bundle net.py:make --input 1x3x224x224 -b TSQAT -o bundle.zip
     """
     setup = Setup(
         model, None if weights is None else str(weights), inputs, backend, None if config is None else str(config)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.cli.options import backend_option, input_option, model_options
@@ -31,7 +32,14 @@ def check(
     context: click.Context, model: str, weights: Path | None, inputs: tuple[str, ...], config: Path | None,
     backend: str, all_backends: bool, as_json: bool, min_integer: float | None,
 ) -> None:  # fmt: skip
-    """What of MODEL will compute in integers on a backend, and why the rest stays float."""
+    r"""What of MODEL will compute in integers on a backend, and why the rest stays float.
+
+    \b
+    fxqat check torchvision:mobilenet_v3_small --all-backends
+    fxqat check net.py:make --input image=1x3x224x224 --input tokens=1x16:int64 -b QNN --min-integer 95
+    """
+    if all_backends and context.get_parameter_source("backend") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("give --backend or --all-backends")
     source = load_model(model, weights)
     example = example_inputs(inputs, source)
     names = [each.name for each in BackendType] if all_backends else [backend]

@@ -24,7 +24,7 @@ def is_command() -> bool:
     return sys.argv[:1] == ["-m"] and following[:1] == ["fxqat"] or Path((sys.argv or [""])[0]).stem == "fxqat"
 
 
-def leave_on_interrupt() -> None:
+def _leave_on_interrupt() -> None:
     """End the process at Ctrl-C: while the packages are imported nothing is written, and nothing needs cleaning."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the caller has it ignored
         signal.signal(signal.SIGINT, _leave)
@@ -95,3 +95,7 @@ def interrupts_raised() -> Iterator[None]:
 def _leave(_number: int, _frame: FrameType | None) -> None:
     os.write(2, b"fxqat: interrupted\n")
     os._exit(EXIT_INTERRUPT)
+
+
+if is_command():
+    _leave_on_interrupt()

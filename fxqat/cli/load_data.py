@@ -93,6 +93,21 @@ def is_named(data: str) -> bool:
     return ":" in data and not Path(data).exists()
 
 
+def kind_of(data: str) -> str:
+    """``"named"``, ``"images"``, ``"pixels"`` (arrays of uint8), ``"arrays"``, or ``"none"`` if it cannot be read."""
+    path = Path(data)
+    if is_named(data):
+        return "named"
+    if path.suffix not in (".npz", ".npy"):
+        return "images"
+    try:
+        content = np.load(path, mmap_mode="r")
+        inputs = content if isinstance(content, np.ndarray) else content["x"]
+    except (OSError, ValueError, KeyError):
+        return "none"  # reading it tells why
+    return "pixels" if inputs.dtype == np.uint8 else "arrays"
+
+
 def _batches(
     data: str, preprocessing: Preprocessing | None, batch_size: int, samples: int | None
 ) -> Iterator[tuple[Tensor, list[int | None]]]:

@@ -39,6 +39,8 @@ def fxqat(quiet: bool, verbose: bool) -> None:
 
 for subcommand in (check, quantize, verify, profile, bundle):
     fxqat.add_command(subcommand)
+for each in (fxqat, *fxqat.commands.values()):  # raw docstrings: click wants the character before lines that it keeps
+    each.help = str(each.help).replace("\\b\n", "\b\n")
 
 
 def command() -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from fxqat.cli.load_data import is_named
+from fxqat.cli.load_data import is_named, kind_of
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.custom_quantizer.backend_type import BackendType
 
@@ -73,6 +73,14 @@ data_options = all_of(
 )
 
 
+def check_batch_size(batch_size: int | None, data: Sequence[str]) -> None:
+    """Refuse ``--batch-size`` where nothing is put into batches."""
+    if batch_size is not None and all(is_named(each) for each in data):
+        raise click.UsageError(
+            "--batch-size is for images and arrays; a loader gives batches, and a function has its own"
+        )
+
+
 def preprocessing_of(
     known: Preprocessing | None,
     data: Sequence[str],
@@ -82,9 +90,16 @@ def preprocessing_of(
     std: str | None,
 ) -> Preprocessing | None:
     """The preprocessing of the model's library, with what the options change; None if neither says anything."""
+    kinds = {kind_of(each) for each in data}
+    if (resize is not None or crop is not None) and "images" not in kinds:
+        raise click.UsageError(
+            "--resize and --crop are for images; arrays and what a loader gives are taken as they are"
+        )
+    if (mean is not None or std is not None) and not kinds & {"images", "pixels"}:
+        raise click.UsageError(
+            "--mean and --std are for images and arrays of uint8; other inputs are taken as they are"
+        )
     given = {"resize": resize, "crop": crop, "mean": _numbers("--mean", mean), "std": _numbers("--std", std)}
-    if any(value is not None for value in given.values()) and all(is_named(each) for each in data):
-        raise click.UsageError("--resize --crop --mean --std are for images; a loader gives inputs as they are")
     if known is None and all(value is None for value in given.values()):
         return None
     return (known or Preprocessing()).changed(**given)

@@ -8,7 +8,14 @@ import click
 
 from fxqat.cli.load_data import load_batches
 from fxqat.cli.load_model import load_model
-from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
+from fxqat.cli.options import (
+    backend_option,
+    calib_option,
+    check_batch_size,
+    data_options,
+    model_options,
+    preprocessing_of,
+)
 from fxqat.errors import ConfigError
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.profile import profile as profile_model
@@ -27,7 +34,12 @@ def profile(
     samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path | None, rows: int,
 ) -> None:  # fmt: skip
-    """Compare every quantized tensor of MODEL with float: where accuracy is lost, the worst first."""
+    r"""Compare every quantized tensor of MODEL with float: where accuracy is lost, the worst first.
+
+    \b
+    fxqat profile timm:resnet18 --weights resnet18.safetensors -b TSQAT --calib photos/ -o page.html
+    """
+    check_batch_size(batch_size, [calib])
     if output is not None:
         check_writable(output, ConfigError)
     source = load_model(model, weights)

@@ -19,7 +19,14 @@ from fxqat.checkpoint import save_checkpoint
 from fxqat.cli.interrupt import INTERRUPTS
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
 from fxqat.cli.load_model import load_model, parse_dynamic_shapes
-from fxqat.cli.options import backend_option, calib_option, data_options, model_options, preprocessing_of
+from fxqat.cli.options import (
+    backend_option,
+    calib_option,
+    check_batch_size,
+    data_options,
+    model_options,
+    preprocessing_of,
+)
 from fxqat.config.effective import effective_config
 from fxqat.convert_export import ExportReport, convert_export
 from fxqat.errors import ConfigError, ExportError
@@ -88,12 +95,15 @@ def quantize(
     confidence: float | None, dynamic_batch: bool,
     dynamic_shapes: tuple[str, ...], input_names: str | None, output_names: str | None, opset: int | None,
 ) -> None:  # fmt: skip
-    """Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
+    r"""Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
 
     Writes model.onnx, model.json (scales), model.parity.json (the proof), model.pth (checkpoint), config.yaml,
-    index.html, and continue_training.py; for LiteRT also model.tflite, for inputs of one sample, if
-    its converter is installed (pip install "fxqat[litert]"). Exit code 1 if --max-drop is not met;
-    the files are written nevertheless.
+    index.html, and continue_training.py; for LiteRT also model.tflite, for inputs of one sample, if its converter is
+    installed (pip install "fxqat[litert]"). Exit code 1 if --max-drop is not met; the files are written nevertheless.
+
+    \b
+    fxqat quantize torchvision:mobilenet_v2 --weights w.pth -b QNN --calib photos/ -o out/
+    fxqat quantize net.py:make --calib net.py:batches --eval net.py:top1 --max-drop 0.5 -o out/
     """
     if max_drop is not None and evaluation is None:
         raise click.UsageError("--max-drop needs --eval: what the loss is measured with")
@@ -107,6 +117,7 @@ def quantize(
     source = load_model(model, weights)
     size = source.batches_of(batch_size)
     data = [calib] if evaluation is None else [calib, evaluation]
+    check_batch_size(batch_size, data)
     prepare = preprocessing_of(source.preprocessing, data, resize, crop, mean, std)
     evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, size, eval_samples)
     batches = load_batches(calib, prepare, size, samples)

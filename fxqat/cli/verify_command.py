@@ -63,6 +63,10 @@ def verify(
 
     A .tflite file needs --model and --weights: every quantized tensor in LiteRT, step by step.
 
+    \b
+    fxqat verify out/model.onnx --json out/model.json --engine openvino
+    fxqat verify out/model.onnx --model net.py:make --weights out/model.pth --config out/config.yaml
+
     Exit code 1 if something differs. Distances to the float model are only told.
     """
     _check_options(model, weights, config, engine, threads, inputs, data)

@@ -35,7 +35,9 @@ def call(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("command", ["", "check", "quantize", "verify", "profile", "bundle"])
 def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(f"{command} -h", monkeypatch) == 0
-    assert "Usage: fxqat" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Usage: fxqat" in printed
+    assert "\\b" not in printed
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The certificate: known differences give exactly the shares they should, and the verdict follows the rules."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -367,8 +367,8 @@ def test_an_output_of_another_shape_is_a_parity_error() -> None:
         verify(chain(), [x], integers, [y[:50]])
 
 
-@pytest.mark.parametrize(("folded", "transposes"), [(2**25, 0), (0, 1)])
-def test_constants_of_a_large_model_are_not_folded(
+@pytest.mark.parametrize(("folded", "transposes"), [(12, 0), (11, 1)])
+def test_large_transposed_constants_are_not_folded(
     folded: int, transposes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Folding a transposed weight computes it in float; the outputs are the same."""
@@ -377,12 +377,40 @@ def test_constants_of_a_large_model_are_not_folded(
     monkeypatch.setattr(ort_runs, "open_session", partial(real, optimized=path))
     weight = np.arange(12, dtype=np.float32).reshape(4, 3)
     nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
-    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, size))] for name, size in (("x", 3), ("y", 4))]
-    graph = helper.make_graph(nodes, "product", *ends, [numpy_helper.from_array(weight, "w")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    model = _product(nodes, [numpy_helper.from_array(weight, "w")])
     x = np.ones((2, 3), np.float32)
     outputs, error = ort_runs.run_optimized(model, {"x": x})
     assert error is None
     np.testing.assert_array_equal(outputs["y"], x @ weight.T)
     left = [node.op_type for node in onnx.load(path).graph.node]
     assert sum("Transpose" in name or name == "FusedMatMul" for name in left) == transposes
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_integers_of_transposed_weights_count(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that no Transpose reads stays integers when constants are folded, whatever its size."""
+    monkeypatch.setattr(ort_runs, "FOLDED", 11)
+    given: list[Sequence[str]] = []
+    real = ort_runs.open_session
+
+    def open_session(*args: Any, without: Sequence[str] = (), **kwargs: Any) -> ort.InferenceSession:
+        given.append(without)
+        return real(*args, without=without, **kwargs)
+
+    monkeypatch.setattr(ort_runs, "open_session", open_session)
+    weight = np.arange(12, dtype=np.int8).reshape(4, 3)
+    constants = [numpy_helper.from_array(weight if transposed else weight.T.copy(), "w")]
+    constants.append(numpy_helper.from_array(np.float32(1), "one"))
+    nodes = [helper.make_node("DequantizeLinear", ["w", "one"], ["real"])]
+    nodes += [helper.make_node("Transpose", ["real"], ["t"])] if transposed else []
+    nodes += [helper.make_node("MatMul", ["x", "t" if transposed else "real"], ["y"])]
+    x = np.ones((2, 3), np.float32)
+    outputs, _ = ort_runs.run_optimized(_product(nodes, constants), {"x": x})
+    np.testing.assert_array_equal(outputs["y"], x @ weight.T)
+    assert given == [["ConstantFolding"] if transposed else []]
+
+
+def _product(nodes: list[onnx.NodeProto], constants: list[TensorProto]) -> onnx.ModelProto:
+    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, size))] for name, size in (("x", 3), ("y", 4))]
+    graph = helper.make_graph(nodes, "product", *ends, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)

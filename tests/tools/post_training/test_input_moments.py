@@ -100,3 +100,19 @@ def test_halves_are_of_the_layer_s_inputs():
         for name in ("gram", "cross", "mean", "shift"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=1e-2)
         assert float(found.shift.abs().max()) > 0
+
+
+def test_the_columns_of_a_convolution_are_made_image_by_image(monkeypatch):
+    seen = []
+    real = inputs_to_columns
+    monkeypatch.setattr(
+        "fxqat.tools.post_training.input_moments.inputs_to_columns",
+        lambda op, weight, x: seen.append(len(x)) or real(op, weight, x),
+    )
+    gm = calibrate(fxqat.prepare_by_platform(torch.nn.Conv2d(3, 4, 3).eval(), "TSQAT"), (torch.randn(6, 3, 5, 5),))
+    (segment,), (other,) = ([each for each in split(m) if each.layers] for m in (gm, copy.deepcopy(gm)))
+    values = [{name: torch.randn(6, 3, 5, 5) for name in segment.reads}]
+    path = next(iter(segment.layers))
+    first, second = moments_of_halves(segment, path, other, values, values)
+    assert set(seen) == {1}
+    assert first.count == second.count == 3 * 3 * 3
