@@ -52,4 +52,4 @@ def test_a_failure_is_in_the_table_with_its_seed(tmp_path, monkeypatch):
     assert outcome.failure == "ZeroDivisionError: division by zero"
     assert "ZeroDivisionError" in failures([outcome]).get_string()
     assert summary([outcome]).rows[-1][1:3] == [1, 0]
-    assert "Failures\n--------" in page([outcome])
+    assert "Failures\n--------" in page([outcome], RandomNet)

@@ -106,7 +106,7 @@ def test_the_columns_of_a_convolution_are_made_image_by_image(monkeypatch):
     seen = []
     real = inputs_to_columns
     monkeypatch.setattr(
-        "fxqat.tools.post_training.input_moments.inputs_to_columns",
+        "fxqat.tools.post_training.layer_weights.inputs_to_columns",
         lambda op, weight, x: seen.append(len(x)) or real(op, weight, x),
     )
     gm = calibrate(fxqat.prepare_by_platform(torch.nn.Conv2d(3, 4, 3).eval(), "TSQAT"), (torch.randn(6, 3, 5, 5),))
