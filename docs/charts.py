@@ -110,6 +110,15 @@ CHARTS: dict[str, Chart] = {
     "evidence/prepare_time": Chart(
         "Seconds to prepare", ("model",), {"prepare": "prepare", "with inputs": "with inputs"}
     ),
+    "evidence/dynamic_latency": Chart(
+        "Times as fast as float in ONNX Runtime, batch 1", ("Model",), {"dynamic": "Times faster"}, line=1
+    ),
+    "evidence/runtime_latency": Chart(
+        "Latency over the float file's in ONNX Runtime",
+        ("model",),
+        {"TSQAT": "TSQAT", 'TSQAT, runtime="onnxruntime"': "rewritten", "ONNXRuntime": "ONNXRuntime"},
+        line=1,
+    ),
     "evidence/step_time": Chart(
         "Step time over the float model's", ("model", "mode", "variant"), {"over float": "over float"}, line=1
     ),

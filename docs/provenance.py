@@ -59,6 +59,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),
     "evidence/export_memory": (f"{SPEED}/export_memory.py", *EXPORT, "fxqat/quantization"),
     "evidence/ort_latency": (f"{SPEED}/ort_latency.py", *PLACEMENT, *EXPORT),
+    "evidence/runtime_latency": (f"{SPEED}/runtime_latency.py", *PLACEMENT, *EXPORT),
+    "evidence/dynamic_latency": (f"{SPEED}/dynamic_latency.py", *PLACEMENT, *EXPORT),
     "evidence/prepare_time": (f"{SPEED}/prepare_time.py", *TRACING, *PLACEMENT),
     "evidence/engines_measured": ("tests/benchmarks/engines.py", "fxqat/tools/engines", *PLACEMENT, *EXPORT),
     "evidence/bit_widths": ("tests/benchmarks/bit_widths/matrix.py", *NUMBERS, *EXPORT),
