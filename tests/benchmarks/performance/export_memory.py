@@ -125,8 +125,9 @@ model; the prepared model itself, which is once the float weights, is not counte
 Where it goes: the float weights of the prepared model are not copied; their integers are made layer by layer, and are
 in a file while the model is checked and compared. Most of the rest is ONNX Runtime, which runs the file four times: the
 order in which it runs the nodes of some models (here the Linear layers) computes the float values of all weights before
-the first one is read, and what a run frees is not all returned to the system. In models of more than 2\\ :sup:`25`
-constants its optimized run does without constant folding, which alone takes 2.7 times the float weights of vit_b_16.
+the first one is read, and what a run frees is not all returned to the system. In models with more than
+2\\ :sup:`25` numbers in constants that are transposed, its optimized run does without constant folding, which alone
+takes 2.7 times the float weights of vit_b_16.
 
 Written by ``tests/benchmarks/performance/export_memory.py`` with torch {torch.__version__}; do not edit.
 """,
