@@ -31,13 +31,19 @@ class Chart:
     """Where a dashed line stands."""
 
     def figures(self, rows: list[Row]) -> dict[str, dict[str, float]]:
-        """By series and by row, the figures; a row without any is left out, and so is a second one of the same name."""
+        """By series and by row, the figures; a row without any is left out.
+
+        Raises:
+            ValueError: two rows have the same name, or a series has no figures.
+        """
         found: dict[str, dict[str, float]] = {words: {} for words in self.series}
         for row in rows:
             name = ", ".join(row[column] for column in self.label if row[column])
             for words, column in self.series.items():
                 if number := NUMBER.search(row[column]):
-                    found[words].setdefault(name, float(number[0]))
+                    if name in found[words]:
+                        raise ValueError(f"two rows of the chart {self.title!r} are named {name!r}")
+                    found[words][name] = float(number[0])
         if empty := [words for words, points in found.items() if not points]:
             raise ValueError(f"the table has no figures for {', '.join(empty)} of the chart {self.title!r}")
         return found
@@ -88,7 +94,7 @@ CHARTS: dict[str, Chart] = {
     "evidence/accuracy_mobilenet_v2": Chart("Top-1, %", ("backend",), {"top-1": "top-1"}),
     "evidence/accuracy_ptq": Chart(
         "Top-1, %, without training",
-        ("model", "backend", "bits", "weight ranges", "steps"),
+        ("model", "backend", "bits", "weight ranges", "steps", "images", "iterations"),
         {"float": "float", "quantized": "top-1"},
     ),
     "evidence/accuracy_qat": Chart(

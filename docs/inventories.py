@@ -46,9 +46,13 @@ NAMES: dict[str, dict[str, str]] = {
 """By the address of a project's pages: the names, and the page of each."""
 
 
+FOLDER = tempfile.TemporaryDirectory()
+"""Of the inventories; it goes with the process."""
+
+
 def intersphinx_mapping() -> dict[str, tuple[str, str]]:
-    """Write the inventories into a temporary folder: the setting of this name (format: Sphinx inventory version 2)."""
-    folder = Path(tempfile.mkdtemp(prefix="fxqat_inventories_"))
+    """Write the inventories: the setting of this name (format: Sphinx inventory version 2)."""
+    folder = Path(FOLDER.name)
     mapping = {}
     for number, (address, names) in enumerate(NAMES.items()):
         head = (

@@ -6,6 +6,7 @@ import copy
 import functools
 import http.server
 import json
+import pkgutil
 import re
 import runpy
 import shutil
@@ -230,6 +231,14 @@ def test_charts_have_a_dot_for_each_figure_of_the_table(tmp_path):
     assert "<svg" in (tmp_path / "charts" / "net.svg").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="no figures for int8 of the chart 'Top-1'"):
         chart.figures([{**rows[0], "b": "passed"}])
+    with pytest.raises(ValueError, match="two rows of the chart 'Top-1' are named 'net, 8'"):
+        chart.figures([rows[0], rows[0]])
+
+
+def test_the_inventories_name_what_there_is():
+    """A class that moved has no link any more, and nothing says so."""
+    projects = runpy.run_path(str(DOCS / "inventories.py"))["NAMES"]
+    assert all(isinstance(pkgutil.resolve_name(name), type) for names in projects.values() for name in names)
 
 
 def test_the_chart_is_drawn_from_the_pages():

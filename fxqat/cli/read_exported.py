@@ -10,6 +10,7 @@ Parameters and buffers keep their names. The module that torch makes of a progra
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from fxqat.errors import ConfigError
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import OPERATORS
+
+logger = logging.getLogger(__name__)
 
 
 def _slice(x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -79,7 +82,9 @@ def read_exported(path: Path) -> nn.Module:
         raise ConfigError(f"MODEL {path} is not a program of torch.export.save: {error}") from error
     assert isinstance(module, fx.GraphModule)
     written = fx.GraphModule(module, _Written(module).transform().graph, type(module).__name__).eval()
-    if program.example_inputs is not None:
+    if program.example_inputs is None:
+        logger.warning("%s holds no example inputs: what was read of it is not compared with the program", path)
+    else:
         _check_same(path, written, module, program.example_inputs)
     return written
 

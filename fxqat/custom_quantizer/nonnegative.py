@@ -7,7 +7,7 @@ from torch import fx
 from fxqat.nn.fused import FusedLayer
 from fxqat.ops.families import ACTIVATION, IDENTITY, MATH, PASS_THROUGH, POOL
 from fxqat.ops.identify import identify, interpolation_mode, operands
-from fxqat.utils.fx_graph import called_module, node_inputs
+from fxqat.utils.fx_graph import called_module, node_inputs, nodes_where
 
 ALWAYS = frozenset({"relu", "relu6", "sigmoid", "hardsigmoid", "softmax", "abs", "square", "exp", "sqrt"})
 """Ops whose result is never negative."""
@@ -27,11 +27,7 @@ def nonnegative_values(graph: fx.Graph) -> set[fx.Node]:
         >>> sorted(node.name for node in nonnegative_values(gm.graph))
         ['add', 'mean', 'relu']
     """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _is_nonnegative(node, found):
-            found.add(node)
-    return found
+    return nodes_where(graph, _is_nonnegative)
 
 
 def _is_nonnegative(node: fx.Node, found: set[fx.Node]) -> bool:

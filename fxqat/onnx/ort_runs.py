@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -168,23 +169,35 @@ def explained() -> Iterator[None]:
         raise ExportError(f"ONNX Runtime {ort.__version__} cannot run the exported model: {cause}{remedy}") from cause
 
 
-def run_optimized(
-    model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray] | None, str | None]:
-    """The outputs at full optimization, or None and the error if ONNX Runtime's optimizer breaks the model.
+class Optimized(NamedTuple):
+    """A run at full optimization.
 
-    It breaks models with int8 activations before a Linear with a 3-D input from opset 21 on, and models where it moves
-    integers of 4 or 2 bits to operators that do not take them (seen in 1.31).
+    Args:
+        outputs: the outputs by name; None if ONNX Runtime's optimizer breaks the model.
+        error: its error; None if it runs.
+        without: the names of the optimizers that were left out.
+    """
+
+    outputs: dict[str, np.ndarray] | None
+    error: str | None
+    without: tuple[str, ...]
+
+
+def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Optimized:
+    """Run a model at full optimization.
+
+    ONNX Runtime's optimizer breaks models with int8 activations before a Linear with a 3-D input from opset 21 on, and
+    models where it moves integers of 4 or 2 bits to operators that do not take them (seen in 1.31).
 
     A model with more than ``FOLDED`` numbers in constants that are transposed is run without constant folding: that
     computes them in float, and holds them about three times (vit_b_16: 2.7 times the float weights). Other constants
     stay integers.
     """
-    without = ["ConstantFolding"] if _size_of_transposed(model.graph) > FOLDED else []
+    without = ("ConstantFolding",) if _size_of_transposed(model.graph) > FOLDED else ()
     try:
-        return run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, without), None
+        return Optimized(run(model, feeds, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, without), None, without)
     except ExportError as cause:
-        return None, str(cause.__cause__)
+        return Optimized(None, str(cause.__cause__), without)
 
 
 def _size_of_transposed(graph: onnx.GraphProto) -> int:

@@ -46,8 +46,8 @@ class OutputParity:
         step_cosine: cosine similarity step by step, for information; 1 if both outputs are all zeros.
         cosine: cosine similarity end to end, for information.
         max_abs_error: largest absolute difference end to end.
-        cosine_optimized: cosine similarity end to end with ONNX Runtime's full optimizations, for information (without
-            constant folding in a large model, see :func:`fxqat.onnx.ort_runs.run_optimized`); None if ONNX Runtime
+        cosine_optimized: cosine similarity end to end with ONNX Runtime's full optimizations, for information (but
+            those of ``optimized_without`` of the certificate); None if ONNX Runtime
             cannot optimize the file.
         optimized_change: cosine similarity of the file's outputs with and without these optimizations; None if ONNX
             Runtime cannot optimize the file, and for integers and booleans.

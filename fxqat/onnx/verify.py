@@ -128,6 +128,8 @@ class ParityCertificate:
         onnxruntime_version: the version of ONNX Runtime.
         selections: the indices of every sort and maximum that was compared by the values it selects.
         optimized_error: the error of ONNX Runtime at full optimization, None if it runs.
+        optimized_without: the names of optimizers that this run left out, see
+            :func:`~fxqat.onnx.ort_runs.run_optimized`.
         second_size: the comparison at another size of the open dimensions, None if the file has none.
         end_to_end: the float model compared with the fake-quant model and the file, for information: the figures of
             ``fxqat.quantization.end_to_end``; None if there are none.
@@ -140,6 +142,7 @@ class ParityCertificate:
     onnxruntime_version: str
     selections: tuple[SelectionParity, ...] = ()
     optimized_error: str | None = None
+    optimized_without: tuple[str, ...] = ()
     second_size: ParityCertificate | None = None
     end_to_end: dict[str, Any] | None = None
 
@@ -171,7 +174,7 @@ class ParityCertificate:
         """The certificate as a dict for JSON.
 
         Version 2 has ``step_error``, ``step_mismatches`` and ``optimized_change`` of an output, ``selections``,
-        ``optimized_error`` and ``second_size``.
+        ``optimized_error``, ``optimized_without`` and ``second_size``.
         """
         return {"format": "fxqat.parity", "version": 2, "passed": self.passed} | asdict(self)
 
@@ -200,6 +203,10 @@ class ParityCertificate:
         lines += _end_to_end_lines(self.end_to_end)
         if self.optimized_error is not None:
             lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
+        if self.optimized_without:
+            lines.append(
+                f"full optimization here is without {', '.join(self.optimized_without)}, which takes much memory"
+            )
         second = [] if self.second_size is None else [f"at another size: {self.second_size}"]
         return [*lines, *second]
 
@@ -232,7 +239,7 @@ def verify(
     indices = {name: array for name, array in indices.items() if array.shape == free[name + COMPUTED].shape}
     step_model, step_feeds = with_integers_in(model, quantizers, integers, indices)
     step = run(step_model, feeds | step_feeds, plain)
-    optimized, optimized_error = run_optimized(model, feeds)
+    optimized = run_optimized(model, feeds)
     tensors = _compare_tensors(model, step, free, integers, indices, {})
     doubtful = {t.name for t in tensors if not t.passed}
     if doubtful:
@@ -246,7 +253,7 @@ def verify(
     return ParityCertificate(
         tensors=tensors,
         outputs=tuple(
-            _compare_output(name, expected, step, free, optimized)
+            _compare_output(name, expected, step, free, optimized.outputs)
             for name, expected in zip(names, outputs, strict=True)
         ),
         off_share=off / max(1, sum(t.size for t in tensors)),
@@ -257,7 +264,8 @@ def verify(
             for node in model.graph.node
             if (name := indices_of(node)) in indices
         ),
-        optimized_error=optimized_error,
+        optimized_error=optimized.error,
+        optimized_without=optimized.without,
     )
 
 

@@ -9,7 +9,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH
 from fxqat.ops.identify import identify, operands
-from fxqat.utils.fx_graph import called_module, node_inputs
+from fxqat.utils.fx_graph import called_module, node_inputs, nodes_where
 
 MADE = frozenset({torch.zeros, torch.zeros_like, "new_zeros"})
 """Functions and methods that make zeros."""
@@ -26,11 +26,7 @@ def zero_values(graph: fx.Graph) -> set[fx.Node]:
         >>> sorted(node.name for node in zero_values(gm.graph))
         ['mul', 'zeros_like']
     """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _is_zero(node, found):
-            found.add(node)
-    return found
+    return nodes_where(graph, _is_zero)
 
 
 def _is_zero(node: fx.Node, found: set[fx.Node]) -> bool:

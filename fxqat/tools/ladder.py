@@ -305,12 +305,12 @@ class _Ladder:
     def check_sample(self, scores: Tensor) -> None:
         """Refuse a sample that is too small for any recipe, before time is spent on it."""
         margin = self.margin(scores)
-        if self.max_drop and margin > self.max_drop:
-            needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2
+        if self.max_drop is not None and margin > self.max_drop:
+            needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2 if self.max_drop else None
+            more = f"Evaluate on {needed} samples or more, better some times as many; or set" if needed else "Set"
             raise ConfigError(
                 f"quantize: a loss of at most {self.max_drop:g} cannot be shown with {len(scores)} samples: even "
-                f"without any loss on them the margin is {margin:.3g}. Evaluate on {needed} samples or more, better "
-                "some times as many; or set the confidence to 0: no margin"
+                f"without any loss on them the margin is {margin:.3g}. {more} the confidence to 0: no margin"
             )
 
     def try_recipe(self, step: str, recipe: Recipe) -> bool:

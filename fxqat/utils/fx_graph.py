@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,15 @@ def node_inputs(argument: Any) -> Iterator[fx.Node]:
 
     fx.node.map_arg(argument, keep)
     yield from found
+
+
+def nodes_where(graph: fx.Graph, holds: Callable[[fx.Node, set[fx.Node]], bool]) -> set[fx.Node]:
+    """The nodes of which a rule holds, in one pass; it may look at the nodes before, of which it held."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if holds(node, found):
+            found.add(node)
+    return found
 
 
 def calls_in(graph: fx.Graph) -> list[Call]:

@@ -66,6 +66,14 @@ def test_a_table_of_an_exported_program_keeps_its_padding(tmp_path: Path) -> Non
     assert model.weight.grad.abs().sum(1).tolist() == [0, 0, 3, 0, 0]
 
 
+def test_a_program_without_example_inputs_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = torch.export.export(nn.Softmax(-1), (torch.randn(2, 3),))
+    program.example_inputs = None
+    torch.export.save(program, tmp_path / "net.pt2")
+    load_model(str(tmp_path / "net.pt2"))
+    assert "net.pt2 holds no example inputs: what was read of it is not compared with the program" in caplog.text
+
+
 def test_a_program_that_is_read_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its functions are found by name: one that takes other arguments must not pass unseen."""
     torch.export.save(torch.export.export(nn.Softmax(-1), (torch.randn(2, 3),)), tmp_path / "net.pt2")

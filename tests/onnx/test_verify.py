@@ -379,8 +379,9 @@ def test_large_transposed_constants_are_not_folded(
     nodes = [helper.make_node("Transpose", ["w"], ["t"]), helper.make_node("MatMul", ["x", "t"], ["y"])]
     model = _product(nodes, [numpy_helper.from_array(weight, "w")])
     x = np.ones((2, 3), np.float32)
-    outputs, error = ort_runs.run_optimized(model, {"x": x})
+    outputs, error, without = ort_runs.run_optimized(model, {"x": x})
     assert error is None
+    assert without == (("ConstantFolding",) if transposes else ())
     np.testing.assert_array_equal(outputs["y"], x @ weight.T)
     left = [node.op_type for node in onnx.load(path).graph.node]
     assert sum("Transpose" in name or name == "FusedMatMul" for name in left) == transposes
@@ -405,9 +406,19 @@ def test_integers_of_transposed_weights_count(transposed: bool, monkeypatch: pyt
     nodes += [helper.make_node("Transpose", ["real"], ["t"])] if transposed else []
     nodes += [helper.make_node("MatMul", ["x", "t" if transposed else "real"], ["y"])]
     x = np.ones((2, 3), np.float32)
-    outputs, _ = ort_runs.run_optimized(_product(nodes, constants), {"x": x})
+    outputs, *_ = ort_runs.run_optimized(_product(nodes, constants), {"x": x})
     np.testing.assert_array_equal(outputs["y"], x @ weight.T)
-    assert given == [["ConstantFolding"] if transposed else []]
+    assert given == [("ConstantFolding",) if transposed else ()]
+
+
+def test_the_certificate_tells_of_optimizers_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert certify().optimized_without == ()
+    assert "full optimization here is without" not in str(certify())
+    monkeypatch.setattr(ort_runs, "FOLDED", -1)
+    certificate = certify()
+    assert certificate.optimized_without == ("ConstantFolding",)
+    assert "full optimization here is without ConstantFolding" in certificate.summary()
+    assert json.loads(json.dumps(certificate.as_json()))["optimized_without"] == ["ConstantFolding"]
 
 
 def _product(nodes: list[onnx.NodeProto], constants: list[TensorProto]) -> onnx.ModelProto:
