@@ -52,7 +52,7 @@ class FileChecks:
         if optimized is None:
             return f"{ort.__version__}; at its default optimization level it fails: {error}"
         cosines = [f"{name} {compare(optimized[name], found).cosine:.6f}" for name, found in self.outputs.items()]
-        but = f" (but {', '.join(without)}, which takes much memory)" if without else ""
+        but = f" (without {', '.join(without)}, to save memory)" if without else ""
         return (
             f"{ort.__version__}; cosine of outputs with its optimizations{but} to those without: {', '.join(cosines)}"
         )

@@ -31,7 +31,7 @@ def _leave_on_interrupt() -> None:
 
 
 def ignore_interrupts() -> None:
-    """The command has ended: what Python still does is short, and not for the user to see fail."""
+    """Ignore Ctrl-C once the command has ended: Python only shuts down, and a traceback would look like a failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

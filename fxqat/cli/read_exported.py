@@ -83,7 +83,7 @@ def read_exported(path: Path) -> nn.Module:
     assert isinstance(module, fx.GraphModule)
     written = fx.GraphModule(module, _Written(module).transform().graph, type(module).__name__).eval()
     if program.example_inputs is None:
-        logger.warning("%s holds no example inputs: what was read of it is not compared with the program", path)
+        logger.warning("%s holds no example inputs: the model read from it is not compared with the program", path)
     else:
         _check_same(path, written, module, program.example_inputs)
     return written

@@ -204,9 +204,7 @@ class ParityCertificate:
         if self.optimized_error is not None:
             lines.append(f"ONNX Runtime fails at full optimization: {self.optimized_error}")
         if self.optimized_without:
-            lines.append(
-                f"full optimization here is without {', '.join(self.optimized_without)}, which takes much memory"
-            )
+            lines.append(f"full optimization ran without {', '.join(self.optimized_without)}, to save memory")
         second = [] if self.second_size is None else [f"at another size: {self.second_size}"]
         return [*lines, *second]
 

@@ -307,7 +307,7 @@ class _Ladder:
         margin = self.margin(scores)
         if self.max_drop is not None and margin > self.max_drop:
             needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2 if self.max_drop else None
-            more = f"Evaluate on {needed} samples or more, better some times as many; or set" if needed else "Set"
+            more = f"Evaluate on {needed} samples or more, better several times as many; or set" if needed else "Set"
             raise ConfigError(
                 f"quantize: a loss of at most {self.max_drop:g} cannot be shown with {len(scores)} samples: even "
                 f"without any loss on them the margin is {margin:.3g}. {more} the confidence to 0: no margin"

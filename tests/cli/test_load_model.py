@@ -71,7 +71,7 @@ def test_a_program_without_example_inputs_is_told_of(tmp_path: Path, caplog: pyt
     program.example_inputs = None
     torch.export.save(program, tmp_path / "net.pt2")
     load_model(str(tmp_path / "net.pt2"))
-    assert "net.pt2 holds no example inputs: what was read of it is not compared with the program" in caplog.text
+    assert "net.pt2 holds no example inputs: the model read from it is not compared with the program" in caplog.text
 
 
 def test_a_program_that_is_read_wrongly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
