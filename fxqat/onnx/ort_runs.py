@@ -121,7 +121,7 @@ def run(
     with explained():
         # its ranges depend on the number of threads where there are several samples
         is_alone = any(node.op_type == "DynamicQuantizeLSTM" for node in model.graph.node)
-        session = open_session(model, level, threads=1 if is_alone else None, without=without)
+        session = open_session(model, level, threads=1 if is_alone else None, without=without, once=True)
         names = [value.name for value in session.get_outputs()]
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
 
@@ -132,6 +132,7 @@ def open_session(
     threads: int | None = None,
     optimized: Path | None = None,
     without: Sequence[str] = (),
+    once: bool = False,
 ) -> ort.InferenceSession:
     """A session on the CPU whose threads sleep while they wait; by default with ONNX Runtime's number of threads.
 
@@ -141,8 +142,10 @@ def open_session(
         threads: number of threads.
         optimized: where to write the optimized model, None for nowhere.
         without: names of optimizers that are not used.
+        once: it runs once: what a node has freed goes back to the system, and is not kept for the next run.
     """
     options = ort.SessionOptions()
+    options.enable_cpu_mem_arena = options.enable_mem_pattern = not once
     options.graph_optimization_level = level
     options.log_severity_level = 3
     options.intra_op_num_threads = threads or 0
