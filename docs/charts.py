@@ -107,6 +107,11 @@ CHARTS: dict[str, Chart] = {
     ),
     "evidence/accuracy_resnet20": Chart("Top-1, %", ("setting", "backend"), {"calibrated": "PTQ", "trained": "QAT"}),
     "evidence/accuracy_yolov5": Chart("mAP50-95", ("backend", "epochs"), {"mAP50-95": "mAP50-95"}),
+    "evidence/cost_against_size": Chart(
+        "Milliseconds a layer, by the number of layers",
+        ("layers",),
+        {"prepare": "prepare, ms a layer", "calibrate": "calibrate, ms a layer", "export": "export, ms a layer"},
+    ),
     "evidence/ort_latency": Chart(
         "Times as fast as float, and as ONNX Runtime's own quantizer",
         ("model",),
