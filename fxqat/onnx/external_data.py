@@ -53,28 +53,66 @@ class TemporaryModel:
     proto: onnx.ModelProto
     path: Path
 
-    def write(self, data_name: str) -> bool:
-        """Write the file; whether its large tensors are in it, and not in a file of the given name."""
-        result, data = onnx.ModelProto(), data_path(self.path)
+    def write_references(self, data_name: str) -> None:
+        """Write the file, with its large tensors in a file of the given name."""
+        result = onnx.ModelProto()
         result.CopyFrom(self.proto)
-        is_one = result.ByteSize() + data.stat().st_size <= MAX_BYTES
-        with data.open("rb") as file:
-            for tensor in result.graph.initializer:
-                entries = {entry.key: entry for entry in tensor.external_data}
-                if entries and is_one:
-                    file.seek(int(entries["offset"].value))
-                    tensor.raw_data = file.read(int(entries["length"].value))
-                    tensor.ClearField("external_data")
-                    tensor.ClearField("data_location")
-                elif entries:
-                    entries["location"].value = data_name
+        for tensor in result.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = data_name
         self.path.write_bytes(result.SerializeToString())
-        return bool(is_one)
+
+    def write_whole(self) -> None:
+        """Write the file with its tensors in it, each read only when it is written: protobuf would hold three copies.
+
+        Source: protobuf, "Encoding": a message is its fields in any order, each a tag and a value; bytes and messages
+        have their length before them.
+        """
+        model, graph, heads, places = onnx.ModelProto(), onnx.GraphProto(), [], []
+        model.CopyFrom(self.proto)
+        model.ClearField("graph")
+        graph.CopyFrom(self.proto.graph)
+        graph.ClearField("initializer")
+        for tensor in self.proto.graph.initializer:
+            entries = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
+            head, offset, length = onnx.TensorProto(), entries.get("offset", 0), entries.get("length", 0)
+            head.CopyFrom(tensor)
+            if entries:
+                head.ClearField("external_data")
+                head.ClearField("data_location")
+            content = head.SerializeToString()
+            if entries:
+                content += _before_bytes(onnx.TensorProto.RAW_DATA_FIELD_NUMBER, length)
+            heads.append(_before_bytes(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(content) + length) + content)
+            places.append((offset, length))
+        rest = graph.SerializeToString()
+        size = len(rest) + sum(len(head) + length for head, (_, length) in zip(heads, places, strict=True))
+        with self.path.open("wb") as file, data_path(self.path).open("rb") as data:
+            file.write(model.SerializeToString() + _before_bytes(onnx.ModelProto.GRAPH_FIELD_NUMBER, size) + rest)
+            for head, (offset, length) in zip(heads, places, strict=True):
+                data.seek(offset)
+                file.write(head + data.read(length))
 
     def files(self, target: Path) -> dict[Path, Path]:
         """The temporary files to move, by the path to move them to."""
-        is_one = self.write(data_path(target).name)
+        is_one = self.proto.ByteSize() + data_path(self.path).stat().st_size <= MAX_BYTES
+        if is_one:
+            self.write_whole()
+        else:
+            self.write_references(data_path(target).name)
         return {target: self.path} | ({} if is_one else {data_path(target): data_path(self.path)})
+
+
+def _before_bytes(field: int, length: int) -> bytes:
+    """What stands before bytes or a message in a protobuf message: the field, and the length in groups of 7 bits."""
+    result = bytearray()
+    for number in (field << 3 | 2, length):
+        while number > 0x7F:
+            result.append(number & 0x7F | 0x80)
+            number >>= 7
+        result.append(number)
+    return bytes(result)
 
 
 @contextmanager
@@ -94,7 +132,7 @@ def in_temporary_files(model: ir.Model, target: Path) -> Iterator[TemporaryModel
             data.touch()
             external_data.unload_from_model(model, ROOT, str(data.relative_to(ROOT)), size_threshold_bytes=LARGE)
             result = TemporaryModel(ir.to_proto(model), path)
-            result.write(data.name)
+            result.write_references(data.name)
             yield result
         finally:
             data.unlink(missing_ok=True)

@@ -21,6 +21,9 @@ INT32, INT64 = onnx.TensorProto.INT32, onnx.TensorProto.INT64
 FOLDED = 2**25
 """Up to so many numbers in constants that are transposed, ONNX Runtime's constant folding is part of the comparison."""
 
+BEFORE_TRANSPOSE = ("QuantizeLinear", "DequantizeLinear", "Max", "Min")
+"""What a weight goes through before it is transposed."""
+
 COMPUTED = ":computed"
 """Ending of the int32 tensor that a Q node computes, and of the int64 indices that a node selects."""
 
@@ -204,10 +207,10 @@ def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Op
 
 
 def _size_of_transposed(graph: onnx.GraphProto) -> int:
-    """How many numbers the constants have that a Transpose reads, or reads behind a DequantizeLinear."""
+    """How many numbers the constants have that a Transpose reads, as they are or clamped, quantized or dequantized."""
     read = {name for node in graph.node if node.op_type == "Transpose" for name in node.input}
-    for node in graph.node:
-        if node.op_type == "DequantizeLinear" and not read.isdisjoint(node.output):
+    for node in reversed(graph.node):  # a node comes after those whose outputs it reads
+        if node.op_type in BEFORE_TRANSPOSE and not read.isdisjoint(node.output):
             read.add(node.input[0])
     return sum(math.prod(tensor.dims) for tensor in graph.initializer if tensor.name in read)
 

@@ -39,6 +39,9 @@ def test_a_file_that_is_proven_with_references_has_the_same_bytes(gm, weights, t
     monkeypatch.setattr(DATA, "LARGE", 100)
     report = convert_export(gm, X, tmp_path / "b.onnx", weights=weights)
     assert (tmp_path / "a.onnx").read_bytes() == (tmp_path / "b.onnx").read_bytes()
+    written = onnx.load(tmp_path / "b.onnx")
+    assert sorted(written.SerializeToString(deterministic=True)) == sorted((tmp_path / "b.onnx").read_bytes())
+    assert not any(tensor.external_data for tensor in written.graph.initializer)
     assert report.certificate.passed
     assert sorted(os.listdir(tmp_path)) == ["a.onnx", "a.parity.json", "b.onnx", "b.parity.json"]
 

@@ -411,6 +411,22 @@ def test_integers_of_transposed_weights_count(transposed: bool, monkeypatch: pyt
     assert given == [("ConstantFolding",) if transposed else ()]
 
 
+def test_float_weights_before_quantizers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float weight is clamped, quantized and dequantized before it is transposed."""
+    monkeypatch.setattr(ort_runs, "FOLDED", 11)
+    weight = np.arange(12, dtype=np.float32).reshape(4, 3)
+    constants = [numpy_helper.from_array(array, name) for name, array in (("w", weight), ("one", np.float32(1)))]
+    constants.append(numpy_helper.from_array(np.float32(9), "high"))
+    chain_of = [("Min", "w", "high"), ("QuantizeLinear", "Min", "one"), ("DequantizeLinear", "QuantizeLinear", "one")]
+    nodes = [helper.make_node(kind, [value, other], [kind]) for kind, value, other in chain_of]
+    nodes.append(helper.make_node("Transpose", ["DequantizeLinear"], ["t"]))
+    nodes.append(helper.make_node("MatMul", ["x", "t"], ["y"]))
+    x = np.ones((2, 3), np.float32)
+    outputs, _, without = ort_runs.run_optimized(_product(nodes, constants), {"x": x})
+    np.testing.assert_array_equal(outputs["y"], x @ np.minimum(weight, 9).T)
+    assert without == ("ConstantFolding",)
+
+
 def test_the_certificate_tells_of_optimizers_that_were_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert certify().optimized_without == ()
     assert "full optimization ran without" not in str(certify())
