@@ -252,14 +252,17 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 MEASURE = """<!doctype html><pre id="result">not finished</pre><script>
 const pages = %s, widths = [1280, 400], wide = [];
 async function measure() {
-  for (const width of widths) for (const page of pages) {
+  for (const page of pages) {
     const frame = document.createElement("iframe");
-    frame.style = `width: ${width}px; height: 900px; border: 0`;
+    frame.style = "height: 900px; border: 0";
     frame.src = page;
     document.body.append(frame);
     await new Promise(resolve => frame.onload = resolve);
     const root = frame.contentDocument.documentElement;
-    if (root.scrollWidth > width) wide.push(`${page} is ${root.scrollWidth} px wide at ${width}`);
+    for (const width of widths) {
+      frame.style.width = `${width}px`;
+      if (root.scrollWidth > width) wide.push(`${page} is ${root.scrollWidth} px wide at ${width}`);
+    }
     frame.remove();
   }
   document.getElementById("result").textContent = JSON.stringify({measured: pages.length * widths.length, wide});
