@@ -16,6 +16,7 @@ missing are left out. QNN runs only if it is asked for, with ``--engines qnn``.
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import logging
@@ -35,14 +36,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import torch
 from PIL import Image
 from prettytable import PrettyTable
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 import fxqat
 from fxqat.errors import FxqatError
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.onnx.ort_runs import open_session
 from fxqat.tools import engines
 
 HERE = Path(__file__).resolve().parent
@@ -79,6 +83,12 @@ CONFIDENT = 0.25
 """Boxes of a lower score are not compared."""
 
 MAX_OFF_BY_ONE = 0.0005
+CLASSES = """MobileNetV2 with real weights. A class depends on which of two nearly equal outputs is larger, and
+float32 itself decides some of them: the order of a convolution's sum moves values that lie on the border of two steps.
+Columns *engine* to *float model*: share of the photos with the class of the fake-quant model (float32).
+*itself in float64*: the same model, computed in float64, which bounds what an engine can be asked for. *two largest
+equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output's quantizer."""
+
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
 
@@ -126,6 +136,7 @@ class Material:
         example: the input of the step-by-step comparison, one image.
         tests: images to compare classes on; None with random weights.
         classes: the classes in an output, and which of them count.
+        labels: the right classes of ``tests``, where there are some.
     """
 
     model: nn.Module
@@ -134,6 +145,7 @@ class Material:
     example: Tensor
     tests: Tensor | None
     classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    labels: Tensor | None = None
 
 
 def material(name: str, data: Path | None, side: int | None = None) -> Material:
@@ -141,14 +153,15 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
     if name == YOLO:
         return yolo(data, side or YOLO_SIDE)
     if name == "mobilenet_v2" and data is not None:
-        images, _ = photos.load_photos(data)
+        images, labels = photos.load_photos(data)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        images = photos.normalised(images[order[: CALIBRATION + PHOTOS[name]]])
+        order = order[: CALIBRATION + PHOTOS[name]]
+        images, right = photos.normalised(images[order]), labels[order[CALIBRATION:]]
         model, tests = photos.load_model(data), images[CALIBRATION:]
         calibration, example = list(images[:CALIBRATION].split(16)), tests[:1]
     else:
         side = side or SIDE
-        model, tests = parity.build(name, side).eval(), None
+        model, tests, right = parity.build(name, side).eval(), None, None
         torch.manual_seed(1)
         calibration = [torch.randn(4, 3, side, side) for _ in range(2)]
         example = torch.randn(1, 3, side, side)
@@ -163,6 +176,7 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
         example,
         tests,
         lambda output: (output.argmax(-1), np.ones(output.shape[:-1], bool)),
+        right,
     )
 
 
@@ -208,9 +222,8 @@ def quantized(case: Case, found: Material, path: Path) -> nn.Module:
     gm = found.prepare(case.backend)
     fxqat.calibrate(gm, found.calibration, progress=False)
     fxqat.enable_quantization(gm)
-    if case.engine != "litert":
-        runtime = case.runtime or None
-        fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
+    runtime = case.runtime or None
+    fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
     return gm
 
 
@@ -221,16 +234,19 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         gm = quantized(case, found, path)
-        engine = case.load()
+        engine, content = case.load(), path.read_bytes()
         if case.engine == "litert":
-            certificate = fxqat.export_tflite(gm, (found.example,), path).certificate
+            certificate = fxqat.export_tflite(gm, (found.example,), path.with_suffix(".tflite")).certificate
             assert certificate is not None
-            result, output = tflite_figures(certificate, engine.compile(path.read_bytes())), ""
+            compiled = engine.compile(path.with_suffix(".tflite").read_bytes())
+            result, output = tflite_figures(certificate, compiled), ""
         else:
             result = figures(engines.verify(path, found.example.numpy(), engine))
-            output = onnx.load(path).graph.output[0].name
+            compiled, output = engine.compile(content), onnx.load(path).graph.output[0].name
         if found.tests is not None:
-            result |= agreement(gm, found, engine.compile(path.read_bytes()), output)
+            result |= agreement(gm, found, compiled, output)
+        if found.labels is not None:
+            result |= logits(gm, found, compiled, output, content)
     return result | {"version": engine.version}
 
 
@@ -294,6 +310,53 @@ def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, ou
         "agreement_float": counts["float"] / counts["float of"],
         "compared": counts["fake_quant of"],
     }
+
+
+@torch.no_grad()
+def logits(
+    gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str, content: bytes
+) -> dict[str, Any]:
+    """How well the fake-quant model agrees with itself, and who is right.
+
+    The classes of the engine, of the ONNX file in ONNX Runtime without optimizations, of the fake-quant model in
+    float64, and of the float model are compared with those of the fake-quant model in float32, which are near ties
+    where the two largest outputs are at most one step of the output's quantizer apart.
+    """
+    session = open_session(content, ort.GraphOptimizationLevel.ORT_DISABLE_ALL, 1)
+    in_double, rows = copy.deepcopy(gm).double(), []
+    for image in found.tests.split(1):  # type: ignore[union-attr]
+        outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
+        values = {
+            "fake_quant": gm(image).numpy(),
+            "engine": outputs[output] if output else next(iter(outputs.values())),
+            "unoptimized": session.run(None, {session.get_inputs()[0].name: image.numpy()})[0],
+            "float64": in_double(image.double()).numpy(),
+            "float": found.model(image).numpy(),
+        }
+        rows.append({kind: int(value.argmax()) for kind, value in values.items()})
+        below, largest = np.sort(values["fake_quant"].ravel())[-2:]
+        rows[-1]["gap"] = largest - below
+    ours = {kind: np.array([row[kind] for row in rows]) for kind in rows[0]}
+    step, right = output_step(gm), found.labels.numpy()  # type: ignore[union-attr]
+    kinds = ("engine", "unoptimized", "float64", "float")
+    steps = None if step is None else np.round(ours["gap"] / step)
+    return {
+        "photos": len(rows),
+        "agrees": {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in kinds},
+        "engine_with_float64": float((ours["engine"] == ours["float64"]).mean()),
+        "top1": {kind: float((ours[kind] == right).mean()) for kind in ("float", "fake_quant", "float64", "engine")},
+        "step": step,
+        "equal": None if steps is None else int((steps == 0).sum()),
+        "one_step": None if steps is None else int((steps == 1).sum()),
+    }
+
+
+def output_step(gm: nn.Module) -> float | None:
+    """The scale of the quantizer that writes the output; None if the output is float."""
+    assert isinstance(gm, fx.GraphModule)
+    [last] = next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes
+    writer = gm.get_submodule(last.target) if last.op == "call_module" else None
+    return float(writer.scale) if isinstance(writer, FakeQuantizeBase) else None
 
 
 # Latency
@@ -377,15 +440,18 @@ def in_a_process(arguments: list[str]) -> dict[str, Any]:
 
 
 def row(arguments: argparse.Namespace) -> None:
-    """Print the figures of one row."""
+    """Print the figures of one row, or its error."""
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     start = time.perf_counter()
     data = arguments.data
-    if arguments.latency:
-        result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
-    else:
-        case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
-        result = compare(arguments.model, case, data)
+    try:
+        if arguments.latency:
+            result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
+        else:
+            case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
+            result = compare(arguments.model, case, data)
+    except Exception as error:  # noqa: BLE001  (its own words: the last lines of stderr may be a hint of a library)
+        result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
     print(json.dumps(result | {"seconds": time.perf_counter() - start}))
 
 
@@ -478,6 +544,23 @@ def compared_table(results: list[dict[str, Any]]) -> str:
     return table.get_string()
 
 
+def classes_table(results: list[dict[str, Any]]) -> str:
+    """Who agrees with the fake-quant model, and who is right, as a table."""
+    header = ["engine", "backend", "photos", "engine", "ONNX Runtime unoptimized", "itself in float64", "float model"]
+    header += ["engine with float64", "two largest equal", "one step apart", "top-1: float", "fake-quant"]
+    table = PrettyTable([*header, "in float64", "in the engine"], align="l", hrules=1)
+    for line in results:
+        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        near = ["float output" if line[key] is None else line[key] for key in ("equal", "one_step")]
+        agrees = [f"{line['agrees'][kind]:.2%}" for kind in ("engine", "unoptimized", "float64", "float")]
+        right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "float64", "engine")]
+        table.add_row(
+            [line["engine"], ", ".join([line["backend"], *settings]), line["photos"], *agrees]
+            + [f"{line['engine_with_float64']:.2%}", *near, *right]
+        )
+    return table.get_string()
+
+
 def latency_table(results: list[dict[str, Any]]) -> str:
     """The latencies as a table."""
     header = ["model", "backend", "float ms", "own quantizer ms", "ms", "to float", "to own quantizer"]
@@ -504,6 +587,10 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
         "qnn": "QNN on its x86 simulator",
     }
     parts = []
+    with_labels = [line for line in compared if "agrees" in line]
+    if with_labels:
+        title = "Classes of photos"
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{CLASSES}\n\n{classes_table(with_labels)}\n")
     for engine, title in names.items():
         rows = [line for line in compared if line["engine"] == engine]
         order = {name: place for place, name in enumerate(NAMES)}
