@@ -102,12 +102,19 @@ class Case:
         backend: name of the backend.
         runtime: the ``runtime`` of ``convert_export``, empty for none.
         precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
+        last: what the last layer writes: ``"16"`` bits or ``"float"``; empty for what the backend says.
     """
 
     engine: str
     backend: str
     runtime: str = ""
     precision: str = ""
+    last: str = ""
+
+    def quant_config(self) -> dict[str, Any] | None:
+        """The configuration that says what the last layer writes."""
+        output = {"float": None, "16": {"bit": 16}}
+        return {"last": {"output": output[self.last]}} if self.last else None
 
     def load(self) -> engines.Engine:
         """The engine."""
@@ -122,6 +129,9 @@ CASES = (
     Case("litert", "LiteRT"),
     Case("qnn", "QNN"),
 )
+REMEDIES = (Case("litert", "LiteRT", last="float"), Case("qnn", "QNN", last="16"), Case("qnn", "QNN", last="float"))
+"""Finer outputs of the last layer, for models with real weights and labels only."""
+
 DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
 
 
@@ -131,7 +141,7 @@ class Material:
 
     Args:
         model: in float.
-        prepare: gives the prepared model for a backend.
+        prepare: gives the prepared model for a backend and a configuration.
         calibration: batches.
         example: the input of the step-by-step comparison, one image.
         tests: images to compare classes on; None with random weights.
@@ -140,7 +150,7 @@ class Material:
     """
 
     model: nn.Module
-    prepare: Callable[[str], nn.Module]
+    prepare: Callable[[str, dict[str, Any] | None], nn.Module]
     calibration: list[Tensor]
     example: Tensor
     tests: Tensor | None
@@ -166,8 +176,9 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
         calibration = [torch.randn(4, 3, side, side) for _ in range(2)]
         example = torch.randn(1, 3, side, side)
 
-    def prepare(backend: str) -> nn.Module:
-        return fxqat.prepare_by_platform(model, backend, example_inputs=(example,), check="off", is_qat=False)
+    def prepare(backend: str, config: dict[str, Any] | None) -> nn.Module:
+        options = {"example_inputs": (example,), "check": "off", "is_qat": False}
+        return fxqat.prepare_by_platform(model, backend, config, **options)  # type: ignore[arg-type]
 
     return Material(
         model,
@@ -194,8 +205,8 @@ def yolo(data: Path | None, side: int) -> Material:
         tests = coco(data, "val2017", PHOTOS[YOLO], side)
         example = tests[:1]
 
-    def prepare(backend: str) -> nn.Module:
-        return prepared(model, {"img": side, "backend": backend, "quant_config": None})
+    def prepare(backend: str, config: dict[str, Any] | None) -> nn.Module:
+        return prepared(model, {"img": side, "backend": backend, "quant_config": config})
 
     def classes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scores = boxes[..., 4:5] * boxes[..., 5:]
@@ -219,7 +230,7 @@ def coco(data: Path, part: str, count: int, side: int) -> Tensor:
 
 def quantized(case: Case, found: Material, path: Path) -> nn.Module:
     """Calibrate, export without a certificate, and return the fake-quant model."""
-    gm = found.prepare(case.backend)
+    gm = found.prepare(case.backend, case.quant_config())
     fxqat.calibrate(gm, found.calibration, progress=False)
     fxqat.enable_quantization(gm)
     runtime = case.runtime or None
@@ -448,7 +459,7 @@ def row(arguments: argparse.Namespace) -> None:
         if arguments.latency:
             result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
         else:
-            case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
+            case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision, arguments.last)
             result = compare(arguments.model, case, data)
     except Exception as error:  # noqa: BLE001  (its own words: the last lines of stderr may be a hint of a library)
         result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
@@ -457,7 +468,7 @@ def row(arguments: argparse.Namespace) -> None:
 
 def missing(path: Path, keys: list[dict[str, str]]) -> Iterator[dict[str, str]]:
     """The rows without a line in a file of results."""
-    there = [{key: line[key] for key in keys[0]} for line in experiments.read(path)] if keys else []
+    there = [{key: line.get(key, "") for key in keys[0]} for line in experiments.read(path)] if keys else []
     yield from tqdm([key for key in keys if key not in there])
 
 
@@ -465,6 +476,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the rows that have no result yet."""
     cases = [case for case in CASES if case.engine in arguments.engines and available(case.engine)]
     keys = [{"model": name} | asdict(case) for name in arguments.models for case in cases]
+    if arguments.data and "mobilenet_v2" in arguments.models:
+        finer = [case for case in REMEDIES if case.engine in {case.engine for case in cases}]
+        keys += [{"model": "mobilenet_v2"} | asdict(case) for case in finer]
     for key in missing(arguments.results, keys):
         flags = [part for name, value in key.items() for part in (f"--{name}", value)]
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
@@ -515,6 +529,11 @@ def percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.3%}"
 
 
+def settings_of(line: dict[str, Any]) -> list[str]:
+    """What a row sets beside its backend."""
+    return [f"{key} {line[key]}" for key in ("runtime", "precision", "last") if line.get(key)]
+
+
 def compared_table(results: list[dict[str, Any]]) -> str:
     """The comparisons as a table."""
     header = ["model", "backend", "tensors", "alone: off by 1", "of these ties", "2+", "together: off by 1", "2+ "]
@@ -522,7 +541,7 @@ def compared_table(results: list[dict[str, Any]]) -> str:
     table = PrettyTable(header, align="l", hrules=1)
     for line in results:
         name = line["model"] + (" (real)" if line["real"] else "")
-        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        settings = settings_of(line)
         backend = ", ".join([line["backend"], *settings])
         if "error" in line:
             table.add_row([name, backend, line["error"], *[""] * (len(header) - 3)])
@@ -550,7 +569,7 @@ def classes_table(results: list[dict[str, Any]]) -> str:
     header += ["engine with float64", "two largest equal", "one step apart", "top-1: float", "fake-quant"]
     table = PrettyTable([*header, "in float64", "in the engine"], align="l", hrules=1)
     for line in results:
-        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        settings = settings_of(line)
         near = ["float output" if line[key] is None else line[key] for key in ("equal", "one_step")]
         agrees = [f"{line['agrees'][kind]:.2%}" for kind in ("engine", "unoptimized", "float64", "float")]
         right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "float64", "engine")]
@@ -650,7 +669,7 @@ def main() -> None:
         command.add_argument("--results", type=Path, default=results)
         command.set_defaults(function=function)
     single = commands.add_parser("row", help="print the figures of one row")
-    for option in ("model", "engine", "backend", "runtime", "precision"):
+    for option in ("model", "engine", "backend", "runtime", "precision", "last"):
         single.add_argument(f"--{option}", default="")
     single.add_argument("--latency", action="store_true")
     single.set_defaults(function=row)
