@@ -1,12 +1,14 @@
 """Exported files on the engines that they are meant for: equality step by step, operators on integers, latency.
 
 Each row, one model of one backend on one engine, runs in a process of its own and adds a line to a file in ``results``;
-rows that have a line there are skipped. ``run`` compares, ``latency`` measures time: run nothing else meanwhile.
+rows that have a line there are skipped. ``run`` compares, ``latency`` measures time: run nothing else meanwhile;
+``causes`` shows which operators take it.
 
     pip install -e ".[example,engines]"
     python tests/benchmarks/engines.py run --data DIR
     pip install nncf
     python tests/benchmarks/engines.py latency --data DIR
+    python tests/benchmarks/engines.py causes --data DIR
     python tests/benchmarks/engines.py report
 
 DIR is the folder of ``README.rst``; without ``--data`` all weights are random. Rows of an engine whose package is
@@ -48,6 +50,8 @@ from fxqat.errors import FxqatError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.onnx.ort_runs import open_session
 from fxqat.tools import engines
+from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
+from fxqat.tools.engines.openvino_engine import OpenVinoEngine, OpenVinoFile
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -72,6 +76,18 @@ os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
 YOLO = "yolov5n"
 NAMES = (*parity.MODELS, YOLO)
 TIMED = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", YOLO)
+SLOWER = (
+    (YOLO, "openvino"),
+    (YOLO, "onnxruntime"),
+    ("resnet50", "openvino"),
+    ("efficientnet_b0", "openvino"),
+    ("mobilenet_v3_small", "openvino"),
+)
+"""Where fxqat's file was slower than the float file or that of the engine's own quantizer."""
+
+MIN_SHARE = 0.02
+"""Kinds of operators whose times differ by less than this share of the float file's are not shown."""
+
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL")
 WAYS = ("in_integers", "in_float")
 SIDE, YOLO_SIDE, PHOTO_SIDE = 64, 320, 224
@@ -89,8 +105,15 @@ Columns *engine* to *float model*: share of the photos with the class of the fak
 *itself in float64*: the same model, computed in float64, which bounds what an engine can be asked for. *two largest
 equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output's quantizer."""
 
+WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: the operators by
+kind and kernel (OpenVINO) or type of their first input (ONNX Runtime), how many there are, and their time as a share of
+the time of the whole float file. Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own
+counters on one thread, the fastest of the turns of each operator, on a machine with other work: which operators there
+are is evidence, small differences of time are not."""
+
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
+CAUSES = HERE / "results" / "engines_causes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -132,6 +155,7 @@ CASES = (
 REMEDIES = (Case("litert", "LiteRT", last="float"), Case("qnn", "QNN", last="16"), Case("qnn", "QNN", last="float"))
 """Finer outputs of the last layer, for models with real weights and labels only."""
 
+BACKENDS = tuple(dict.fromkeys(case.backend for case in CASES))
 DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
 
 
@@ -373,21 +397,27 @@ def output_step(gm: nn.Module) -> float | None:
 # Latency
 
 
-def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> dict[str, Any]:
-    """Ratios of the latency of each file to that of the float file, on one thread, in turns."""
-    torch.set_num_threads(1)
-    side = {YOLO: YOLO_SIDE}.get(name, PHOTO_SIDE)
-    found = material(name, data, side)
-    made = engines.load_engine(engine)
-    feeds = {"x": found.example.numpy()}
+def files_of(
+    name: str, made: engines.Engine, data: Path | None
+) -> tuple[dict[str, engines.CompiledFile], dict[str, np.ndarray]]:
+    """The float file, that of the engine's own quantizer and those of the backends, compiled; and an input."""
+    found = material(name, data, {YOLO: YOLO_SIDE}.get(name, PHOTO_SIDE))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
         export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
         torch.onnx.export(found.model, (found.example,), path, **export)
         compiled = {"float": made.compile(path.read_bytes()), "peer": peer(made, path, found, Path(folder))}
-        for case in {case.backend: case for case in CASES if case.engine == engine}.values():
+        for case in {case.backend: case for case in CASES if case.engine == made.name}.values():
             quantized(case, found, path)
             compiled[case.backend] = made.compile(path.read_bytes())
+    return compiled, {"x": found.example.numpy()}
+
+
+def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> dict[str, Any]:
+    """Ratios of the latency of each file to that of the float file, on one thread, in turns."""
+    torch.set_num_threads(1)
+    made = engines.load_engine(engine)
+    compiled, feeds = files_of(name, made, data)
     counts = {kind: Counter(op.integers for op in file.operators()) for kind, file in compiled.items()}
     milliseconds: dict[str, list[float]] = {kind: [] for kind in compiled}
     order = list(compiled)
@@ -424,8 +454,6 @@ def peer(engine: engines.Engine, path: Path, found: Material, folder: Path) -> e
     import nncf  # noqa: PLC0415
     import openvino  # noqa: PLC0415
 
-    from fxqat.tools.engines.openvino_engine import OpenVinoEngine, OpenVinoFile  # noqa: PLC0415
-
     assert isinstance(engine, OpenVinoEngine)
     transformer = any(isinstance(module, nn.MultiheadAttention) for module in found.model.modules())
     model = nncf.quantize(
@@ -436,6 +464,64 @@ def peer(engine: engines.Engine, path: Path, found: Material, folder: Path) -> e
         subset_size=len(batches),
     )
     return OpenVinoFile(openvino.Core().compile_model(model, "CPU", engine.settings), path.read_bytes())
+
+
+# Causes of latency
+
+
+def node_times(name: str, engine: str, data: Path | None, turns: int) -> dict[str, Any]:
+    """By kind of operator of each file: how many there are, and the sum of their fastest times in microseconds."""
+    torch.set_num_threads(1)
+    made = engines.load_engine(engine)
+    if isinstance(made, OpenVinoEngine):
+        made.settings["PERF_COUNT"] = True
+    compiled, feeds = files_of(name, made, data)
+    with tempfile.TemporaryDirectory() as folder:
+        if engine == "openvino":
+            runs = [openvino_times(file, feeds, turns) for file in compiled.values()]
+        else:
+            runs = [onnxruntime_times(file, feeds, turns, Path(folder) / f"{kind}_") for kind, file in compiled.items()]
+    result: dict[str, Any] = {}
+    for file, nodes in zip(compiled, runs, strict=True):
+        kinds: dict[str, list[float]] = {}
+        for (_, kind), taken in nodes.items():
+            count, total = kinds.get(kind, (0, 0.0))
+            kinds[kind] = [count + 1, total + min(taken)]
+        result[file] = kinds
+    return {"version": made.version, "nodes": result}
+
+
+NodeTimes = dict[tuple[str, str], list[float]]
+"""Microseconds of each turn, by name and kind of the node."""
+
+
+def openvino_times(file: engines.CompiledFile, feeds: dict[str, np.ndarray], turns: int) -> NodeTimes:
+    """By OpenVINO's performance counters."""
+    assert isinstance(file, OpenVinoFile)
+    request, nodes = file.compiled.create_infer_request(), NodeTimes()
+    for turn in range(turns + 1):
+        request.infer(feeds)
+        for node in request.profiling_info if turn else ():  # the first warms up
+            taken = node.real_time.total_seconds() * 1e6
+            if taken:
+                nodes.setdefault((node.node_name, f"{node.node_type} {node.exec_type}"), []).append(taken)
+    return nodes
+
+
+def onnxruntime_times(file: engines.CompiledFile, feeds: dict[str, np.ndarray], turns: int, path: Path) -> NodeTimes:
+    """By ONNX Runtime's profile."""
+    assert isinstance(file, OnnxRuntimeFile)
+    options, nodes = ort.SessionOptions(), NodeTimes()
+    options.intra_op_num_threads, options.enable_profiling, options.profile_file_prefix = 1, True, str(path)
+    session = ort.InferenceSession(file.content, options, providers=["CPUExecutionProvider"])
+    for _ in range(turns + 1):
+        session.run(None, feeds)
+    for event in json.loads(Path(session.end_profiling()).read_text(encoding="utf-8")):
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            read = event["args"]["input_type_shape"]
+            kind = f"{event['args']['op_name']} {next(iter(read[0])) if read else ''}".strip()
+            nodes.setdefault((event["name"], kind), []).append(event["dur"])
+    return {node: taken[1:] for node, taken in nodes.items()}
 
 
 # Rows in processes of their own
@@ -458,6 +544,8 @@ def row(arguments: argparse.Namespace) -> None:
     try:
         if arguments.latency:
             result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
+        elif arguments.causes:
+            result = node_times(arguments.model, arguments.engine, data, arguments.turns)
         else:
             case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision, arguments.last)
             result = compare(arguments.model, case, data)
@@ -494,6 +582,18 @@ def latency(arguments: argparse.Namespace) -> None:
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
 
 
+def causes(arguments: argparse.Namespace) -> None:
+    """Measure the time of each operator where fxqat's file was slower than another one."""
+    keys = [
+        {"model": name, "engine": engine}
+        for name, engine in SLOWER
+        if name in arguments.models and engine in arguments.engines and available(engine)
+    ]
+    for key in missing(arguments.results, keys):
+        flags = ["--model", key["model"], "--engine", key["engine"], "--causes", "--turns", str(arguments.turns)]
+        add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
+
+
 def add(arguments: argparse.Namespace, path: Path, key: dict[str, str], found: dict[str, Any]) -> None:
     """Add the line of a row."""
     experiments.add(path, key | {"real": bool(arguments.data) and key["model"] in PHOTOS} | found)
@@ -516,8 +616,8 @@ def available(engine: str) -> bool:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the page."""
-    compared, timed = experiments.read(arguments.results), experiments.read(arguments.latencies)
-    arguments.output.write_text(page(compared, timed), encoding="utf-8")
+    found = [experiments.read(path) for path in (arguments.results, arguments.latencies, arguments.causes)]
+    arguments.output.write_text(page(*found), encoding="utf-8")
     print(arguments.output)
 
 
@@ -597,7 +697,32 @@ def latency_table(results: list[dict[str, Any]]) -> str:
     return table.get_string()
 
 
-def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
+def causes_table(results: list[dict[str, Any]]) -> str:
+    """The kinds of operators that take different times in the files, as a table."""
+    header = ["model", "engine", "operator", "float file", "own quantizer", "fxqat", "fxqat - own quantizer"]
+    table = PrettyTable(header, align="l", hrules=1)
+    for line in results:
+        if "error" in line:
+            table.add_row([line["model"], line["engine"], line["error"], *[""] * (len(header) - 3)])
+            continue
+        files = [line["nodes"][kind] for kind in ("float", "peer", *(k for k in line["nodes"] if k in BACKENDS))][:3]
+        whole = sum(total for _, total in files[0].values())
+        shares = {
+            kind: [file.get(kind, [0, 0.0])[1] / whole for file in files]
+            for kind in dict.fromkeys(kind for file in files for kind in file)
+        }
+        rows = [("all", [sum(total for _, total in file.values()) / whole for file in files])]
+        rows += sorted(shares.items(), key=lambda row: row[1][1] - row[1][2])
+        for kind, row in rows:
+            if max(row) - min(row) < MIN_SHARE and kind != "all":
+                continue
+            counts = [sum(n for n, _ in file.values()) if kind == "all" else file.get(kind, [0])[0] for file in files]
+            cells = [f"{count}: {share:.1%}" if count else "" for count, share in zip(counts, row, strict=True)]
+            table.add_row([line["model"], line["engine"], kind, *cells, f"{row[2] - row[1]:+.1%}"])
+    return table.get_string()
+
+
+def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]], slow: list[dict[str, Any]]) -> str:
     """The documentation page."""
     names = {
         "openvino": "OpenVINO",
@@ -630,6 +755,9 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
         )
         if clocks:
             parts.append(f"Milliseconds on one thread:\n\n{latency_table(clocks)}\n")
+    if slow:
+        title = "Where the time goes"
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{WHERE}\n\n{causes_table(slow)}\n")
     return f"""Exported files on real engines
 ==============================
 
@@ -662,7 +790,11 @@ def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function, models, results in (("run", run, NAMES, RESULTS), ("latency", latency, TIMED, LATENCY)):
+    for name, function, models, results in (
+        ("run", run, NAMES, RESULTS),
+        ("latency", latency, TIMED, LATENCY),
+        ("causes", causes, TIMED, CAUSES),
+    ):
         command = commands.add_parser(name, help=str(function.__doc__))
         command.add_argument("--models", nargs="*", default=models, choices=NAMES)
         command.add_argument("--engines", nargs="*", default=DEFAULT_ENGINES, choices=[case.engine for case in CASES])
@@ -672,6 +804,7 @@ def main() -> None:
     for option in ("model", "engine", "backend", "runtime", "precision", "last"):
         single.add_argument(f"--{option}", default="")
     single.add_argument("--latency", action="store_true")
+    single.add_argument("--causes", action="store_true")
     single.set_defaults(function=row)
     for command in commands.choices.values():
         command.add_argument("--data", type=Path, help="folder with real weights and photos")
@@ -680,6 +813,7 @@ def main() -> None:
     reports = commands.add_parser("report", help=str(report.__doc__))
     reports.add_argument("--results", type=Path, default=RESULTS)
     reports.add_argument("--latencies", type=Path, default=LATENCY)
+    reports.add_argument("--causes", type=Path, default=CAUSES)
     reports.add_argument("--output", type=Path, default=experiments.EVIDENCE / "engines_measured.rst")
     reports.set_defaults(function=report)
     arguments = parser.parse_args()
