@@ -665,7 +665,7 @@ def compared_table(results: list[dict[str, Any]]) -> str:
 
 def classes_table(results: list[dict[str, Any]]) -> str:
     """Who agrees with the fake-quant model, and who is right, as a table."""
-    header = ["engine", "backend", "photos", "engine", "ONNX Runtime unoptimized", "itself in float64", "float model"]
+    header = ["run by", "backend", "photos", "engine", "ONNX Runtime unoptimized", "itself in float64", "float model"]
     header += ["engine with float64", "two largest equal", "one step apart", "top-1: float", "fake-quant"]
     table = PrettyTable([*header, "in float64", "in the engine"], align="l", hrules=1)
     for line in results:
