@@ -102,7 +102,7 @@ MAX_OFF_BY_ONE = 0.0005
 CLASSES = """MobileNetV2 with real weights. A class depends on which of two nearly equal outputs is larger, and
 float32 itself decides some of them: the order of a convolution's sum moves values that lie on the border of two steps.
 Columns *engine* to *float model*: share of the photos with the class of the fake-quant model (float32).
-*itself in float64*: the same model, computed in float64, which bounds what an engine can be asked for. *two largest
+*itself in float64*: the same model, computed in float64: what differs there is float32's own rounding. *two largest
 equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output's quantizer."""
 
 WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: the operators by
