@@ -1,12 +1,14 @@
 """Exported files on the engines that they are meant for: equality step by step, operators on integers, latency.
 
 Each row, one model of one backend on one engine, runs in a process of its own and adds a line to a file in ``results``;
-rows that have a line there are skipped. ``run`` compares, ``latency`` measures time: run nothing else meanwhile.
+rows that have a line there are skipped. ``run`` compares, ``latency`` measures time: run nothing else meanwhile;
+``causes`` shows which operators take it.
 
     pip install -e ".[example,engines]"
     python tests/benchmarks/engines.py run --data DIR
     pip install nncf
     python tests/benchmarks/engines.py latency --data DIR
+    python tests/benchmarks/engines.py causes --data DIR
     python tests/benchmarks/engines.py report
 
 DIR is the folder of ``README.rst``; without ``--data`` all weights are random. Rows of an engine whose package is
@@ -16,6 +18,7 @@ missing are left out. QNN runs only if it is asked for, with ``--engines qnn``.
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import logging
@@ -35,15 +38,20 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import torch
 from PIL import Image
 from prettytable import PrettyTable
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from tqdm import tqdm
 
 import fxqat
 from fxqat.errors import FxqatError
+from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.onnx.ort_runs import open_session
 from fxqat.tools import engines
+from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
+from fxqat.tools.engines.openvino_engine import OpenVinoEngine, OpenVinoFile
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -68,6 +76,18 @@ os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
 YOLO = "yolov5n"
 NAMES = (*parity.MODELS, YOLO)
 TIMED = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", YOLO)
+SLOWER = (
+    (YOLO, "openvino"),
+    (YOLO, "onnxruntime"),
+    ("resnet50", "openvino"),
+    ("efficientnet_b0", "openvino"),
+    ("mobilenet_v3_small", "openvino"),
+)
+"""Where fxqat's file was slower than the float file or that of the engine's own quantizer."""
+
+MIN_SHARE = 0.02
+"""Kinds of operators whose times differ by less than this share of the float file's are not shown."""
+
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL")
 WAYS = ("in_integers", "in_float")
 SIDE, YOLO_SIDE, PHOTO_SIDE = 64, 320, 224
@@ -79,8 +99,21 @@ CONFIDENT = 0.25
 """Boxes of a lower score are not compared."""
 
 MAX_OFF_BY_ONE = 0.0005
+CLASSES = """MobileNetV2 with real weights. A class depends on which of two nearly equal outputs is larger, and
+float32 itself decides some of them: the order of a convolution's sum moves values that lie on the border of two steps.
+Columns *engine* to *float model*: share of the photos with the class of the fake-quant model (float32).
+*itself in float64*: the same model, computed in float64: what differs there is float32's own rounding. *two largest
+equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output's quantizer."""
+
+WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: the operators by
+kind and kernel (OpenVINO) or type of their first input (ONNX Runtime), how many there are, and their time as a share of
+the time of the whole float file. Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own
+counters on one thread, the fastest of the turns of each operator, on a machine with other work: which operators there
+are is evidence, small differences of time are not."""
+
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
+CAUSES = HERE / "results" / "engines_causes.jsonl"
 
 
 @dataclass(frozen=True)
@@ -92,12 +125,19 @@ class Case:
         backend: name of the backend.
         runtime: the ``runtime`` of ``convert_export``, empty for none.
         precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
+        last: what the last layer writes: ``"16"`` bits or ``"float"``; empty for what the backend says.
     """
 
     engine: str
     backend: str
     runtime: str = ""
     precision: str = ""
+    last: str = ""
+
+    def quant_config(self) -> dict[str, Any] | None:
+        """The configuration that says what the last layer writes."""
+        output = {"float": None, "16": {"bit": 16}}
+        return {"last": {"output": output[self.last]}} if self.last else None
 
     def load(self) -> engines.Engine:
         """The engine."""
@@ -112,6 +152,10 @@ CASES = (
     Case("litert", "LiteRT"),
     Case("qnn", "QNN"),
 )
+REMEDIES = (Case("litert", "LiteRT", last="float"), Case("qnn", "QNN", last="16"), Case("qnn", "QNN", last="float"))
+"""Finer outputs of the last layer, for models with real weights and labels only."""
+
+BACKENDS = tuple(dict.fromkeys(case.backend for case in CASES))
 DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
 
 
@@ -121,19 +165,21 @@ class Material:
 
     Args:
         model: in float.
-        prepare: gives the prepared model for a backend.
+        prepare: gives the prepared model for a backend and a configuration.
         calibration: batches.
         example: the input of the step-by-step comparison, one image.
         tests: images to compare classes on; None with random weights.
         classes: the classes in an output, and which of them count.
+        labels: the right classes of ``tests``, where there are some.
     """
 
     model: nn.Module
-    prepare: Callable[[str], nn.Module]
+    prepare: Callable[[str, dict[str, Any] | None], nn.Module]
     calibration: list[Tensor]
     example: Tensor
     tests: Tensor | None
     classes: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    labels: Tensor | None = None
 
 
 def material(name: str, data: Path | None, side: int | None = None) -> Material:
@@ -141,20 +187,22 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
     if name == YOLO:
         return yolo(data, side or YOLO_SIDE)
     if name == "mobilenet_v2" and data is not None:
-        images, _ = photos.load_photos(data)
+        images, labels = photos.load_photos(data)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-        images = photos.normalised(images[order[: CALIBRATION + PHOTOS[name]]])
+        order = order[: CALIBRATION + PHOTOS[name]]
+        images, right = photos.normalised(images[order]), labels[order[CALIBRATION:]]
         model, tests = photos.load_model(data), images[CALIBRATION:]
         calibration, example = list(images[:CALIBRATION].split(16)), tests[:1]
     else:
         side = side or SIDE
-        model, tests = parity.build(name, side).eval(), None
+        model, tests, right = parity.build(name, side).eval(), None, None
         torch.manual_seed(1)
         calibration = [torch.randn(4, 3, side, side) for _ in range(2)]
         example = torch.randn(1, 3, side, side)
 
-    def prepare(backend: str) -> nn.Module:
-        return fxqat.prepare_by_platform(model, backend, example_inputs=(example,), check="off", is_qat=False)
+    def prepare(backend: str, config: dict[str, Any] | None) -> nn.Module:
+        options = {"example_inputs": (example,), "check": "off", "is_qat": False}
+        return fxqat.prepare_by_platform(model, backend, config, **options)  # type: ignore[arg-type]
 
     return Material(
         model,
@@ -163,6 +211,7 @@ def material(name: str, data: Path | None, side: int | None = None) -> Material:
         example,
         tests,
         lambda output: (output.argmax(-1), np.ones(output.shape[:-1], bool)),
+        right,
     )
 
 
@@ -180,8 +229,8 @@ def yolo(data: Path | None, side: int) -> Material:
         tests = coco(data, "val2017", PHOTOS[YOLO], side)
         example = tests[:1]
 
-    def prepare(backend: str) -> nn.Module:
-        return prepared(model, {"img": side, "backend": backend, "quant_config": None})
+    def prepare(backend: str, config: dict[str, Any] | None) -> nn.Module:
+        return prepared(model, {"img": side, "backend": backend, "quant_config": config})
 
     def classes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scores = boxes[..., 4:5] * boxes[..., 5:]
@@ -205,12 +254,11 @@ def coco(data: Path, part: str, count: int, side: int) -> Tensor:
 
 def quantized(case: Case, found: Material, path: Path) -> nn.Module:
     """Calibrate, export without a certificate, and return the fake-quant model."""
-    gm = found.prepare(case.backend)
+    gm = found.prepare(case.backend, case.quant_config())
     fxqat.calibrate(gm, found.calibration, progress=False)
     fxqat.enable_quantization(gm)
-    if case.engine != "litert":
-        runtime = case.runtime or None
-        fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
+    runtime = case.runtime or None
+    fxqat.convert_export(gm.eval(), (found.example,), path, verify=False, input_names=["x"], runtime=runtime)
     return gm
 
 
@@ -221,16 +269,19 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         gm = quantized(case, found, path)
-        engine = case.load()
+        engine, content = case.load(), path.read_bytes()
         if case.engine == "litert":
-            certificate = fxqat.export_tflite(gm, (found.example,), path).certificate
+            certificate = fxqat.export_tflite(gm, (found.example,), path.with_suffix(".tflite")).certificate
             assert certificate is not None
-            result, output = tflite_figures(certificate, engine.compile(path.read_bytes())), ""
+            compiled = engine.compile(path.with_suffix(".tflite").read_bytes())
+            result, output = tflite_figures(certificate, compiled), ""
         else:
             result = figures(engines.verify(path, found.example.numpy(), engine))
-            output = onnx.load(path).graph.output[0].name
+            compiled, output = engine.compile(content), onnx.load(path).graph.output[0].name
         if found.tests is not None:
-            result |= agreement(gm, found, engine.compile(path.read_bytes()), output)
+            result |= agreement(gm, found, compiled, output)
+        if found.labels is not None:
+            result |= logits(gm, found, compiled, output, content)
     return result | {"version": engine.version}
 
 
@@ -296,24 +347,77 @@ def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, ou
     }
 
 
+@torch.no_grad()
+def logits(
+    gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str, content: bytes
+) -> dict[str, Any]:
+    """How well the fake-quant model agrees with itself, and who is right.
+
+    The classes of the engine, of the ONNX file in ONNX Runtime without optimizations, of the fake-quant model in
+    float64, and of the float model are compared with those of the fake-quant model in float32, which are near ties
+    where the two largest outputs are at most one step of the output's quantizer apart.
+    """
+    session = open_session(content, ort.GraphOptimizationLevel.ORT_DISABLE_ALL, 1)
+    in_double, rows = copy.deepcopy(gm).double(), []
+    for image in found.tests.split(1):  # type: ignore[union-attr]
+        outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
+        values = {
+            "fake_quant": gm(image).numpy(),
+            "engine": outputs[output] if output else next(iter(outputs.values())),
+            "unoptimized": session.run(None, {session.get_inputs()[0].name: image.numpy()})[0],
+            "float64": in_double(image.double()).numpy(),
+            "float": found.model(image).numpy(),
+        }
+        rows.append({kind: int(value.argmax()) for kind, value in values.items()})
+        below, largest = np.sort(values["fake_quant"].ravel())[-2:]
+        rows[-1]["gap"] = largest - below
+    ours = {kind: np.array([row[kind] for row in rows]) for kind in rows[0]}
+    step, right = output_step(gm), found.labels.numpy()  # type: ignore[union-attr]
+    kinds = ("engine", "unoptimized", "float64", "float")
+    steps = None if step is None else np.round(ours["gap"] / step)
+    return {
+        "photos": len(rows),
+        "agrees": {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in kinds},
+        "engine_with_float64": float((ours["engine"] == ours["float64"]).mean()),
+        "top1": {kind: float((ours[kind] == right).mean()) for kind in ("float", "fake_quant", "float64", "engine")},
+        "step": step,
+        "equal": None if steps is None else int((steps == 0).sum()),
+        "one_step": None if steps is None else int((steps == 1).sum()),
+    }
+
+
+def output_step(gm: nn.Module) -> float | None:
+    """The scale of the quantizer that writes the output; None if the output is float."""
+    assert isinstance(gm, fx.GraphModule)
+    [last] = next(node for node in gm.graph.nodes if node.op == "output").all_input_nodes
+    writer = gm.get_submodule(last.target) if last.op == "call_module" else None
+    return float(writer.scale) if isinstance(writer, FakeQuantizeBase) else None
+
+
 # Latency
 
 
-def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> dict[str, Any]:
-    """Ratios of the latency of each file to that of the float file, on one thread, in turns."""
-    torch.set_num_threads(1)
-    side = {YOLO: YOLO_SIDE}.get(name, PHOTO_SIDE)
-    found = material(name, data, side)
-    made = engines.load_engine(engine)
-    feeds = {"x": found.example.numpy()}
+def files_of(
+    name: str, made: engines.Engine, data: Path | None
+) -> tuple[dict[str, engines.CompiledFile], dict[str, np.ndarray]]:
+    """The float file, that of the engine's own quantizer and those of the backends, compiled; and an input."""
+    found = material(name, data, {YOLO: YOLO_SIDE}.get(name, PHOTO_SIDE))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "float.onnx"
         export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
         torch.onnx.export(found.model, (found.example,), path, **export)
         compiled = {"float": made.compile(path.read_bytes()), "peer": peer(made, path, found, Path(folder))}
-        for case in {case.backend: case for case in CASES if case.engine == engine}.values():
+        for case in {case.backend: case for case in CASES if case.engine == made.name}.values():
             quantized(case, found, path)
             compiled[case.backend] = made.compile(path.read_bytes())
+    return compiled, {"x": found.example.numpy()}
+
+
+def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> dict[str, Any]:
+    """Ratios of the latency of each file to that of the float file, on one thread, in turns."""
+    torch.set_num_threads(1)
+    made = engines.load_engine(engine)
+    compiled, feeds = files_of(name, made, data)
     counts = {kind: Counter(op.integers for op in file.operators()) for kind, file in compiled.items()}
     milliseconds: dict[str, list[float]] = {kind: [] for kind in compiled}
     order = list(compiled)
@@ -350,8 +454,6 @@ def peer(engine: engines.Engine, path: Path, found: Material, folder: Path) -> e
     import nncf  # noqa: PLC0415
     import openvino  # noqa: PLC0415
 
-    from fxqat.tools.engines.openvino_engine import OpenVinoEngine, OpenVinoFile  # noqa: PLC0415
-
     assert isinstance(engine, OpenVinoEngine)
     transformer = any(isinstance(module, nn.MultiheadAttention) for module in found.model.modules())
     model = nncf.quantize(
@@ -362,6 +464,64 @@ def peer(engine: engines.Engine, path: Path, found: Material, folder: Path) -> e
         subset_size=len(batches),
     )
     return OpenVinoFile(openvino.Core().compile_model(model, "CPU", engine.settings), path.read_bytes())
+
+
+# Causes of latency
+
+
+def node_times(name: str, engine: str, data: Path | None, turns: int) -> dict[str, Any]:
+    """By kind of operator of each file: how many there are, and the sum of their fastest times in microseconds."""
+    torch.set_num_threads(1)
+    made = engines.load_engine(engine)
+    if isinstance(made, OpenVinoEngine):
+        made.settings["PERF_COUNT"] = True
+    compiled, feeds = files_of(name, made, data)
+    with tempfile.TemporaryDirectory() as folder:
+        if engine == "openvino":
+            runs = [openvino_times(file, feeds, turns) for file in compiled.values()]
+        else:
+            runs = [onnxruntime_times(file, feeds, turns, Path(folder) / f"{kind}_") for kind, file in compiled.items()]
+    result: dict[str, Any] = {}
+    for file, nodes in zip(compiled, runs, strict=True):
+        kinds: dict[str, list[float]] = {}
+        for (_, kind), taken in nodes.items():
+            count, total = kinds.get(kind, (0, 0.0))
+            kinds[kind] = [count + 1, total + min(taken)]
+        result[file] = kinds
+    return {"version": made.version, "nodes": result}
+
+
+NodeTimes = dict[tuple[str, str], list[float]]
+"""Microseconds of each turn, by name and kind of the node."""
+
+
+def openvino_times(file: engines.CompiledFile, feeds: dict[str, np.ndarray], turns: int) -> NodeTimes:
+    """By OpenVINO's performance counters."""
+    assert isinstance(file, OpenVinoFile)
+    request, nodes = file.compiled.create_infer_request(), NodeTimes()
+    for turn in range(turns + 1):
+        request.infer(feeds)
+        for node in request.profiling_info if turn else ():  # the first warms up
+            taken = node.real_time.total_seconds() * 1e6
+            if taken:
+                nodes.setdefault((node.node_name, f"{node.node_type} {node.exec_type}"), []).append(taken)
+    return nodes
+
+
+def onnxruntime_times(file: engines.CompiledFile, feeds: dict[str, np.ndarray], turns: int, path: Path) -> NodeTimes:
+    """By ONNX Runtime's profile."""
+    assert isinstance(file, OnnxRuntimeFile)
+    options, nodes = ort.SessionOptions(), NodeTimes()
+    options.intra_op_num_threads, options.enable_profiling, options.profile_file_prefix = 1, True, str(path)
+    session = ort.InferenceSession(file.content, options, providers=["CPUExecutionProvider"])
+    for _ in range(turns + 1):
+        session.run(None, feeds)
+    for event in json.loads(Path(session.end_profiling()).read_text(encoding="utf-8")):
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            read = event["args"]["input_type_shape"]
+            kind = f"{event['args']['op_name']} {next(iter(read[0])) if read else ''}".strip()
+            nodes.setdefault((event["name"], kind), []).append(event["dur"])
+    return {node: taken[1:] for node, taken in nodes.items()}
 
 
 # Rows in processes of their own
@@ -377,21 +537,26 @@ def in_a_process(arguments: list[str]) -> dict[str, Any]:
 
 
 def row(arguments: argparse.Namespace) -> None:
-    """Print the figures of one row."""
+    """Print the figures of one row, or its error."""
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     start = time.perf_counter()
     data = arguments.data
-    if arguments.latency:
-        result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
-    else:
-        case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision)
-        result = compare(arguments.model, case, data)
+    try:
+        if arguments.latency:
+            result = times(arguments.model, arguments.engine, data, arguments.turns, arguments.runs)
+        elif arguments.causes:
+            result = node_times(arguments.model, arguments.engine, data, arguments.turns)
+        else:
+            case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision, arguments.last)
+            result = compare(arguments.model, case, data)
+    except Exception as error:  # noqa: BLE001  (its own words: the last lines of stderr may be a hint of a library)
+        result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
     print(json.dumps(result | {"seconds": time.perf_counter() - start}))
 
 
 def missing(path: Path, keys: list[dict[str, str]]) -> Iterator[dict[str, str]]:
     """The rows without a line in a file of results."""
-    there = [{key: line[key] for key in keys[0]} for line in experiments.read(path)] if keys else []
+    there = [{key: line.get(key, "") for key in keys[0]} for line in experiments.read(path)] if keys else []
     yield from tqdm([key for key in keys if key not in there])
 
 
@@ -399,6 +564,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare the rows that have no result yet."""
     cases = [case for case in CASES if case.engine in arguments.engines and available(case.engine)]
     keys = [{"model": name} | asdict(case) for name in arguments.models for case in cases]
+    if arguments.data and "mobilenet_v2" in arguments.models:
+        finer = [case for case in REMEDIES if case.engine in {case.engine for case in cases}]
+        keys += [{"model": "mobilenet_v2"} | asdict(case) for case in finer]
     for key in missing(arguments.results, keys):
         flags = [part for name, value in key.items() for part in (f"--{name}", value)]
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
@@ -411,6 +579,18 @@ def latency(arguments: argparse.Namespace) -> None:
     for key in missing(arguments.results, keys):
         flags = ["--model", key["model"], "--engine", key["engine"], "--latency"]
         flags += ["--turns", str(arguments.turns), "--runs", str(arguments.runs)]
+        add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
+
+
+def causes(arguments: argparse.Namespace) -> None:
+    """Measure the time of each operator where fxqat's file was slower than another one."""
+    keys = [
+        {"model": name, "engine": engine}
+        for name, engine in SLOWER
+        if name in arguments.models and engine in arguments.engines and available(engine)
+    ]
+    for key in missing(arguments.results, keys):
+        flags = ["--model", key["model"], "--engine", key["engine"], "--causes", "--turns", str(arguments.turns)]
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
 
 
@@ -436,8 +616,8 @@ def available(engine: str) -> bool:
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the page."""
-    compared, timed = experiments.read(arguments.results), experiments.read(arguments.latencies)
-    arguments.output.write_text(page(compared, timed), encoding="utf-8")
+    found = [experiments.read(path) for path in (arguments.results, arguments.latencies, arguments.causes)]
+    arguments.output.write_text(page(*found), encoding="utf-8")
     print(arguments.output)
 
 
@@ -449,6 +629,11 @@ def percent(share: float) -> str:
     return "0" if share == 0 else f"{share:.3%}"
 
 
+def settings_of(line: dict[str, Any]) -> list[str]:
+    """What a row sets beside its backend."""
+    return [f"{key} {line[key]}" for key in ("runtime", "precision", "last") if line.get(key)]
+
+
 def compared_table(results: list[dict[str, Any]]) -> str:
     """The comparisons as a table."""
     header = ["model", "backend", "tensors", "alone: off by 1", "of these ties", "2+", "together: off by 1", "2+ "]
@@ -456,7 +641,7 @@ def compared_table(results: list[dict[str, Any]]) -> str:
     table = PrettyTable(header, align="l", hrules=1)
     for line in results:
         name = line["model"] + (" (real)" if line["real"] else "")
-        settings = [f"{key} {line[key]}" for key in ("runtime", "precision") if line[key]]
+        settings = settings_of(line)
         backend = ", ".join([line["backend"], *settings])
         if "error" in line:
             table.add_row([name, backend, line["error"], *[""] * (len(header) - 3)])
@@ -478,6 +663,23 @@ def compared_table(results: list[dict[str, Any]]) -> str:
     return table.get_string()
 
 
+def classes_table(results: list[dict[str, Any]]) -> str:
+    """Who agrees with the fake-quant model, and who is right, as a table."""
+    header = ["run by", "backend", "photos", "engine", "ONNX Runtime unoptimized", "itself in float64", "float model"]
+    header += ["engine with float64", "two largest equal", "one step apart", "top-1: float", "fake-quant"]
+    table = PrettyTable([*header, "in float64", "in the engine"], align="l", hrules=1)
+    for line in results:
+        settings = settings_of(line)
+        near = ["float output" if line[key] is None else line[key] for key in ("equal", "one_step")]
+        agrees = [f"{line['agrees'][kind]:.2%}" for kind in ("engine", "unoptimized", "float64", "float")]
+        right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "float64", "engine")]
+        table.add_row(
+            [line["engine"], ", ".join([line["backend"], *settings]), line["photos"], *agrees]
+            + [f"{line['engine_with_float64']:.2%}", *near, *right]
+        )
+    return table.get_string()
+
+
 def latency_table(results: list[dict[str, Any]]) -> str:
     """The latencies as a table."""
     header = ["model", "backend", "float ms", "own quantizer ms", "ms", "to float", "to own quantizer"]
@@ -495,7 +697,32 @@ def latency_table(results: list[dict[str, Any]]) -> str:
     return table.get_string()
 
 
-def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
+def causes_table(results: list[dict[str, Any]]) -> str:
+    """The kinds of operators that take different times in the files, as a table."""
+    header = ["model", "engine", "operator", "float file", "own quantizer", "fxqat", "fxqat - own quantizer"]
+    table = PrettyTable(header, align="l", hrules=1)
+    for line in results:
+        if "error" in line:
+            table.add_row([line["model"], line["engine"], line["error"], *[""] * (len(header) - 3)])
+            continue
+        files = [line["nodes"][kind] for kind in ("float", "peer", *(k for k in line["nodes"] if k in BACKENDS))][:3]
+        whole = sum(total for _, total in files[0].values())
+        shares = {
+            kind: [file.get(kind, [0, 0.0])[1] / whole for file in files]
+            for kind in dict.fromkeys(kind for file in files for kind in file)
+        }
+        rows = [("all", [sum(total for _, total in file.values()) / whole for file in files])]
+        rows += sorted(shares.items(), key=lambda row: row[1][1] - row[1][2])
+        for kind, row in rows:
+            if max(row) - min(row) < MIN_SHARE and kind != "all":
+                continue
+            counts = [sum(n for n, _ in file.values()) if kind == "all" else file.get(kind, [0])[0] for file in files]
+            cells = [f"{count}: {share:.1%}" if count else "" for count, share in zip(counts, row, strict=True)]
+            table.add_row([line["model"], line["engine"], kind, *cells, f"{row[2] - row[1]:+.1%}"])
+    return table.get_string()
+
+
+def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]], slow: list[dict[str, Any]]) -> str:
     """The documentation page."""
     names = {
         "openvino": "OpenVINO",
@@ -504,6 +731,10 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
         "qnn": "QNN on its x86 simulator",
     }
     parts = []
+    with_labels = [line for line in compared if "agrees" in line]
+    if with_labels:
+        title = "Classes of photos"
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{CLASSES}\n\n{classes_table(with_labels)}\n")
     for engine, title in names.items():
         rows = [line for line in compared if line["engine"] == engine]
         order = {name: place for place, name in enumerate(NAMES)}
@@ -524,6 +755,9 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
         )
         if clocks:
             parts.append(f"Milliseconds on one thread:\n\n{latency_table(clocks)}\n")
+    if slow:
+        title = "Where the time goes"
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{WHERE}\n\n{causes_table(slow)}\n")
     return f"""Exported files on real engines
 ==============================
 
@@ -556,16 +790,21 @@ def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for name, function, models, results in (("run", run, NAMES, RESULTS), ("latency", latency, TIMED, LATENCY)):
+    for name, function, models, results in (
+        ("run", run, NAMES, RESULTS),
+        ("latency", latency, TIMED, LATENCY),
+        ("causes", causes, TIMED, CAUSES),
+    ):
         command = commands.add_parser(name, help=str(function.__doc__))
         command.add_argument("--models", nargs="*", default=models, choices=NAMES)
         command.add_argument("--engines", nargs="*", default=DEFAULT_ENGINES, choices=[case.engine for case in CASES])
         command.add_argument("--results", type=Path, default=results)
         command.set_defaults(function=function)
     single = commands.add_parser("row", help="print the figures of one row")
-    for option in ("model", "engine", "backend", "runtime", "precision"):
+    for option in ("model", "engine", "backend", "runtime", "precision", "last"):
         single.add_argument(f"--{option}", default="")
     single.add_argument("--latency", action="store_true")
+    single.add_argument("--causes", action="store_true")
     single.set_defaults(function=row)
     for command in commands.choices.values():
         command.add_argument("--data", type=Path, help="folder with real weights and photos")
@@ -574,6 +813,7 @@ def main() -> None:
     reports = commands.add_parser("report", help=str(report.__doc__))
     reports.add_argument("--results", type=Path, default=RESULTS)
     reports.add_argument("--latencies", type=Path, default=LATENCY)
+    reports.add_argument("--causes", type=Path, default=CAUSES)
     reports.add_argument("--output", type=Path, default=experiments.EVIDENCE / "engines_measured.rst")
     reports.set_defaults(function=report)
     arguments = parser.parse_args()
