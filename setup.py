@@ -1,6 +1,7 @@
 """Packaging of fxqat. Tool settings are in pyproject.toml."""
 
 import re
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -17,11 +18,14 @@ def read_version() -> str:
     return match.group(1)
 
 
-# Plain C for ctypes, without headers of Python or torch. Without a compiler fxqat works on torch's operators. The threads
-# are those of the OpenMP runtime that torch has loaded, so no other one is linked. No option may change a result's bits.
+# Plain C for ctypes, without headers of Python or torch. Without a compiler fxqat works on torch's operators. The
+# threads are those of the OpenMP runtime that torch has loaded, so no other one is linked. No option may change a
+# result's bits.
+KERNELS_SOURCE = "fxqat/fake_quantize/kernels.c"
 KERNELS = Extension(
     "fxqat.fake_quantize._kernels",
-    ["fxqat/fake_quantize/kernels.c"],
+    [KERNELS_SOURCE],
+    define_macros=[("FXQAT_SOURCE", f"{zlib.crc32((ROOT / KERNELS_SOURCE).read_bytes())}u")],
     extra_compile_args=[
         *("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
         *("-fopenmp-simd", "-fvisibility=hidden"),
@@ -50,7 +54,9 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["fxqat", "fxqat.*"]),
-    package_data={"fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja", "cli/*.jinja"]},
+    package_data={
+        "fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja", "cli/*.jinja", "fake_quantize/kernels.c"]
+    },
     ext_modules=[KERNELS],
     zip_safe=False,
     install_requires=[

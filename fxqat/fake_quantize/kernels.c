@@ -33,6 +33,9 @@ extern int omp_get_num_threads(void) __attribute__((weak));
 #define HAS_THREADS 0
 #endif
 
+/* Tells a library that was built from another version of this file. */
+EXPORTED const uint32_t fxqat_source = FXQAT_SOURCE;
+
 enum { SCALE = 1, ZERO_POINT = 2, FACTOR = 4, USED_SCALE = 8 }; /* bits of `per_channel` */
 
 enum {
@@ -157,7 +160,7 @@ static inline int of_input(float x, float grid, float offset, float quant_min, f
     float q = x / grid, steps = q + offset;
     float rounded = limited(rintf(q), quant_min - offset, quant_max - offset);
     int outside = (steps <= quant_min) | (steps >= quant_max);
-    *ratio = outside ? rounded : rounded - q;
+    *ratio = outside ? rounded + (x - x) : rounded - q; /* NaN if x is infinite: no gradient of the scale */
     return outside;
 }
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import zlib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from fxqat.utils.torch_compat import is_plain_on_cpu, is_recorded
 
 SWITCH = "FXQAT_KERNELS"
 """The environment variable that switches the kernels off when it is ``0``; read when fxqat is imported."""
+
+SOURCE = Path(__file__).with_name("kernels.c")
+"""What the kernels are built from. They hold its checksum, so that those of another version are not used."""
 
 CODE_BELOW, CODE_ABOVE, CODE_NAN, CODES_PER_STEP = -128, 127, -127, 252
 """Codes of elements below and above the range, of NaN, and the number of codes of a whole step for those inside."""
@@ -37,17 +41,22 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not built"
     try:
         library = ctypes.CDLL(str(found), mode=getattr(os, "RTLD_NOW", 0))
-        pointers, sizes, numbers = [ctypes.c_void_p], [ctypes.c_int64], [ctypes.c_int]
+        if ctypes.c_uint32.in_dll(library, "fxqat_source").value != zlib.crc32(SOURCE.read_bytes()):
+            return None, "not used: built from another version of kernels.c; install fxqat again"
+        pointers: list[Any] = [ctypes.c_void_p]
+        sizes: list[Any] = [ctypes.c_int64]
+        numbers: list[Any] = [ctypes.c_int]
         library.fxqat_forward.argtypes = pointers * 8 + sizes * 3 + numbers * 6
         library.fxqat_forward.restype = None
         library.fxqat_backward.argtypes = pointers * 7 + sizes * 3 + numbers * 3 + [ctypes.c_double] + numbers
         library.fxqat_backward.restype = ctypes.c_int
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         return None, f"not loaded: {error}"
     return library, "in use"
 
 
 LIBRARY, STATE = _load()
+"""The kernels, or None; and what is said about them: "in use", or why not."""
 
 
 class Layout(NamedTuple):

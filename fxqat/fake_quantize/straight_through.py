@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,6 +162,7 @@ def _pass_inside(values: Tensor, x: Tensor, low: float, high: float, out: Tensor
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     quant_min, quant_max, axis, grad_scale = ctx.range
     scale_dim, zero_point_dim = ctx.dims
+    of_saved: Callable[..., Sums]
     if ctx.layout is not None:
         table, saved = ctx.saved_tensors
         if kernels.usable(grad):

@@ -189,7 +189,7 @@ def is_plain_on_cpu(tensor: Tensor) -> bool:
 
 def is_recorded() -> bool:
     """Whether a compiler, a tracer or a dispatch mode watches the operators that run."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
 class KeepsDtype(nn.Module):
