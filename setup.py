@@ -1,9 +1,10 @@
 """Packaging of fxqat. Tool settings are in pyproject.toml."""
 
 import re
+import zlib
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).parent
 
@@ -16,6 +17,22 @@ def read_version() -> str:
         raise RuntimeError("fxqat/version.py holds no line of the form: __version__ = '1.2.3'")
     return match.group(1)
 
+
+# Plain C for ctypes, without headers of Python or torch. Without a compiler fxqat works on torch's operators. The
+# threads are those of the OpenMP runtime that torch has loaded, so no other one is linked. No option may change a
+# result's bits.
+KERNELS_SOURCE = "fxqat/fake_quantize/kernels.c"
+KERNELS = Extension(
+    "fxqat.fake_quantize._kernels",
+    [KERNELS_SOURCE],
+    define_macros=[("FXQAT_SOURCE", f"{zlib.crc32((ROOT / KERNELS_SOURCE).read_bytes())}u")],
+    extra_compile_args=[
+        *("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+        *("-fopenmp-simd", "-fvisibility=hidden"),
+    ],
+    libraries=["m"],
+    optional=True,
+)
 
 ENGINES = ["openvino>=2026.4"]
 EXAMPLE = ["scikit-learn", "matplotlib", "pycocotools", "tensorboard"]
@@ -37,7 +54,10 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["fxqat", "fxqat.*"]),
-    package_data={"fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja", "cli/*.jinja"]},
+    package_data={
+        "fxqat": ["py.typed", "onnx/*.json", "tools/profiling/*.jinja", "cli/*.jinja", "fake_quantize/kernels.c"]
+    },
+    ext_modules=[KERNELS],
     zip_safe=False,
     install_requires=[
         "torch>=2.9",

@@ -14,13 +14,16 @@ from fxqat.cli.profile_command import profile
 from fxqat.cli.quantize_command import quantize
 from fxqat.cli.verify_command import verify
 from fxqat.errors import ConfigError, FxqatError
+from fxqat.fake_quantize import kernels
 from fxqat.version import __version__
 
 EXIT_ERROR = 2
 
+VERSIONS = f"%(prog)s, version %(version)s\nkernels of fake-quant on CPU: {kernels.STATE.replace('%', '%%')}"
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="fxqat")
+@click.version_option(__version__, prog_name="fxqat", message=VERSIONS)
 @click.option("-q", "--quiet", is_flag=True, help="Errors and results only.")
 @click.option("-v", "--verbose", is_flag=True, help="Also what is decided on the way.")
 def fxqat(quiet: bool, verbose: bool) -> None:

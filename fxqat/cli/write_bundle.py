@@ -23,6 +23,7 @@ from fxqat.calibrate import calibrate
 from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.convert_export import convert_export
 from fxqat.errors import ConfigError
+from fxqat.fake_quantize import kernels
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.utils.files import atomic_path
 from fxqat.utils.tensors import map_tensors
@@ -175,7 +176,7 @@ def _versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return found
+    return {**found, "kernels of fake-quant on CPU": kernels.STATE}
 
 
 def _sources(model: str) -> tuple[str, dict[str, Path]]:

@@ -173,6 +173,25 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+_PLAIN = torch.empty(0)
+with torch.inference_mode():
+    _PLAIN_KEYS = frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in (_PLAIN, torch.empty(0)))
+
+
+def is_plain_on_cpu(tensor: Tensor) -> bool:
+    """Whether a tensor is strided numbers in the memory of the CPU.
+
+    Others are on another device, sparse, fake, functional, batched by ``vmap``, of a subclass with its own operators,
+    or lazily negated.
+    """
+    return torch._C._dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
+
+
+def is_recorded() -> bool:
+    """Whether a compiler, a tracer or a dispatch mode watches the operators that run."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+
+
 class KeepsDtype(nn.Module):
     """A module whose tensors, with those of its submodules, keep their dtype under ``half()``, ``bfloat16()``, ...
 

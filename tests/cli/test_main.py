@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fxqat.cli.main import run
+from fxqat.fake_quantize import kernels
 
 PROGRAMS = Path(__file__).parent / "programs.py"
 
@@ -159,3 +160,4 @@ def test_an_interrupt_during_the_imports_is_one_line(command: str, tmp_path: Pat
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "fxqat", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fxqat, version ")
+    assert done.stdout.splitlines()[1] == f"kernels of fake-quant on CPU: {kernels.STATE}"

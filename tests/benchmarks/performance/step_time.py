@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import fxqat
+from fxqat.fake_quantize import kernels
 
 LIMITS = {"resnet18": (1.20, 1.06), "mobilenet_v3_small": (1.50, 1.12), "vit_tiny": (1.25, 1.08)}
 """The ratio to float that a step of each model should not exceed, eager and compiled."""
@@ -180,7 +181,8 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
 
 Milliseconds and memory of one training step with fake-quant on and observers off, against the same step of the float
 model: forward, loss, backward, ``torch.optim.SGD`` with momentum and ``fused=True``; batch {arguments.batch},
-{arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads. The models are torchvision's, and
+{arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads. Kernels of fake-quant on CPU (eager,
+float32): {kernels.STATE}. The models are torchvision's, and
 ``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
 
 * *variant*: the backend; *BN frozen* with ``bn_mode="freeze"``. *torch.ao FX* is torch's own ``prepare_qat_fx`` with

@@ -1,0 +1,229 @@
+"""Compiled kernels for the fake-quantization of float32 tensors on CPU.
+
+``kernels.c`` is built when fxqat is installed, if there is a C compiler. Without it, or with the environment variable
+``FXQAT_KERNELS=0``, torch's operators compute the same (:mod:`fxqat.fake_quantize.straight_through`), more slowly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxqat.utils.torch_compat import is_plain_on_cpu, is_recorded
+
+SWITCH = "FXQAT_KERNELS"
+"""The environment variable that switches the kernels off when it is ``0``; read when fxqat is imported."""
+
+SOURCE = Path(__file__).with_name("kernels.c")
+"""What the kernels are built from. They hold its checksum, so that those of another version are not used."""
+
+CODE_BELOW, CODE_ABOVE, CODE_NAN, CODES_PER_STEP = -128, 127, -127, 252
+"""Codes of elements below and above the range, of NaN, and the number of codes of a whole step for those inside."""
+
+PER_CHANNEL_BITS = (1, 2, 4, 8)
+"""Of scale, zero point, factor and used scale."""
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library, and what is said about it."""
+    if os.environ.get(SWITCH) == "0":
+        return None, f"switched off by {SWITCH}=0"
+    files = [Path(__file__).with_name(f"_kernels{suffix}") for suffix in EXTENSION_SUFFIXES]
+    found = next((file for file in files if file.exists()), None)
+    if found is None:
+        return None, "not built"
+    try:
+        library = ctypes.CDLL(str(found), mode=getattr(os, "RTLD_NOW", 0))
+        if ctypes.c_uint32.in_dll(library, "fxqat_source").value != zlib.crc32(SOURCE.read_bytes()):
+            return None, "not used: built from another version of kernels.c; install fxqat again"
+        pointers: list[Any] = [ctypes.c_void_p]
+        sizes: list[Any] = [ctypes.c_int64]
+        numbers: list[Any] = [ctypes.c_int]
+        library.fxqat_forward.argtypes = pointers * 8 + sizes * 3 + numbers * 6
+        library.fxqat_forward.restype = None
+        library.fxqat_backward.argtypes = pointers * 7 + sizes * 3 + numbers * 3 + [ctypes.c_double] + numbers
+        library.fxqat_backward.restype = ctypes.c_int
+    except (OSError, AttributeError, ValueError) as error:
+        return None, f"not loaded: {error}"
+    return library, "in use"
+
+
+LIBRARY, STATE = _load()
+"""The kernels, or None; and what is said about them: "in use", or why not."""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as the kernels see it.
+
+    Attributes:
+        outer: rows of channels.
+        channels: number of grids.
+        inner: neighbouring elements of one channel.
+        per_channel: which of scale, zero point, factor and used scale have a value per channel, in bits.
+    """
+
+    outer: int
+    channels: int
+    inner: int
+    per_channel: int
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether the kernels can take a tensor: float32, in the memory of the CPU.
+
+    Outside of compilers, tracers and torch's modes only: those must see operators.
+    """
+    return LIBRARY is not None and not is_recorded() and is_plain_on_cpu(tensor) and tensor.dtype is torch.float32
+
+
+def layout(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    factor: Tensor | None,
+    used_scale: Tensor | None,
+    axis: int | None,
+) -> Layout | None:
+    """How the kernels see these tensors; None if torch's operators must compute the fake-quantization."""
+    if not usable(x) or x.numel() == 0:
+        return None
+    per_channel = 0
+    channels = None
+    for bit, values in zip(PER_CHANNEL_BITS, (scale, zero_point, factor, used_scale), strict=True):
+        if values is None:
+            continue
+        if values.dtype is not torch.float32 or not is_plain_on_cpu(values) or not values.is_contiguous():
+            return None
+        if values.dim():
+            if axis is None or values.dim() != 1 or x.dim() == 0 or values.shape[0] != x.shape[axis]:
+                return None
+            per_channel |= bit
+            channels = values.shape[0]
+    if channels is None or channels == 1:
+        return Layout(1, 1, x.numel(), per_channel)
+    assert axis is not None
+    dense = x if x.is_contiguous() else torch.empty_like(x, device="meta")
+    inner = dense.stride(axis)
+    return Layout(x.numel() // (channels * inner), channels, inner, per_channel)
+
+
+def with_strides_of(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` in the strides of ``like``: themselves or a copy."""
+    return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
+
+
+def forward(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    factor: Tensor | None,
+    used_scale: Tensor | None,
+    where: Layout,
+    quant_min: int,
+    quant_max: int,
+    zero_point_step: int,
+    scale_bits: int,
+    with_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Round x to the grid.
+
+    Args:
+        x: float32, any shape, in any strides.
+        scale: the learned scale; this and the next three as for ``FakeQuantizeSTE``.
+        zero_point: the learned zero point, or None.
+        factor: divides the grid, or None.
+        used_scale: replaces the scale, or None.
+        where: the result of :func:`layout` for these tensors.
+        quant_min: smallest integer, inclusive.
+        quant_max: largest integer, inclusive.
+        zero_point_step: the zero point in use is a multiple of it.
+        scale_bits: significant bits of the scale in use.
+        with_codes: whether the backward pass will have codes instead of x.
+
+    Returns:
+        ``(x_hat, table, codes)``: x_hat of x's shape; the table ``(3, channels)`` of grid, zero point, and scale in use
+        with the sign of ``scale``; int8 codes of x's shape, or None.
+    """
+    assert LIBRARY is not None
+    x_hat = torch.empty_like(x)
+    x = with_strides_of(x_hat, x)
+    table = torch.empty((3, where.channels))
+    codes = torch.empty_like(x_hat, dtype=torch.int8) if with_codes else None
+    LIBRARY.fxqat_forward(
+        x.data_ptr(),
+        x_hat.data_ptr(),
+        None if codes is None else codes.data_ptr(),
+        table.data_ptr(),
+        scale.data_ptr(),
+        None if zero_point is None else zero_point.data_ptr(),
+        None if factor is None else factor.data_ptr(),
+        None if used_scale is None else used_scale.data_ptr(),
+        *where,
+        quant_min,
+        quant_max,
+        zero_point_step,
+        scale_bits,
+        torch.get_num_threads(),
+    )
+    return x_hat, table, codes
+
+
+def backward(
+    saved: Tensor,
+    grad: Tensor,
+    table: Tensor,
+    where: Layout,
+    quant_min: int,
+    quant_max: int,
+    grad_scale: float,
+    needs_scale: bool,
+    needs_zero_point: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x, scale and zero point.
+
+    Args:
+        saved: x, or the codes of :func:`forward`.
+        grad: the gradient of x_hat, float32.
+        table: of :func:`forward`.
+        where: of :func:`layout`.
+        quant_min: smallest integer, inclusive.
+        quant_max: largest integer, inclusive.
+        grad_scale: multiplies the gradients of scale and zero point.
+        needs_scale: whether to return the gradient of the scale, else None.
+        needs_zero_point: whether to return that of the zero point, else None.
+
+    Raises:
+        MemoryError: there is no memory for the sums.
+    """
+    assert LIBRARY is not None
+    grad_x = torch.empty_like(saved, dtype=torch.float32)
+    grad, saved = with_strides_of(grad_x, grad), with_strides_of(grad_x, saved)
+    shapes = [(where.channels,) if where.per_channel & bit else () for bit in PER_CHANNEL_BITS[:2]]
+    grad_s = torch.empty(shapes[0]) if needs_scale else None
+    grad_z = torch.empty(shapes[1]) if needs_zero_point else None
+    is_codes = saved.dtype == torch.int8
+    pointer = saved.data_ptr()
+    failed = LIBRARY.fxqat_backward(
+        None if is_codes else pointer,
+        pointer if is_codes else None,
+        grad.data_ptr(),
+        grad_x.data_ptr(),
+        None if grad_s is None else grad_s.data_ptr(),
+        None if grad_z is None else grad_z.data_ptr(),
+        table.data_ptr(),
+        *where,
+        quant_min,
+        quant_max,
+        grad_scale,
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the sums of the scale's gradient")
+    return grad_x, grad_s, grad_z
