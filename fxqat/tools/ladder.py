@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -78,7 +78,7 @@ class Trial:
         recipe: the recipe.
         metric: what ``evaluate`` gave; NaN if the recipe is not possible.
         seconds: time to quantize and to evaluate.
-        margin: added to the drop for the size of the sample, see :func:`margin_of`; 0 without scores of samples.
+        margin: of the drop for the size of the sample, see :func:`margin_of`; 0 without scores of samples.
         note: why it is not possible; empty if it is.
     """
 
@@ -100,9 +100,12 @@ class Result:
         float_metric: metric of the float model; None without ``evaluate``.
         metric: metric of the quantized model; None without ``evaluate``.
         max_drop: the budget; None for none.
-        margin: what is added to the drop for the size of the sample.
+        margin: of the drop, for the size of the sample; 0 if ``evaluate`` gives one number.
+        samples: number of scores that ``evaluate`` gives; 1 for one number.
+        confidence: with which the drop is at most the measured one plus the margin.
         trials: what was tried, in order.
-        worst: if tensors were widened, or should be: the tensors whose rounding changes the outputs most.
+        worst: if the budget is not reached, or tensors were widened: the tensors whose rounding changes the outputs
+            most.
     """
 
     model: QuantGraphModule
@@ -111,15 +114,32 @@ class Result:
     metric: float | None
     max_drop: float | None
     margin: float
+    samples: int
+    confidence: float
     trials: tuple[Trial, ...]
     worst: tuple[str, ...] = ()
 
     @property
     def reached(self) -> bool:
         """Whether the drop and its margin are within the budget; True without one."""
+        return self.room is None or self.margin <= self.room
+
+    @property
+    def room(self) -> float | None:
+        """The budget less the measured drop; below 0 if it is not met on the samples; None without a budget."""
         if self.max_drop is None or self.metric is None or self.float_metric is None:
-            return True
-        return self.float_metric - self.metric + self.margin <= self.max_drop
+            return None
+        return self.max_drop - (self.float_metric - self.metric)
+
+    @property
+    def samples_needed(self) -> int | None:
+        """About how many samples would show that this model is within the budget, if they lose as much; None: none.
+
+        The margin shrinks with the square root of their number.
+        """
+        if self.room is None or self.room <= 0:
+            return self.samples if self.reached else None
+        return math.ceil(self.samples * max(1.0, self.margin / self.room) ** 2)
 
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
@@ -133,14 +153,27 @@ class Result:
             table.add_row([trial.step, trial.recipe, metric, drop, margin, f"{trial.seconds:.1f}", mark])
         table.max_width = 60
         head = f"float {self.float_metric:.6g}, quantized {self.metric:.6g} by {self.recipe}"
-        if self.max_drop is not None:
-            head += f": {'within' if self.reached else 'NOT within'} the budget of {self.max_drop:g}"
-            head += f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
-        lines = [head, str(table)]
+        lines = [f"{head}{self._verdict()}", str(table)]
         if not self.reached:
             lines.append(f"The rounding of these tensors changes the outputs most: {', '.join(self.worst)}.")
             lines.append("To go on, finetune result.model: its fake-quants are on.")
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        """How the drop compares with the budget."""
+        if self.room is None:
+            return ""
+        budget = f"the budget of {self.max_drop:g}"
+        if self.room < 0:
+            return f": NOT within {budget}"
+        if self.reached:
+            margin = f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
+            return f": within {budget}{margin}"
+        needed = f"about {self.samples_needed} would" if self.samples_needed else "no number of them would"
+        return (
+            f": within {budget} on these {self.samples} samples, by {self.room:.3g}. They cannot show it for other "
+            f"data: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed}, with the same loss"
+        )
 
 
 Evaluate = Callable[[nn.Module], "float | Tensor | Sequence[float]"]
@@ -150,26 +183,72 @@ Evaluate = Callable[[nn.Module], "float | Tensor | Sequence[float]"]
 def margin_of(before: Tensor, after: Tensor, confidence: float) -> float:
     """Upper confidence bound of the drop of a mean score, less the drop that was measured.
 
-    With ``d`` the difference of each sample and ``R`` the span of the scores and 0, it is ``z`` standard errors, each
-    ``sqrt(sum(d^2) + R^2 - sum(d)^2 / (n + 2)) / (n + 2)``. Two further samples, which differ by ``R`` or not at all,
-    keep it above 0 where no sample differs.
+    With ``d`` the difference of each of ``n`` samples:
+
+    1. Scores of two values, such as right and wrong, or equal scores: with ``R`` the span of the scores and 0, ``z``
+       standard errors, each ``sqrt(sum(d^2) + R^2 - sum(d)^2 / (n + 2)) / (n + 2)``. Two further samples, of which one
+       differs by ``R``, keep it above 0 where no sample differs.
+    2. Others: ``t`` standard errors of their mean, with the quantile of Student's distribution.
 
     Args:
         before: scores of n samples in the float model.
         after: scores of the same samples in the quantized model.
         confidence: of the one-sided bound, between 0.5 and 1.
 
-    Source: Agresti and Min 2005 (doi:10.1002/sim.1781), the adjusted Wald interval of matched pairs.
+    Source: 1, Agresti and Min 2005 (doi:10.1002/sim.1781), the adjusted Wald interval of matched pairs: 0.5 is added to
+    each of the four counts. 2, the paired t interval; its quantile by Abramowitz and Stegun 26.7.5.
 
     Example:
         >>> hits = 100.0 * torch.ones(998)  # of 998 samples, none is lost
         >>> round(margin_of(hits, hits, 0.95), 3)
         0.164
     """
-    scores = torch.cat([before, after, before.new_zeros(1)])
-    difference, count = before - after, len(before) + 2
-    squares = difference.square().sum() + (scores.max() - scores.min()) ** 2 - difference.sum() ** 2 / count
-    return NormalDist().inv_cdf(confidence) * math.sqrt(float(squares)) / count
+    difference, count = before - after, len(before)
+    z = NormalDist().inv_cdf(confidence)
+    if len(torch.cat([before, after]).unique()) <= 2 or not difference.any():
+        scores = torch.cat([before, after, before.new_zeros(1)])
+        squares = difference.square().sum() + (scores.max() - scores.min()) ** 2 - difference.sum() ** 2 / (count + 2)
+        return z * math.sqrt(float(squares)) / (count + 2)
+    return _student(z, count - 1) * float(difference.std()) / math.sqrt(count)
+
+
+def _student(z: float, degrees: int) -> float:
+    """The quantile of Student's distribution at the probability where that of the normal distribution is z."""
+    second = (z**3 + z) / 4
+    third = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    fourth = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + second / degrees + third / degrees**2 + fourth / degrees**3
+
+
+def jackknife_scores(metric: Callable[[list[int]], float], samples: int, groups: int = 16) -> Tensor:
+    """Scores of groups of samples whose mean is a metric that is no mean, such as the mAP: for ``evaluate``.
+
+    The score of group ``g`` is ``m + (G - 1) (mean of all m_h - m_g)``, with ``m`` the metric of all samples and
+    ``m_g`` that without the group. Their spread is that of the metric with the choice of the samples.
+
+    Args:
+        metric: metric of the samples of given numbers.
+        samples: number of samples; those of number ``g``, ``g + G``, ... are group ``g``.
+        groups: number ``G`` of groups, from 2 to ``samples``.
+
+    Returns:
+        (groups,) float64 scores.
+
+    Raises:
+        ConfigError: fewer than two groups, or more than samples.
+
+    Source: the delete-a-group jackknife, Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 11.
+
+    Example:
+        >>> x = [1.0, 2.0, 6.0, 7.0]
+        >>> jackknife_scores(lambda chosen: sum(x[i] for i in chosen) / len(chosen), 4, 4).round().tolist()
+        [1.0, 2.0, 6.0, 7.0]
+    """
+    if not 2 <= groups <= samples:
+        raise ConfigError(f"jackknife_scores: expected 2 to {samples} groups, one sample or more in each, got {groups}")
+    rest = [metric([i for i in range(samples) if i % groups != group]) for group in range(groups)]
+    without = torch.tensor(rest, dtype=torch.float64)
+    return metric(list(range(samples))) + (groups - 1) * (without.mean() - without)
 
 
 def quantize(
@@ -180,6 +259,7 @@ def quantize(
     max_drop: float | None = None,
     *,
     confidence: float = 0.95,
+    steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] = STEPS,
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Result:
@@ -196,12 +276,17 @@ def quantize(
         backend: as for :func:`fxqat.prepare_by_platform`.
         evaluate: a function of a model, float or quantized, in eval mode. Its result is the score of each sample,
             larger is better, as a tensor or sequence: the metric is their mean. Or one number, such as the mAP: the
-            ladder then cannot know how far it holds for other data, and adds no margin.
+            ladder then cannot know how far it holds for other data, and adds no margin;
+            :func:`fxqat.tools.ladder.jackknife_scores` makes scores of it.
         max_drop: the largest acceptable ``evaluate(model) - evaluate(quantized)``. None: only calibration.
         confidence: a recipe is within the budget if, with this probability, the drop is for data of which the samples
             are a random choice: the measured drop plus a margin (:func:`margin_of`) must be at most ``max_drop``. As
             each recipe that is tried is one more chance to be lucky, the k-th is held to
-            ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters.
+            ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters. The ladder also
+            ends at a recipe whose margin is more than half of the budget if its drop is at most the other half: then
+            not the recipe, but the number of samples is what is not enough, and ``samples_needed`` of the result says
+            how many would be.
+        steps: names of steps, and the changes of a :class:`Recipe` that each tries; to leave out what takes too long.
         prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
         progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
 
@@ -210,8 +295,8 @@ def quantize(
 
     Raises:
         ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, ``confidence`` is out of range,
-            there are so few samples that no recipe can be shown to be within the budget, a metric that is not a finite
-            number, or as ``prepare_by_platform``.
+            steps without changes or with one that no recipe has, a metric that is not a finite number, or as
+            ``prepare_by_platform``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 2))
@@ -228,11 +313,14 @@ def quantize(
             else f"must be at least 0, got {max_drop}"
         )
         raise ConfigError(f"quantize: max_drop {what}")
+    known = {field.name for field in fields(Recipe)} - {"overrides"}
+    if not steps or not all(changes and set().union(*changes) <= known for _, changes in steps):
+        raise ConfigError(f"quantize: steps must be names with changes of {', '.join(sorted(known))}, got {steps}")
     if confidence != 0 and not 0.5 <= confidence < 1:
         raise ConfigError(f"quantize: confidence must be 0, or at least 0.5 and below 1, got {confidence}")
     check_batches(calib, "quantize")
     ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, confidence, prepare_custom_config_dict, progress)
-    return ladder.climb()
+    return ladder.climb(steps)
 
 
 class _Ladder:
@@ -259,19 +347,20 @@ class _Ladder:
         self.best: tuple[Recipe, QuantGraphModule, float, float] | None = None
         self.float_metric = math.nan
         self.float_scores: Tensor | None = None
+        self.worst: tuple[str, ...] = ()
 
-    def climb(self) -> Result:
+    def climb(self, steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Result:
         """Try step after step until the budget is met."""
         if self.evaluate is not None:
             self.float_scores = self.scores(self.model)
             self.float_metric = float(self.float_scores.mean())
             self.log(f"float: {self.float_metric:.6g}")
-            self.check_sample(self.float_scores)
-        for step, changes in STEPS:
+        for step, changes in steps:
             for change in changes:
                 if self.is_new(change) and self.try_recipe(step, replace(self.recipe(), **change)):
                     return self.result()
-        return self.result(self.widen()[:WORST])
+        self.widen()
+        return self.result()
 
     def given(self) -> set[str]:
         """The parts of a recipe that the configuration has set."""
@@ -287,8 +376,8 @@ class _Ladder:
         return Recipe() if self.best is None else self.best[0]
 
     def is_enough(self, metric: float, margin: float) -> bool:
-        """Whether a metric is within the budget."""
-        return self.max_drop is None or self.float_metric - metric + margin <= self.max_drop
+        """Whether the ladder ends here: with its margin, of which half of the budget counts at most."""
+        return self.max_drop is None or self.float_metric - metric + min(margin, self.max_drop / 2) <= self.max_drop
 
     def margin(self, scores: Tensor) -> float:
         """The margin of the next trial."""
@@ -299,25 +388,21 @@ class _Ladder:
                 f"quantize: evaluate returned {len(self.float_scores)} scores for the float model and "
                 f"{len(scores)} for a quantized one"
             )
-        tried = 1 + sum(not math.isnan(trial.metric) for trial in self.trials)
-        return margin_of(self.float_scores, scores, 1 - (1 - self.confidence) / (tried * (tried + 1)))
+        return margin_of(self.float_scores, scores, self.confidence_of(len(self.possible())))
 
-    def check_sample(self, scores: Tensor) -> None:
-        """Refuse a sample that is too small for any recipe, before time is spent on it."""
-        margin = self.margin(scores)
-        if self.max_drop is not None and margin > self.max_drop:
-            needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2 if self.max_drop else None
-            more = f"Evaluate on {needed} samples or more, better several times as many; or set" if needed else "Set"
-            raise ConfigError(
-                f"quantize: a loss of at most {self.max_drop:g} cannot be shown with {len(scores)} samples: even "
-                f"without any loss on them the margin is {margin:.3g}. {more} the confidence to 0: no margin"
-            )
+    def possible(self) -> list[Trial]:
+        """The trials that gave a metric."""
+        return [trial for trial in self.trials if not math.isnan(trial.metric)]
+
+    def confidence_of(self, before: int) -> float:
+        """What a trial is held to after so many others."""
+        return 1 - (1 - self.confidence) / ((before + 1) * (before + 2)) if self.confidence else 0.0
 
     def try_recipe(self, step: str, recipe: Recipe) -> bool:
-        """Quantize by a recipe and measure it; it is the best if it is within the budget, or has a better metric.
+        """Quantize by a recipe and measure it; it is the best if the ladder ends with it, or it has a better metric.
 
         Returns:
-            Whether it is within the budget.
+            Whether the ladder ends here.
         """
         if any(trial.recipe == recipe for trial in self.trials):
             return False
@@ -335,7 +420,8 @@ class _Ladder:
         told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
         enough = gm is not None and self.is_enough(metric, margin)
-        if gm is not None and (enough or self.best is None or metric > self.best[2]):
+        done = self.best is not None and self.is_enough(*self.best[2:])
+        if gm is not None and (enough or self.best is None or metric > self.best[2] and not done):
             self.best = recipe, gm, metric, margin
         return enough
 
@@ -366,18 +452,23 @@ class _Ladder:
             )
         return found
 
-    def widen(self) -> list[str]:
-        """Give more bits to the tensors whose rounding changes the outputs most; their names, the worst first.
+    def worst_units(self) -> tuple[QuantGraphModule, list[Unit]]:
+        """The model calibrated by the best recipe, and its tensors, those first whose rounding changes outputs most."""
+        plain = self.quantized(replace(self.recipe(), correct_bias=False, reconstruct="", overrides=()))
+        units = find_units(plain)
+        unit_of = {name: unit for unit in units.values() for name in unit.tensors}
+        order = [tensor.name for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress)]
+        return plain, list({unit_of[name].name: unit_of[name] for name in order if name in unit_of}.values())
+
+    def widen(self) -> None:
+        """Give more bits to the tensors whose rounding changes the outputs most.
 
         Those with few bits get 8, and if that is not enough, tensors are left float. The number of rules is doubled
         until the budget is met, and then reduced again by halving.
         """
         recipe = self.recipe()
-        plain = self.quantized(replace(recipe, correct_bias=False, reconstruct=""))
-        units = find_units(plain)
-        unit_of = {name: unit for unit in units.values() for name in unit.tensors}
-        order = [tensor.name for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress)]
-        worst = list({unit_of[name].name: unit_of[name] for name in order if name in unit_of}.values())
+        plain, worst = self.worst_units()
+        self.worst = tuple(unit.name for unit in worst[:WORST])
         rules = [self.wide(unit) for unit in worst if quant_at(plain, unit.path).scheme.bit_width < WIDE]
         rules += [unit.rule(WIDE) | {"weight" if unit.is_weight else "value": None} for unit in worst]
 
@@ -387,12 +478,11 @@ class _Ladder:
         low, high = 0, 1
         while not is_enough(high):
             if high == len(rules):
-                return [unit.name for unit in worst]
+                return
             low, high = high, min(2 * high, len(rules))
         while high - low > max(1, high // 8):
             middle = (low + high) // 2
             low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return [unit.name for unit in worst]
 
     def wide(self, unit: Unit) -> dict[str, Any]:
         """The rule that gives a tensor more bits, with the backend's observer: that of the recipe is for few bits."""
@@ -408,17 +498,22 @@ class _Ladder:
         if self.progress:
             logging.getLogger("fxqat").info("quantize: %s", text)
 
-    def result(self, worst: Iterable[str] = ()) -> Result:
+    def result(self) -> Result:
         """What was found."""
         assert self.best is not None
         recipe, gm, metric, margin = self.best
         compare_if_possible(gm, read_batch(gm, self.calib[0], "quantize"), "quantize")
-        known = self.evaluate is not None
-        return Result(
+        before = next(i for i, trial in enumerate(self.possible()) if trial.recipe == recipe) if self.possible() else 0
+        known = self.float_scores is not None
+        result = Result(
             gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop, margin,
-            tuple(self.trials), tuple(worst),
+            0 if self.float_scores is None else self.float_scores.numel(), self.confidence_of(before),
+            tuple(self.trials), self.worst,
         )  # fmt: skip
+        if result.reached or result.worst:
+            return result
+        return replace(result, worst=tuple(unit.name for unit in self.worst_units()[1][:WORST]))
 
 
 WORST = 8
-"""Tensors that are named when the budget is not met."""
+"""Tensors that are named when the budget is not reached."""
