@@ -103,6 +103,8 @@ class Result:
         margin: of the drop, for the size of the sample; 0 if ``evaluate`` gives one number.
         samples: number of scores that ``evaluate`` gives; 1 for one number.
         confidence: with which the drop is at most the measured one plus the margin.
+        samples_needed: about how many samples would show that this model is within the budget, if they lose as much;
+            None: no number of them.
         trials: what was tried, in order.
         worst: if the budget is not reached, or tensors were widened: the tensors whose rounding changes the outputs
             most.
@@ -116,6 +118,7 @@ class Result:
     margin: float
     samples: int
     confidence: float
+    samples_needed: int | None
     trials: tuple[Trial, ...]
     worst: tuple[str, ...] = ()
 
@@ -130,16 +133,6 @@ class Result:
         if self.max_drop is None or self.metric is None or self.float_metric is None:
             return None
         return self.max_drop - (self.float_metric - self.metric)
-
-    @property
-    def samples_needed(self) -> int | None:
-        """About how many samples would show that this model is within the budget, if they lose as much; None: none.
-
-        The margin shrinks with the square root of their number.
-        """
-        if self.room is None or self.room <= 0:
-            return self.samples if self.reached else None
-        return math.ceil(self.samples * max(1.0, self.margin / self.room) ** 2)
 
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
@@ -180,39 +173,61 @@ Evaluate = Callable[[nn.Module], "float | Tensor | Sequence[float]"]
 """Measures a model: a number, or the score of each sample, whose mean is the metric."""
 
 
-def margin_of(before: Tensor, after: Tensor, confidence: float) -> float:
+def margin_of(before: Tensor, after: Tensor, confidence: float, times: float = 1.0) -> float:
     """Upper confidence bound of the drop of a mean score, less the drop that was measured.
 
-    With ``d`` the difference of each of ``n`` samples:
+    With ``d`` the difference of each of ``n`` samples and ``z`` the quantile of the normal distribution:
 
-    1. Scores of two values, such as right and wrong, or equal scores: with ``R`` the span of the scores and 0, ``z``
-       standard errors, each ``sqrt(sum(d^2) + R^2 - sum(d)^2 / (n + 2)) / (n + 2)``. Two further samples, of which one
-       differs by ``R``, keep it above 0 where no sample differs.
-    2. Others: ``t`` standard errors of their mean, with the quantile of Student's distribution.
+    1. Scores of two values, such as right and wrong, or equal ones: the largest difference of two shares that the score
+       test of matched pairs does not reject. Where no sample differs, it is ``z^2 / (n + z^2)`` of the span of the
+       scores, or of the score and 0.
+    2. Others: ``t`` standard errors of the mean of ``d``, with the quantile of Student's distribution.
 
     Args:
         before: scores of n samples in the float model.
         after: scores of the same samples in the quantized model.
         confidence: of the one-sided bound, between 0.5 and 1.
+        times: as if there were so many times as many samples, with the same scores.
 
-    Source: 1, Agresti and Min 2005 (doi:10.1002/sim.1781), the adjusted Wald interval of matched pairs: 0.5 is added to
-    each of the four counts. 2, the paired t interval; its quantile by Abramowitz and Stegun 26.7.5.
+    Source: 1, Tango 1998, Statistics in Medicine 17:891-908. 2, the paired t interval; its quantile by Abramowitz and
+    Stegun 26.7.5.
 
     Example:
-        >>> hits = 100.0 * torch.ones(998)  # of 998 samples, none is lost
-        >>> round(margin_of(hits, hits, 0.95), 3)
-        0.164
+        >>> hits = 100.0 * torch.ones(997)  # of 997 samples, none is lost
+        >>> round(margin_of(hits, hits, 0.95), 2)
+        0.27
     """
-    difference, count = before - after, len(before)
+    difference, count = before - after, len(before) * times
     z = NormalDist().inv_cdf(confidence)
-    if len(torch.cat([before, after]).unique()) <= 2 or not difference.any():
-        scores = torch.cat([before, after, before.new_zeros(1)])
-        squares = difference.square().sum() + (scores.max() - scores.min()) ** 2 - difference.sum() ** 2 / (count + 2)
-        return z * math.sqrt(float(squares)) / (count + 2)
-    return _student(z, count - 1) * float(difference.std()) / math.sqrt(count)
+    values = torch.cat([before, after]).unique()
+    if len(values) > 2 and difference.any():
+        return _student(z, count - 1) * float(difference.std()) / math.sqrt(count)
+    span = float(values[-1] - values[0]) or abs(float(values[0]))
+    lost, won = (times * int((sign * difference > 0).sum()) for sign in (1, -1))
+    return span * (_largest_loss(lost, won, count, z) - (lost - won) / count)
 
 
-def _student(z: float, degrees: int) -> float:
+def _largest_loss(lost: float, won: float, count: float, z: float) -> float:
+    """The largest difference of two shares whose score test does not reject the counts of pairs (Tango 1998)."""
+
+    def is_rejected(share: float) -> bool:
+        half = (2 * count - lost + won) * share - lost - won
+        least = (math.sqrt(half**2 + 8 * count * won * share * (1 - share)) - half) / (4 * count)
+        return count * share - (lost - won) >= z * math.sqrt(count * (2 * least + share * (1 - share)))
+
+    low, high = max(0.0, (lost - won) / count), 1.0
+    if lost < won and is_rejected(0.0):
+        low, high = (lost - won) / count, 0.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_rejected(middle) else (middle, high)
+    return high
+
+
+BISECTIONS = 50
+
+
+def _student(z: float, degrees: float) -> float:
     """The quantile of Student's distribution at the probability where that of the normal distribution is z."""
     second = (z**3 + z) / 4
     third = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -344,7 +359,7 @@ class _Ladder:
             (config if isinstance(config, Mapping) else config and read_yaml(Path(config))) or {}
         )
         self.trials: list[Trial] = []
-        self.best: tuple[Recipe, QuantGraphModule, float, float] | None = None
+        self.best: tuple[Recipe, QuantGraphModule, Tensor, float] | None = None
         self.float_metric = math.nan
         self.float_scores: Tensor | None = None
         self.worst: tuple[str, ...] = ()
@@ -407,7 +422,7 @@ class _Ladder:
         if any(trial.recipe == recipe for trial in self.trials):
             return False
         began = time.perf_counter()
-        metric, margin, note, gm = math.nan, 0.0, "", None
+        metric, scores, margin, note, gm = math.nan, torch.tensor(math.nan), 0.0, "", None
         try:
             gm = self.quantized(recipe)
             scores = self.scores(gm)
@@ -420,10 +435,29 @@ class _Ladder:
         told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
         enough = gm is not None and self.is_enough(metric, margin)
-        done = self.best is not None and self.is_enough(*self.best[2:])
-        if gm is not None and (enough or self.best is None or metric > self.best[2] and not done):
-            self.best = recipe, gm, metric, margin
+        if self.best is None:
+            better = True
+        else:
+            before, least = float(self.best[2].mean()), self.best[3]
+            better = enough or metric > before and not self.is_enough(before, least)
+        if gm is not None and better:
+            self.best = recipe, gm, scores, margin
         return enough
+
+    def samples_needed(self, scores: Tensor, confidence: float) -> int | None:
+        """About how many samples with such scores would show the budget."""
+        if self.max_drop is None or self.float_scores is None or not scores.dim() or not confidence:
+            return scores.numel()
+        room = self.max_drop - (self.float_metric - float(scores.mean()))
+        high = 1.0
+        while room > 0 and margin_of(self.float_scores, scores, confidence, high) > room:
+            high *= 2
+        low = high / 2
+        for _ in range(BISECTIONS if high > 1 else 0):
+            middle = (low + high) / 2
+            enough = margin_of(self.float_scores, scores, confidence, middle) <= room
+            low, high = (low, middle) if enough else (middle, high)
+        return math.ceil(len(scores) * high) if room > 0 else None
 
     def quantized(self, recipe: Recipe) -> QuantGraphModule:
         """The model, quantized by a recipe."""
@@ -501,14 +535,14 @@ class _Ladder:
     def result(self) -> Result:
         """What was found."""
         assert self.best is not None
-        recipe, gm, metric, margin = self.best
+        recipe, gm, scores, margin = self.best
         compare_if_possible(gm, read_batch(gm, self.calib[0], "quantize"), "quantize")
         before = next(i for i, trial in enumerate(self.possible()) if trial.recipe == recipe) if self.possible() else 0
-        known = self.float_scores is not None
+        known = self.evaluate is not None
+        confidence = self.confidence_of(before)
         result = Result(
-            gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop, margin,
-            0 if self.float_scores is None else self.float_scores.numel(), self.confidence_of(before),
-            tuple(self.trials), self.worst,
+            gm, recipe, self.float_metric if known else None, float(scores.mean()) if known else None, self.max_drop,
+            margin, scores.numel(), confidence, self.samples_needed(scores, confidence), tuple(self.trials), self.worst,
         )  # fmt: skip
         if result.reached or result.worst:
             return result

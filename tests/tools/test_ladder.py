@@ -9,7 +9,7 @@ from torch import nn
 
 import fxqat
 from fxqat.errors import ConfigError
-from fxqat.tools.ladder import STEPS, margin_of, quantize
+from fxqat.tools.ladder import STEPS, jackknife_scores, margin_of, quantize
 from tests.cli.programs import Net, batches, closeness
 
 LOW = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "a_qscheme": {"bit": 4}}}
@@ -65,6 +65,8 @@ def test_the_model_is_not_changed_and_needs_no_metric() -> None:
         ({"max_drop": float("nan"), "evaluate": closeness}, "at least 0, got nan"),
         ({"evaluate": lambda model: []}, "expected a finite number"),
         ({"confidence": 0.3}, "at least 0.5 and below 1, got 0.3"),
+        ({"steps": ()}, "steps must be names with changes of a_observer, "),
+        ({"steps": [("mine", [{"observer": "MSE"}])]}, "steps must be names with changes of a_observer, "),
         ({"evaluate": lambda model: float("nan")}, "returned nan; expected a finite number"),
     ],
 )
@@ -102,17 +104,109 @@ def test_without_confidence_there_is_no_margin() -> None:
     assert result.reached
 
 
-def test_the_margin_covers_the_drop_on_all_data() -> None:
-    """Of 1000 samples of 200, about 5 percent have a drop so much smaller than that of all data."""
+@pytest.mark.parametrize(
+    ("lost", "steps", "told"),
+    [
+        (0.005, ["calibration"], "within the budget of 1 on these 800 samples, by 0.5. They cannot show it"),
+        (0.0075, ["calibration", "observers"], "within the budget of 1, with a margin of"),
+        (0.0125, ["calibration", "observers"], "within the budget of 1, with a margin of"),
+    ],
+)
+def test_a_sample_that_is_too_small_for_a_recipe_is_told_of(lost: float, steps: list[str], told: str) -> None:
+    """A margin above half of the budget is no reason to climb on, if the loss is at most the other half."""
+    result = quantize(Net().eval(), batches(), evaluate=lossy(800, lost), max_drop=1.0, progress=False)
+    assert [trial.step for trial in result.trials] == steps
+    assert result.trials[0].margin > 0.5
+    assert told in str(result)
+    assert result.reached == (len(steps) > 1)
+    assert (result.worst == ()) == result.reached
+
+
+def test_so_many_samples_as_it_says_would_show_the_budget() -> None:
+    result = quantize(Net().eval(), batches(), evaluate=lossy(400, 0.005), max_drop=1.0, progress=False)
+    needed = result.samples_needed
+    assert needed is not None
+    assert not result.reached
+    again = quantize(Net().eval(), batches(), evaluate=lossy(needed, 0.005), max_drop=1.0, progress=False)
+    assert again.reached
+    fewer = quantize(Net().eval(), batches(), evaluate=lossy(round(0.9 * needed), 0.005), max_drop=1.0, progress=False)
+    assert len(fewer.trials) > 1  # calibration loses as much, and is not enough
+    assert f"about {needed} would, with the same loss" in str(result)
+
+
+def test_no_sample_can_show_a_budget_that_is_used_up() -> None:
+    result = quantize(Net().eval(), batches(), evaluate=lossy(400, 0.0), max_drop=0.0, progress=False)
+    assert (result.reached, result.samples_needed) == (False, None)
+    assert "no number of them would" in str(result)
+
+
+def test_only_the_given_steps_are_tried() -> None:
+    steps = [("calibration", [{}]), ("mine", [{"reconstruct": "GPTQ"}])]
+    result = quantize(Net().eval(), batches(), evaluate=closeness, max_drop=0.0, steps=steps, progress=False)
+    tried = [trial.step for trial in result.trials]
+    assert [step for step in tried if step != "wider tensors"] == ["calibration", "mine"]
+
+
+def share_missed(chosen: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]], true: float) -> float:
+    """How often, of 2000 samples, the true drop is above the measured one with its margin of 95 percent."""
     generator = torch.Generator().manual_seed(0)
-    before, after = (100.0 * (torch.rand(100_000, generator=generator) < share) for share in (0.8, 0.77))
-    true = float((before - after).mean())
+    samples = (chosen(generator) for _ in range(2000))
+    missed = [float((before - after).mean()) + margin_of(before, after, 0.95) < true for before, after in samples]
+    return sum(missed) / len(missed)
+
+
+@pytest.mark.parametrize(
+    ("size", "only_before", "only_after"), [(200, 0.2, 0.17), (50, 0.05, 0.05), (500, 0.02, 0.01), (1000, 0.004, 0.0)]
+)
+def test_the_margin_covers_the_drop_of_hits_on_all_data(size: int, only_before: float, only_after: float) -> None:
+    """A share of the data is right only before, another only after. Of rare ones, fewer are missed."""
+
+    def chosen(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = torch.rand(size, generator=generator)
+        right = kind > only_before + only_after
+        return 100.0 * ((kind < only_before) | right), 100.0 * ((kind >= only_before) | right)
+
+    assert 0.005 < share_missed(chosen, 100 * (only_before - only_after)) < 0.06
+
+
+@pytest.mark.parametrize("size", [6, 16, 200])
+def test_the_margin_covers_the_drop_of_scores_on_all_data(size: int) -> None:
+    def chosen(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        before = torch.randn(size, generator=generator)
+        return before, before - 0.3 + torch.randn(size, generator=generator)
+
+    assert 0.04 < share_missed(chosen, 0.3) < 0.06
+
+
+def test_the_margin_covers_the_drop_of_a_metric_that_is_no_mean() -> None:
+    """The share of positives among the samples that are found: a ratio, as in a precision."""
+    finds, hits = (0.6, 0.5), (0.8, 0.7)
+
+    def chosen(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        draws = torch.rand(2, 320, generator=generator)
+        found, right = ((draws[i] < torch.tensor(shares)[:, None]).double() for i, shares in enumerate((finds, hits)))
+        ratios = [
+            jackknife_scores(lambda kept, i=i: float((found * right)[i, kept].sum() / found[i, kept].sum()), 320)
+            for i in range(2)
+        ]
+        return ratios[0], ratios[1]
+
+    generator = torch.Generator().manual_seed(1)
+    scores = chosen(generator)[0]
+    assert scores.shape == (16,)
     missed = 0
-    for _ in range(1000):
-        chosen = torch.randint(0, len(before), (200,), generator=generator)
-        drop = float((before[chosen] - after[chosen]).mean())
-        missed += drop + margin_of(before[chosen], after[chosen], 0.95) < true
-    assert 0.02 < missed / 1000 < 0.07
+    for _ in range(300):
+        before, after = chosen(generator)
+        missed += float((before - after).mean()) + margin_of(before, after, 0.95) < hits[0] - hits[1]
+    assert 0.02 < missed / 300 < 0.09
+
+
+def test_scores_of_groups_have_the_metric_as_their_mean() -> None:
+    values = torch.randn(37, generator=torch.Generator().manual_seed(0)).tolist()
+    scores = jackknife_scores(lambda kept: max(values[i] for i in kept), 37, 5)
+    assert float(scores.mean()) == pytest.approx(max(values))
+    with pytest.raises(ConfigError, match="expected 2 to 37 groups, one sample or more in each, got 38"):
+        jackknife_scores(lambda kept: 0.0, 37, 38)
 
 
 def test_a_single_batch_is_refused() -> None:
