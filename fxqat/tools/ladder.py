@@ -6,8 +6,9 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -22,14 +23,16 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.scheme import QuantizeScheme
+from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
+from fxqat.tools.mixed_precision.units import Unit, Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.profile import profile
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
 
 WIDE = 8
-"""Bits of a tensor with fewer bits that is widened; one that has as many is left float."""
+"""The most bits that a tensor with fewer bits gets; one that has as many is left float."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,13 @@ class Recipe:
         words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
         words += [name for name in ("equalize", "correct_bias") if getattr(self, name)]
         words += [self.reconstruct] if self.reconstruct else []
-        words += [f"{len(self.overrides)} tensors wider or float"] if self.overrides else []
+        widths: dict[str, str] = {}  # by tensor
+        for rule in self.overrides:
+            (part, change), *_ = ((key, value) for key, value in rule.items() if key != "match")
+            kind = "weight" if part == "weight" else "value"
+            widths[f"{rule['match']} {kind}"] = "float" if change is None else f"with {change['bit_width']} bits"
+        for width, number in Counter(widths.values()).items():
+            words.append(f"{number} {'tensor' if number == 1 else 'tensors'} {width}")
         return ", ".join(words) or "calibration"
 
 
@@ -80,6 +89,8 @@ class Trial:
         seconds: time to quantize and to evaluate.
         margin: of the drop for the size of the sample, see :func:`margin_of`; 0 without scores of samples.
         note: why it is not possible; empty if it is.
+        cost: bit operations (:func:`fxqat.tools.bit_operations`), in those of the first recipe; a float tensor counts
+            as one of 32 bits.
     """
 
     step: str
@@ -88,6 +99,7 @@ class Trial:
     seconds: float
     margin: float = 0.0
     note: str = ""
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,10 +113,11 @@ class Result:
         metric: metric of the quantized model; None without ``evaluate``.
         max_drop: the budget; None for none.
         margin: of the drop, for the size of the sample; 0 if ``evaluate`` gives one number.
-        samples: number of scores that ``evaluate`` gives; 1 for one number.
+        samples: number of scores that ``evaluate`` gives: samples, or with :func:`jackknife_scores` groups of them; 1
+            for one number.
         confidence: with which the drop is at most the measured one plus the margin.
-        samples_needed: about how many samples would show that this model is within the budget, if they lose as much;
-            None: no number of them.
+        samples_needed: about how many scores, of samples or of such groups, would show that this model is within the
+            budget, if they lose as much; None: no number of them.
         trials: what was tried, in order.
         worst: if the budget is not reached, or tensors were widened: the tensors whose rounding changes the outputs
             most.
@@ -137,13 +150,14 @@ class Result:
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
             return f"{self.recipe}; not evaluated\n{self.model.quantization_noise}"
-        table = PrettyTable(["step", "recipe", "metric", "to float", "margin", "seconds", ""], align="l")
+        table = PrettyTable(["step", "recipe", "cost", "metric", "to float", "margin", "seconds", ""], align="l")
         for trial in self.trials:
             failed = math.isnan(trial.metric)
             metric, drop = ("", "") if failed else (f"{trial.metric:.6g}", f"{trial.metric - self.float_metric:+.4g}")
             margin = f"{trial.margin:.3g}" if trial.margin else ""
             mark = trial.note or ("taken" if trial.recipe == self.recipe else "")
-            table.add_row([trial.step, trial.recipe, metric, drop, margin, f"{trial.seconds:.1f}", mark])
+            cost = f"{trial.cost:.2f}"
+            table.add_row([trial.step, trial.recipe, cost, metric, drop, margin, f"{trial.seconds:.1f}", mark])
         table.max_width = 60
         head = f"float {self.float_metric:.6g}, quantized {self.metric:.6g} by {self.recipe}"
         lines = [f"{head}{self._verdict()}", str(table)]
@@ -164,8 +178,9 @@ class Result:
             return f": within {budget}{margin}"
         needed = f"about {self.samples_needed} would" if self.samples_needed else "no number of them would"
         return (
-            f": within {budget} on these {self.samples} samples, by {self.room:.3g}. They cannot show it for other "
-            f"data: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed}, with the same loss"
+            f": within {budget} on this sample of {self.samples} scores, by {self.room:.3g}. It cannot show it for "
+            f"other data: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed}, with the "
+            "same loss"
         )
 
 
@@ -281,9 +296,13 @@ def quantize(
     """Quantize a trained model, and try better and better recipes until its metric is close enough to the float one.
 
     The steps, the cheapest first: calibration; other observers; bias correction and equalization; GPTQ and QDrop; at
-    last, a few tensors with more bits or left float, those whose rounding changes the outputs most. Each step starts
-    from the best recipe so far and keeps a change only if the metric is better. The ladder ends at the first recipe
-    within the budget.
+    last, tensors with more bits or left float. Each step starts from the best recipe so far and keeps a change only if
+    the metric is better. The ladder ends at the first recipe within the budget.
+
+    The last step tries more bits, in the order of their bit operations: for a few tensors, those whose rounding changes
+    the outputs most; and uniform choices, where all weights, or all tensors, get at least so many bits, both calibrated
+    only and by the best recipe. So what is taken is not dearer than such a uniform choice that is enough. Then tensors
+    are left float. If nothing is enough, the result is the recipe with the best metric.
 
     Args:
         model: a float model; not changed.
@@ -299,8 +318,8 @@ def quantize(
             each recipe that is tried is one more chance to be lucky, the k-th is held to
             ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters. The ladder also
             ends at a recipe whose margin is more than half of the budget if its drop is at most the other half: then
-            not the recipe, but the number of samples is what is not enough, and ``samples_needed`` of the result says
-            how many would be.
+            not the recipe, but the number of samples is what is not enough: ``reached`` of the result is False, and its
+            ``samples_needed`` says how many would be.
         steps: names of steps, and the changes of a :class:`Recipe` that each tries; to leave out what takes too long.
         prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
         progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
@@ -328,7 +347,7 @@ def quantize(
             else f"must be at least 0, got {max_drop}"
         )
         raise ConfigError(f"quantize: max_drop {what}")
-    known = {field.name for field in fields(Recipe)} - {"overrides"}
+    known = {each.name for each in fields(Recipe)} - {"overrides"}
     if not steps or not all(changes and set().union(*changes) <= known for _, changes in steps):
         raise ConfigError(f"quantize: steps must be names with changes of {', '.join(sorted(known))}, got {steps}")
     if confidence != 0 and not 0.5 <= confidence < 1:
@@ -336,6 +355,32 @@ def quantize(
     check_batches(calib, "quantize")
     ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, confidence, prepare_custom_config_dict, progress)
     return ladder.climb(steps)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor whose width can be chosen, its scheme, and the rules that leave it float."""
+
+    unit: Unit
+    scheme: QuantizeScheme
+    float_rules: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def _first(widths: Widths, number: int) -> Widths:
+    return dict(list(widths.items())[:number])
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, ... and the most; nothing if that is not at least 1."""
+    return [*(2**i for i in range(max(most, 0).bit_length()) if 2**i < most), *([most] if most > 0 else [])]
+
+
+def _halve(enough: int, is_enough: Callable[[int], bool]) -> None:
+    """Look for a smaller number between one that is enough and its half, which is not."""
+    low, high = 0 if enough == 1 else 2 ** ((enough - 1).bit_length() - 1), enough
+    while high - low > max(1, high // 8):
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
 
 
 class _Ladder:
@@ -413,7 +458,7 @@ class _Ladder:
         """What a trial is held to after so many others."""
         return 1 - (1 - self.confidence) / ((before + 1) * (before + 2)) if self.confidence else 0.0
 
-    def try_recipe(self, step: str, recipe: Recipe) -> bool:
+    def try_recipe(self, step: str, recipe: Recipe, cost: float = 1.0) -> bool:
         """Quantize by a recipe and measure it; it is the best if the ladder ends with it, or it has a better metric.
 
         Returns:
@@ -430,8 +475,8 @@ class _Ladder:
         except ConfigError as error:
             if self.best is None:
                 raise
-            note = f"not possible: {error}"
-        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, margin, note))
+            note = f"not possible: {str(error).splitlines()[0]}"
+        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, margin, note, cost))
         told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
         enough = gm is not None and self.is_enough(metric, margin)
@@ -486,46 +531,87 @@ class _Ladder:
             )
         return found
 
-    def worst_units(self) -> tuple[QuantGraphModule, list[Unit]]:
+    def worst_tensors(self) -> tuple[QuantGraphModule, dict[str, _Place]]:
         """The model calibrated by the best recipe, and its tensors, those first whose rounding changes outputs most."""
         plain = self.quantized(replace(self.recipe(), correct_bias=False, reconstruct="", overrides=()))
-        units = find_units(plain)
-        unit_of = {name: unit for unit in units.values() for name in unit.tensors}
-        order = [tensor.name for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress)]
-        return plain, list({unit_of[name].name: unit_of[name] for name in order if name in unit_of}.values())
+        unit_of = {name: unit for unit in find_units(plain).values() for name in unit.tensors}
+        places: dict[str, _Place] = {}
+        for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress):
+            unit = unit_of.get(tensor.name)
+            if unit is not None:
+                place = places.setdefault(unit.name, _Place(unit, quant_at(plain, unit.path).scheme))
+                place.float_rules.extend(tensor.overrides)
+        return plain, places
 
     def widen(self) -> None:
-        """Give more bits to the tensors whose rounding changes the outputs most.
+        """Give more bits to a few tensors or to all, in the order of the cost; if nothing is enough, leave some float.
 
-        Those with few bits get 8, and if that is not enough, tensors are left float. The number of rules is doubled
-        until the budget is met, and then reduced again by halving.
+        The number of tensors is doubled until the budget is met, and then reduced again by halving.
         """
         recipe = self.recipe()
-        plain, worst = self.worst_units()
-        self.worst = tuple(unit.name for unit in worst[:WORST])
-        rules = [self.wide(unit) for unit in worst if quant_at(plain, unit.path).scheme.bit_width < WIDE]
-        rules += [unit.rule(WIDE) | {"weight" if unit.is_weight else "value": None} for unit in worst]
+        plain, places = self.worst_tensors()
+        self.worst = tuple(places)[:WORST]
+        own = {name: place.scheme.bit_width for name, place in places.items()}
+        cost = bit_products(plain, self.calib[0])
+        least = cost(own) or 1.0
 
-        def is_enough(count: int) -> bool:
-            return self.try_recipe("wider tensors", replace(recipe, overrides=tuple(rules[:count])))
+        def cost_of(widths: Widths) -> float:
+            return cost({**own, **widths}) / least
 
-        low, high = 0, 1
-        while not is_enough(high):
-            if high == len(rules):
+        def rules_of(widths: Widths) -> tuple[Mapping[str, Any], ...]:
+            return tuple(rule for name, bits in widths.items() for rule in self.rules(places[name], bits))
+
+        def is_enough(widths: Widths, base: Recipe, step: str = "wider tensors") -> bool:
+            return self.try_recipe(step, replace(base, overrides=rules_of(widths)), cost_of(widths))
+
+        wide = {name: max(levels) for name, place in places.items() if (levels := self.levels(place))}
+        uniform = self.uniform_choices(places)
+        few = [_first(wide, number) for number in _doubled(len(wide))[:-1]]
+        for widths in sorted([*few, *uniform], key=cost_of):
+            if widths in uniform:
+                if any(is_enough(widths, base, "wider, uniform") for base in (Recipe(), recipe)):
+                    return
+            elif is_enough(widths, recipe):
+                _halve(len(widths), lambda number: is_enough(_first(wide, number), recipe))
                 return
-            low, high = high, min(2 * high, len(rules))
-        while high - low > max(1, high // 8):
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        widest = [trial for trial in self.possible() if trial.recipe.overrides == rules_of(wide)]
+        base = max(widest, key=lambda trial: trial.metric).recipe if widest else recipe
+        floats = {name: FLOAT_BITS for name, place in places.items() if place.float_rules}
+        for number in _doubled(len(floats) - 1):  # with all of them, nothing would be quantized
+            if is_enough(wide | _first(floats, number), base):
+                _halve(number, lambda number: is_enough(wide | _first(floats, number), base))
+                return
 
-    def wide(self, unit: Unit) -> dict[str, Any]:
-        """The rule that gives a tensor more bits, with the backend's observer: that of the recipe is for few bits."""
+    def levels(self, place: _Place) -> list[int]:
+        """The larger bit widths that the backend can run."""
+        tensor = "weight" if place.unit.is_weight else "value"
+        wider = range(place.scheme.bit_width + 1, WIDE + 1)
+        return [bits for bits in wider if self.spec.takes(tensor, replace(place.scheme, bit_width=bits))]
+
+    def uniform_choices(self, places: Mapping[str, _Place]) -> list[Widths]:
+        """For each width: all weights that have fewer bits get so many, and all tensors do."""
+        levels = {name: self.levels(place) for name, place in places.items()}
+        found: list[Widths] = []
+        for most in sorted(set().union(*levels.values())):
+            every = {name: max(b for b in own if b <= most) for name, own in levels.items() if own and own[0] <= most}
+            weights = {name: bits for name, bits in every.items() if places[name].unit.is_weight}
+            found += [widths for widths in (weights, every) if widths and widths not in found]
+        return found
+
+    def rules(self, place: _Place, bits: int) -> list[Mapping[str, Any]]:
+        """The rules that give a tensor so many bits, or leave it float.
+
+        With the most bits, it has the backend's observer: that of the recipe is for few bits.
+        """
+        if bits > WIDE:
+            return place.float_rules
+        unit = place.unit
         config = self.spec.weight if unit.is_weight else self.spec.activation
         part, name = ("weight", "w_observer") if unit.is_weight else ("value", "a_observer")
-        rule = unit.rule(WIDE)
-        if name not in self.given():
+        rule = unit.rule(bits)
+        if bits == WIDE and name not in self.given():
             rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
-        return rule
+        return [rule]
 
     def log(self, text: str) -> None:
         """Tell what was found."""
@@ -546,7 +632,7 @@ class _Ladder:
         )  # fmt: skip
         if result.reached or result.worst:
             return result
-        return replace(result, worst=tuple(unit.name for unit in self.worst_units()[1][:WORST]))
+        return replace(result, worst=tuple(self.worst_tensors()[1])[:WORST])
 
 
 WORST = 8

@@ -1,5 +1,6 @@
 """The ladder: which recipe is taken, and when it ends."""
 
+import math
 from collections.abc import Callable
 from itertools import count
 
@@ -9,7 +10,9 @@ from torch import nn
 
 import fxqat
 from fxqat.errors import ConfigError
+from fxqat.tools import ptq
 from fxqat.tools.ladder import STEPS, jackknife_scores, margin_of, quantize
+from fxqat.tools.mixed_precision.units import find_units
 from tests.cli.programs import Net, batches, closeness
 
 LOW = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "a_qscheme": {"bit": 4}}}
@@ -38,6 +41,55 @@ def test_each_step_is_better_or_not_taken() -> None:
     assert result.recipe.overrides
     assert any("8" in row.weight + row.output for row in result.model.quant_report)
     assert "| taken" in str(result)
+
+
+@pytest.mark.parametrize("backend", ["Experimental", "QNN", "ONNXRuntime", "ONNXRuntime_AVX2", "TensorRT", "Vitis"])
+def test_in_the_end_all_tensors_but_one_are_float(backend: str) -> None:
+    """Nothing that the last step tries is refused."""
+    result = quantize(Net().eval(), batches(), backend, closeness, 0.0, steps=STEPS[:1], progress=False)
+    assert [trial.note for trial in result.trials if trial.note] == []
+    assert len(find_units(result.model)) <= 2
+    assert result.metric > 0.2 * result.trials[0].metric
+
+
+@pytest.mark.parametrize("low", [(3, 4), (4, 8), (4, 4)])
+def test_a_wider_choice_is_never_below_a_uniform_one_of_its_cost(low: tuple[int, int]) -> None:
+    """Of budgets that need wider tensors: each cheaper uniform choice, quantized here, is not within the budget."""
+
+    def config(weight: int, value: int) -> dict:
+        return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight}, "a_qscheme": {"bit": value}}}
+
+    def of_all(bits: int) -> list[tuple[int, int]]:
+        return [(max(low[0], bits), low[1]), (max(low[0], bits), max(low[1], bits))]
+
+    uniform = {pair: -math.inf for bits in range(min(low), 9) for pair in of_all(bits)}
+    for pair in uniform:
+        uniform[pair] = closeness(ptq(Net().eval(), batches(), "Experimental", config(*pair)))
+    taken = []
+    for drop in (0.5, 1.0, 2.0, 4.0):
+        result = quantize(
+            Net().eval(), batches(), "Experimental", closeness, drop, prepare_custom_config_dict=config(*low),
+            steps=[("calibration", [{}]), ("rounding", [{"equalize": True}])], progress=False,
+        )  # fmt: skip
+        cost = next(trial.cost for trial in result.trials if trial.recipe == result.recipe)
+        assert result.reached
+        cheaper = [metric for (w, a), metric in uniform.items() if w * a < 0.999 * cost * low[0] * low[1]]
+        assert all(metric < -drop for metric in cheaper)
+        taken.append((cost, len(cheaper), str(result.recipe)))
+    assert any(number for _, number, _ in taken)
+
+
+def test_wider_choices_come_in_the_order_of_their_cost() -> None:
+    config = {"extra_qconfig_dict": {"w_qscheme": {"bit": 4}}}
+    result = quantize(
+        Net().eval(), batches(), "Experimental", closeness, 0.0, prepare_custom_config_dict=config, steps=STEPS[:1],
+        progress=False,
+    )  # fmt: skip
+    uniform = [trial for trial in result.trials if trial.step == "wider, uniform"]
+    assert [str(trial.recipe) for trial in uniform] == [f"2 tensors with {bits} bits" for bits in (5, 6, 7, 8)]
+    assert [trial.cost for trial in uniform] == pytest.approx([5 / 4, 6 / 4, 7 / 4, 2])
+    up = [trial.cost for trial in result.trials]
+    assert up[: up.index(max(up)) + 1] == sorted(up[: up.index(max(up)) + 1])
 
 
 def test_what_the_configuration_sets_stays() -> None:
@@ -107,7 +159,7 @@ def test_without_confidence_there_is_no_margin() -> None:
 @pytest.mark.parametrize(
     ("lost", "steps", "told"),
     [
-        (0.005, ["calibration"], "within the budget of 1 on these 800 samples, by 0.5. They cannot show it"),
+        (0.005, ["calibration"], "within the budget of 1 on this sample of 800 scores, by 0.5. It cannot show it"),
         (0.0075, ["calibration", "observers"], "within the budget of 1, with a margin of"),
         (0.0125, ["calibration", "observers"], "within the budget of 1, with a margin of"),
     ],
