@@ -289,7 +289,7 @@ def report(arguments: argparse.Namespace) -> None:
 =========================
 
 ``fxqat.quantize`` (:doc:`/reference/cli`) on backend {BACKEND}, from uniform bit widths, with a budget of points:
-top-1 of ResNet20 on the 10 000 test images of CIFAR-10 and of MobileNetV2 on the images of :doc:`/evidence/accuracy_ptq`;
+top-1 of ResNet20 on the 10 000 test images of CIFAR-10, and of MobileNetV2 on those of :doc:`/evidence/accuracy_ptq`;
 mAP50-95 of YOLOv5n at 320 px on the images of :doc:`/evidence/accuracy_yolov5`, as functions of a Python file. One half
 of the test images guides the ladder: 5000 of ResNet20, 468 of MobileNetV2, and of YOLOv5n 64, in 16 groups of the
 sample, whose scores have the mAP as their mean (``jackknife_scores``). The other half is held back and only recorded.

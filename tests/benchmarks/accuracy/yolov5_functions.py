@@ -19,7 +19,7 @@ import torch
 import yolov5_coco as yolov5
 from torch import Tensor, nn
 
-from fxqat.tools.ladder import jackknife_scores
+from fxqat.tools.margin import jackknife_scores
 
 DATA = Path(os.environ["FXQAT_DATA"])
 SIZE = 320
