@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,14 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.scheme import QuantizeScheme
 from fxqat.tools.margin import BISECTIONS, margin_of
 from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
-from fxqat.tools.mixed_precision.units import Unit, Widths, find_units, quant_at
+from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.profile import profile
+from fxqat.tools.widening import Place, doubled, first, halve, uniform_choices
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
-
-WIDE = 8
-"""The most bits that a tensor with fewer bits gets; one that has as many is left float."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ class Trial:
         recipe: the recipe.
         metric: what ``evaluate`` gave; NaN if the recipe is not possible.
         seconds: time to quantize and to evaluate.
-        margin: of the drop for the size of the sample, see :func:`fxqat.tools.margin.margin_of`; 0 without scores of samples.
+        margin: of the drop for the size of the sample, see :func:`fxqat.tools.margin.margin_of`; 0
+            without scores of samples.
         note: why it is not possible; empty if it is.
         cost: bit operations (:func:`fxqat.tools.bit_operations`), in those of the first recipe; a float tensor counts
             as one of 32 bits.
@@ -113,8 +111,8 @@ class Result:
         metric: metric of the quantized model; None without ``evaluate``.
         max_drop: the budget; None for none.
         margin: of the drop, for the size of the sample; 0 if ``evaluate`` gives one number.
-        samples: number of scores that ``evaluate`` gives: samples, or with :func:`fxqat.tools.margin.jackknife_scores` groups of them; 1
-            for one number.
+        samples: number of scores that ``evaluate`` gives: samples, or groups of them, as of
+            :func:`fxqat.tools.margin.jackknife_scores`; 1 for one number.
         confidence: with which the drop is at most the measured one plus the margin.
         samples_needed: about how many scores, of samples or of such groups, would show that this model is within the
             budget, if they lose as much; None: no number of them.
@@ -221,7 +219,8 @@ def quantize(
             :func:`fxqat.tools.margin.jackknife_scores` makes scores of it.
         max_drop: the largest acceptable ``evaluate(model) - evaluate(quantized)``. None: only calibration.
         confidence: a recipe is within the budget if, with this probability, the drop is for data of which the samples
-            are a random choice: the measured drop plus a margin (:func:`fxqat.tools.margin.margin_of`) must be at most ``max_drop``. As
+            are a random choice: the measured drop plus a margin (:func:`fxqat.tools.margin.margin_of`)
+            must be at most ``max_drop``. As
             each recipe that is tried is one more chance to be lucky, the k-th is held to
             ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters. The ladder also
             ends at a recipe whose margin is more than half of the budget if its drop is at most the other half: then
@@ -262,32 +261,6 @@ def quantize(
     check_batches(calib, "quantize")
     ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, confidence, prepare_custom_config_dict, progress)
     return ladder.climb(steps)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A tensor whose width can be chosen, its scheme, and the rules that leave it float."""
-
-    unit: Unit
-    scheme: QuantizeScheme
-    float_rules: list[Mapping[str, Any]] = field(default_factory=list)
-
-
-def _first(widths: Widths, number: int) -> Widths:
-    return dict(list(widths.items())[:number])
-
-
-def _doubled(most: int) -> list[int]:
-    """1, 2, 4, ... and the most; nothing if that is not at least 1."""
-    return [*(2**i for i in range(max(most, 0).bit_length()) if 2**i < most), *([most] if most > 0 else [])]
-
-
-def _halve(enough: int, is_enough: Callable[[int], bool]) -> None:
-    """Look for a smaller number between one that is enough and its half, which is not."""
-    low, high = 0 if enough == 1 else 2 ** ((enough - 1).bit_length() - 1), enough
-    while high - low > max(1, high // 8):
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
 
 
 class _Ladder:
@@ -438,15 +411,15 @@ class _Ladder:
             )
         return found
 
-    def worst_tensors(self) -> tuple[QuantGraphModule, dict[str, _Place]]:
+    def worst_tensors(self) -> tuple[QuantGraphModule, dict[str, Place]]:
         """The model calibrated by the best recipe, and its tensors, those first whose rounding changes outputs most."""
         plain = self.quantized(replace(self.recipe(), correct_bias=False, reconstruct="", overrides=()))
         unit_of = {name: unit for unit in find_units(plain).values() for name in unit.tensors}
-        places: dict[str, _Place] = {}
+        places: dict[str, Place] = {}
         for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress):
             unit = unit_of.get(tensor.name)
             if unit is not None:
-                place = places.setdefault(unit.name, _Place(unit, quant_at(plain, unit.path).scheme))
+                place = places.setdefault(unit.name, Place(unit, quant_at(plain, unit.path).scheme))
                 place.float_rules.extend(tensor.overrides)
         return plain, places
 
@@ -466,59 +439,30 @@ class _Ladder:
             return cost({**own, **widths}) / least
 
         def rules_of(widths: Widths) -> tuple[Mapping[str, Any], ...]:
-            return tuple(rule for name, bits in widths.items() for rule in self.rules(places[name], bits))
+            return tuple(
+                rule for name, bits in widths.items() for rule in places[name].rules(bits, self.spec, self.given())
+            )
 
         def is_enough(widths: Widths, base: Recipe, step: str = "wider tensors") -> bool:
             return self.try_recipe(step, replace(base, overrides=rules_of(widths)), cost_of(widths))
 
-        wide = {name: max(levels) for name, place in places.items() if (levels := self.levels(place))}
-        uniform = self.uniform_choices(places)
-        few = [_first(wide, number) for number in _doubled(len(wide))[:-1]]
+        wide = {name: max(levels) for name, place in places.items() if (levels := place.levels(self.spec))}
+        uniform = uniform_choices(places, self.spec)
+        few = [first(wide, number) for number in doubled(len(wide))[:-1]]
         for widths in sorted([*few, *uniform], key=cost_of):
             if widths in uniform:
                 if any(is_enough(widths, base, "wider, uniform") for base in (Recipe(), recipe)):
                     return
             elif is_enough(widths, recipe):
-                _halve(len(widths), lambda number: is_enough(_first(wide, number), recipe))
+                halve(len(widths), lambda number: is_enough(first(wide, number), recipe))
                 return
         widest = [trial for trial in self.possible() if trial.recipe.overrides == rules_of(wide)]
         base = max(widest, key=lambda trial: trial.metric).recipe if widest else recipe
         floats = {name: FLOAT_BITS for name, place in places.items() if place.float_rules}
-        for number in _doubled(len(floats) - 1):  # with all of them, nothing would be quantized
-            if is_enough(wide | _first(floats, number), base):
-                _halve(number, lambda number: is_enough(wide | _first(floats, number), base))
+        for number in doubled(len(floats) - 1):  # with all of them, nothing would be quantized
+            if is_enough(wide | first(floats, number), base):
+                halve(number, lambda number: is_enough(wide | first(floats, number), base))
                 return
-
-    def levels(self, place: _Place) -> list[int]:
-        """The larger bit widths that the backend can run."""
-        tensor = "weight" if place.unit.is_weight else "value"
-        wider = range(place.scheme.bit_width + 1, WIDE + 1)
-        return [bits for bits in wider if self.spec.takes(tensor, replace(place.scheme, bit_width=bits))]
-
-    def uniform_choices(self, places: Mapping[str, _Place]) -> list[Widths]:
-        """For each width: all weights that have fewer bits get so many, and all tensors do."""
-        levels = {name: self.levels(place) for name, place in places.items()}
-        found: list[Widths] = []
-        for most in sorted(set().union(*levels.values())):
-            every = {name: max(b for b in own if b <= most) for name, own in levels.items() if own and own[0] <= most}
-            weights = {name: bits for name, bits in every.items() if places[name].unit.is_weight}
-            found += [widths for widths in (weights, every) if widths and widths not in found]
-        return found
-
-    def rules(self, place: _Place, bits: int) -> list[Mapping[str, Any]]:
-        """The rules that give a tensor so many bits, or leave it float.
-
-        With the most bits, it has the backend's observer: that of the recipe is for few bits.
-        """
-        if bits > WIDE:
-            return place.float_rules
-        unit = place.unit
-        config = self.spec.weight if unit.is_weight else self.spec.activation
-        part, name = ("weight", "w_observer") if unit.is_weight else ("value", "a_observer")
-        rule = unit.rule(bits)
-        if bits == WIDE and name not in self.given():
-            rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
-        return [rule]
 
     def log(self, text: str) -> None:
         """Tell what was found."""
