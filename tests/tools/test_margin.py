@@ -69,3 +69,15 @@ def test_scores_of_groups_have_the_metric_as_their_mean() -> None:
     assert float(scores.mean()) == pytest.approx(max(values))
     with pytest.raises(ConfigError, match="expected 2 to 37 groups, one sample or more in each, got 38"):
         jackknife_scores(lambda kept: 0.0, 37, 38)
+
+
+def test_a_margin_is_larger_where_less_is_known() -> None:
+    before = 100.0 * torch.ones(400)
+    after = before.clone()
+    after[:8] = 0
+    margin = margin_of(before, after, 0.95)
+    assert margin > 0
+    assert margin_of(before, after, 0.99) > margin
+    assert margin_of(before, after, 0.95, times=4) < margin
+    assert margin_of(before, before, 0.95) < margin
+    assert margin_of(before / 100, after / 100, 0.95) == pytest.approx(margin / 100)
