@@ -87,16 +87,16 @@ def load_model(name: str, weights: Path | None = None) -> Source:
 def imported(where: str) -> ModuleType:
     """The module of a file or of a dotted name.
 
+    The folder of the file, or the working directory, stays the first on the path of imports, as for a Python script:
+    factories, models and data import when they are called.
+
     Raises:
         ConfigError: there is none, or it cannot be imported.
     """
     try:
         if not where.endswith(".py"):
-            sys.path.insert(0, str(Path.cwd()))
-            try:
-                module: ModuleType = pkgutil.resolve_name(f"{where}:")
-            finally:
-                sys.path.pop(0)
+            _import_from(Path.cwd())
+            module: ModuleType = pkgutil.resolve_name(f"{where}:")
             return module
         path = _existing(where)
         spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -104,16 +104,18 @@ def imported(where: str) -> ModuleType:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(path.stem, module)  # so that what it defines can be pickled
-        sys.path.insert(0, str(path.resolve().parent))
-        try:
-            spec.loader.exec_module(module)
-        finally:
-            sys.path.pop(0)
+        _import_from(path.resolve().parent)
+        spec.loader.exec_module(module)
         return module
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_from(folder: Path) -> None:
+    if sys.path[:1] != [str(folder)]:
+        sys.path.insert(0, str(folder))
 
 
 def named(text: str, what: str) -> Any:

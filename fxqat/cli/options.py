@@ -40,6 +40,12 @@ input_option = click.option(
     "Not needed for torchvision: and timm: models.",
 )  # fmt: skip
 
+dynamic_shapes_option = click.option(
+    "--dynamic-shapes", multiple=True, metavar="[INPUT=]AXIS:SIZE,...",
+    help="Leave sizes open, such as 2:height,3:width or tokens=1:length; once for each input, by name or in order. "
+    "Sizes of one name are equal.",
+)  # fmt: skip
+
 backend_option = click.option(
     "-b", "--backend", default="TSQAT", show_default=True,
     type=click.Choice([backend.name for backend in BackendType], case_sensitive=False),

@@ -24,6 +24,7 @@ from fxqat.cli.options import (
     calib_option,
     check_batch_size,
     data_options,
+    dynamic_shapes_option,
     model_options,
     preprocessing_of,
 )
@@ -80,11 +81,7 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
     "A margin for the size of the sample is added to the measured loss.",
 )  # fmt: skip
 @click.option("--dynamic-batch", is_flag=True, help="Leave the batch size of the file open.")
-@click.option(
-    "--dynamic-shapes", multiple=True, metavar="[INPUT=]AXIS:SIZE,...",
-    help="Leave sizes open, such as 2:height,3:width or tokens=1:length; once for each input, by name or in order. "
-    "Sizes of one name are equal.",
-)  # fmt: skip
+@dynamic_shapes_option
 @click.option("--input-names", metavar="A,B", help="Names of the inputs in the file.")
 @click.option("--output-names", metavar="A,B", help="Names of its outputs.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")

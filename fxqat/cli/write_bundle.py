@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.calibrate import calibrate
-from fxqat.cli.load_model import example_inputs, load_model
+from fxqat.cli.load_model import LIBRARIES, example_inputs, load_model
 from fxqat.convert_export import convert_export
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize import kernels
@@ -133,7 +133,10 @@ def write_bundle(path: Path, setup: Setup, with_weights: bool) -> str:
     inside, sources = _sources(setup.model)
     if not with_weights and setup.model.endswith((".onnx", ".pt2")):
         raise ConfigError(f"{setup.model} holds the model with its weights: give --with-weights if they may be shown")
+    before = set(sys.modules)
     outcome = run_steps(setup)
+    if sources and setup.model.rpartition(":")[0] not in LIBRARIES:
+        sources |= _imported_files(setup.model.rpartition(":")[0], set(sys.modules) - before)
     texts = {
         "reproduce.py": SCRIPT,
         "versions.json": json.dumps(_versions(), indent=1),
@@ -202,8 +205,8 @@ def _python_files(where: str) -> dict[str, Path]:
 
     They are found without being run. Installed packages, the standard library and fxqat are not the user's.
     """
-    first = Path(where).parent if where.endswith(".py") else Path.cwd()
-    roots = list(dict.fromkeys(Path(folder).resolve() for folder in (str(first), *sys.path) if _is_own(Path(folder))))
+    first = _first_root(where)
+    roots = _own_roots(where)
     found: dict[str, Path] = {}
     pending = [Path(where).name.removesuffix(".py") if where.endswith(".py") else where]
     while pending:
@@ -218,6 +221,23 @@ def _python_files(where: str) -> dict[str, Path]:
                 found[key] = path
                 pending += _imports(path, path.relative_to(root).parent.parts)
     return found
+
+
+def _imported_files(where: str, modules: set[str]) -> dict[str, Path]:
+    """The user's files among modules that were imported, also by a name that only the running code knows."""
+    files = [Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))]
+    inside = ((file, root) for file in files for root in _own_roots(where)[:1] if file.is_relative_to(root))
+    return {str(file.relative_to(root)): file for file, root in inside if file.suffix == ".py"}
+
+
+def _first_root(where: str) -> Path:
+    return Path(where).parent if where.endswith(".py") else Path.cwd()
+
+
+def _own_roots(where: str) -> list[Path]:
+    """The folders that a file or a module of the user imports from, the first one first."""
+    folders = (str(_first_root(where)), *sys.path)
+    return list(dict.fromkeys(Path(folder).resolve() for folder in folders if _is_own(Path(folder))))
 
 
 def _is_own(folder: Path) -> bool:

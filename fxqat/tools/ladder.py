@@ -6,10 +6,10 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.tools.margin import BISECTIONS, margin_of
+from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
+from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.profile import profile
+from fxqat.tools.widening import Place, doubled, first, halve, uniform_choices
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
-
-WIDE = 8
-"""Bits of a tensor with fewer bits that is widened; one that has as many is left float."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,13 @@ class Recipe:
         words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
         words += [name for name in ("equalize", "correct_bias") if getattr(self, name)]
         words += [self.reconstruct] if self.reconstruct else []
-        words += [f"{len(self.overrides)} tensors wider or float"] if self.overrides else []
+        widths: dict[str, str] = {}  # by tensor
+        for rule in self.overrides:
+            (part, change), *_ = ((key, value) for key, value in rule.items() if key != "match")
+            kind = "weight" if part == "weight" else "value"
+            widths[f"{rule['match']} {kind}"] = "float" if change is None else f"with {change['bit_width']} bits"
+        for width, number in Counter(widths.values()).items():
+            words.append(f"{number} {'tensor' if number == 1 else 'tensors'} {width}")
         return ", ".join(words) or "calibration"
 
 
@@ -78,8 +84,11 @@ class Trial:
         recipe: the recipe.
         metric: what ``evaluate`` gave; NaN if the recipe is not possible.
         seconds: time to quantize and to evaluate.
-        margin: added to the drop for the size of the sample, see :func:`margin_of`; 0 without scores of samples.
+        margin: of the drop for the size of the sample, see :func:`fxqat.tools.margin.margin_of`; 0
+            without scores of samples.
         note: why it is not possible; empty if it is.
+        cost: bit operations (:func:`fxqat.tools.bit_operations`), in those of the first recipe; a float tensor counts
+            as one of 32 bits.
     """
 
     step: str
@@ -88,6 +97,7 @@ class Trial:
     seconds: float
     margin: float = 0.0
     note: str = ""
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,9 +110,15 @@ class Result:
         float_metric: metric of the float model; None without ``evaluate``.
         metric: metric of the quantized model; None without ``evaluate``.
         max_drop: the budget; None for none.
-        margin: what is added to the drop for the size of the sample.
+        margin: of the drop, for the size of the sample; 0 if ``evaluate`` gives one number.
+        samples: number of scores that ``evaluate`` gives: samples, or groups of them, as of
+            :func:`fxqat.tools.margin.jackknife_scores`; 1 for one number.
+        confidence: with which the drop is at most the measured one plus the margin.
+        samples_needed: about how many scores, of samples or of such groups, would show that this model is within the
+            budget, if they lose as much; None: no number of them.
         trials: what was tried, in order.
-        worst: if tensors were widened, or should be: the tensors whose rounding changes the outputs most.
+        worst: if the budget is not reached, or tensors were widened: the tensors whose rounding changes the outputs
+            most.
     """
 
     model: QuantGraphModule
@@ -111,65 +127,63 @@ class Result:
     metric: float | None
     max_drop: float | None
     margin: float
+    samples: int
+    confidence: float
+    samples_needed: int | None
     trials: tuple[Trial, ...]
     worst: tuple[str, ...] = ()
 
     @property
     def reached(self) -> bool:
         """Whether the drop and its margin are within the budget; True without one."""
+        return self.room is None or self.margin <= self.room
+
+    @property
+    def room(self) -> float | None:
+        """The budget less the measured drop; below 0 if it is not met on the samples; None without a budget."""
         if self.max_drop is None or self.metric is None or self.float_metric is None:
-            return True
-        return self.float_metric - self.metric + self.margin <= self.max_drop
+            return None
+        return self.max_drop - (self.float_metric - self.metric)
 
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
             return f"{self.recipe}; not evaluated\n{self.model.quantization_noise}"
-        table = PrettyTable(["step", "recipe", "metric", "to float", "margin", "seconds", ""], align="l")
+        table = PrettyTable(["step", "recipe", "cost", "metric", "to float", "margin", "seconds", ""], align="l")
         for trial in self.trials:
             failed = math.isnan(trial.metric)
             metric, drop = ("", "") if failed else (f"{trial.metric:.6g}", f"{trial.metric - self.float_metric:+.4g}")
             margin = f"{trial.margin:.3g}" if trial.margin else ""
             mark = trial.note or ("taken" if trial.recipe == self.recipe else "")
-            table.add_row([trial.step, trial.recipe, metric, drop, margin, f"{trial.seconds:.1f}", mark])
+            cost = f"{trial.cost:.2f}"
+            table.add_row([trial.step, trial.recipe, cost, metric, drop, margin, f"{trial.seconds:.1f}", mark])
         table.max_width = 60
         head = f"float {self.float_metric:.6g}, quantized {self.metric:.6g} by {self.recipe}"
-        if self.max_drop is not None:
-            head += f": {'within' if self.reached else 'NOT within'} the budget of {self.max_drop:g}"
-            head += f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
-        lines = [head, str(table)]
+        lines = [f"{head}{self._verdict()}", str(table)]
         if not self.reached:
             lines.append(f"The rounding of these tensors changes the outputs most: {', '.join(self.worst)}.")
             lines.append("To go on, finetune result.model: its fake-quants are on.")
         return "\n".join(lines)
 
+    def _verdict(self) -> str:
+        """How the drop compares with the budget."""
+        if self.room is None:
+            return ""
+        budget = f"the budget of {self.max_drop:g}"
+        if self.room < 0:
+            return f": NOT within {budget}"
+        if self.reached:
+            margin = f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
+            return f": within {budget}{margin}"
+        needed = f"about {self.samples_needed} would" if self.samples_needed else "no number of them would"
+        return (
+            f": within {budget} on this sample of {self.samples} scores, by {self.room:.3g}. It cannot show it for "
+            f"other data: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed}, with the "
+            "same loss"
+        )
+
 
 Evaluate = Callable[[nn.Module], "float | Tensor | Sequence[float]"]
 """Measures a model: a number, or the score of each sample, whose mean is the metric."""
-
-
-def margin_of(before: Tensor, after: Tensor, confidence: float) -> float:
-    """Upper confidence bound of the drop of a mean score, less the drop that was measured.
-
-    With ``d`` the difference of each sample and ``R`` the span of the scores and 0, it is ``z`` standard errors, each
-    ``sqrt(sum(d^2) + R^2 - sum(d)^2 / (n + 2)) / (n + 2)``. Two further samples, which differ by ``R`` or not at all,
-    keep it above 0 where no sample differs.
-
-    Args:
-        before: scores of n samples in the float model.
-        after: scores of the same samples in the quantized model.
-        confidence: of the one-sided bound, between 0.5 and 1.
-
-    Source: Agresti and Min 2005 (doi:10.1002/sim.1781), the adjusted Wald interval of matched pairs.
-
-    Example:
-        >>> hits = 100.0 * torch.ones(998)  # of 998 samples, none is lost
-        >>> round(margin_of(hits, hits, 0.95), 3)
-        0.164
-    """
-    scores = torch.cat([before, after, before.new_zeros(1)])
-    difference, count = before - after, len(before) + 2
-    squares = difference.square().sum() + (scores.max() - scores.min()) ** 2 - difference.sum() ** 2 / count
-    return NormalDist().inv_cdf(confidence) * math.sqrt(float(squares)) / count
 
 
 def quantize(
@@ -180,15 +194,20 @@ def quantize(
     max_drop: float | None = None,
     *,
     confidence: float = 0.95,
+    steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] = STEPS,
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Result:
     """Quantize a trained model, and try better and better recipes until its metric is close enough to the float one.
 
     The steps, the cheapest first: calibration; other observers; bias correction and equalization; GPTQ and QDrop; at
-    last, a few tensors with more bits or left float, those whose rounding changes the outputs most. Each step starts
-    from the best recipe so far and keeps a change only if the metric is better. The ladder ends at the first recipe
-    within the budget.
+    last, tensors with more bits or left float. Each step starts from the best recipe so far and keeps a change only if
+    the metric is better. The ladder ends at the first recipe within the budget.
+
+    The last step tries more bits, in the order of their bit operations: for a few tensors, those whose rounding changes
+    the outputs most; and uniform choices, where all weights, or all tensors, get at least so many bits, both calibrated
+    only and by the best recipe. So what is taken is not dearer than such a uniform choice that is enough. Then tensors
+    are left float. If nothing is enough, the result is the recipe with the best metric.
 
     Args:
         model: a float model; not changed.
@@ -196,12 +215,18 @@ def quantize(
         backend: as for :func:`fxqat.prepare_by_platform`.
         evaluate: a function of a model, float or quantized, in eval mode. Its result is the score of each sample,
             larger is better, as a tensor or sequence: the metric is their mean. Or one number, such as the mAP: the
-            ladder then cannot know how far it holds for other data, and adds no margin.
+            ladder then cannot know how far it holds for other data, and adds no margin;
+            :func:`fxqat.tools.margin.jackknife_scores` makes scores of it.
         max_drop: the largest acceptable ``evaluate(model) - evaluate(quantized)``. None: only calibration.
         confidence: a recipe is within the budget if, with this probability, the drop is for data of which the samples
-            are a random choice: the measured drop plus a margin (:func:`margin_of`) must be at most ``max_drop``. As
+            are a random choice: the measured drop plus a margin (:func:`fxqat.tools.margin.margin_of`)
+            must be at most ``max_drop``. As
             each recipe that is tried is one more chance to be lucky, the k-th is held to
-            ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters.
+            ``1 - (1 - confidence) / (k (k + 1))``. 0 for no margin: the samples are all that matters. The ladder also
+            ends at a recipe whose margin is more than half of the budget if its drop is at most the other half: then
+            not the recipe, but the number of samples is what is not enough: ``reached`` of the result is False, and its
+            ``samples_needed`` says how many would be.
+        steps: names of steps, and the changes of a :class:`Recipe` that each tries; to leave out what takes too long.
         prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
         progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
 
@@ -210,8 +235,8 @@ def quantize(
 
     Raises:
         ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, ``confidence`` is out of range,
-            there are so few samples that no recipe can be shown to be within the budget, a metric that is not a finite
-            number, or as ``prepare_by_platform``.
+            steps without changes or with one that no recipe has, a metric that is not a finite number, or as
+            ``prepare_by_platform``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 2))
@@ -228,11 +253,14 @@ def quantize(
             else f"must be at least 0, got {max_drop}"
         )
         raise ConfigError(f"quantize: max_drop {what}")
+    known = {each.name for each in fields(Recipe)} - {"overrides"}
+    if not steps or not all(changes and set().union(*changes) <= known for _, changes in steps):
+        raise ConfigError(f"quantize: steps must be names with changes of {', '.join(sorted(known))}, got {steps}")
     if confidence != 0 and not 0.5 <= confidence < 1:
         raise ConfigError(f"quantize: confidence must be 0, or at least 0.5 and below 1, got {confidence}")
     check_batches(calib, "quantize")
     ladder = _Ladder(model, list(calib), backend, evaluate, max_drop, confidence, prepare_custom_config_dict, progress)
-    return ladder.climb()
+    return ladder.climb(steps)
 
 
 class _Ladder:
@@ -256,22 +284,23 @@ class _Ladder:
             (config if isinstance(config, Mapping) else config and read_yaml(Path(config))) or {}
         )
         self.trials: list[Trial] = []
-        self.best: tuple[Recipe, QuantGraphModule, float, float] | None = None
+        self.best: tuple[Recipe, QuantGraphModule, Tensor, float] | None = None
         self.float_metric = math.nan
         self.float_scores: Tensor | None = None
+        self.worst: tuple[str, ...] = ()
 
-    def climb(self) -> Result:
+    def climb(self, steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]) -> Result:
         """Try step after step until the budget is met."""
         if self.evaluate is not None:
             self.float_scores = self.scores(self.model)
             self.float_metric = float(self.float_scores.mean())
             self.log(f"float: {self.float_metric:.6g}")
-            self.check_sample(self.float_scores)
-        for step, changes in STEPS:
+        for step, changes in steps:
             for change in changes:
                 if self.is_new(change) and self.try_recipe(step, replace(self.recipe(), **change)):
                     return self.result()
-        return self.result(self.widen()[:WORST])
+        self.widen()
+        return self.result()
 
     def given(self) -> set[str]:
         """The parts of a recipe that the configuration has set."""
@@ -287,8 +316,8 @@ class _Ladder:
         return Recipe() if self.best is None else self.best[0]
 
     def is_enough(self, metric: float, margin: float) -> bool:
-        """Whether a metric is within the budget."""
-        return self.max_drop is None or self.float_metric - metric + margin <= self.max_drop
+        """Whether the ladder ends here: with its margin, of which half of the budget counts at most."""
+        return self.max_drop is None or self.float_metric - metric + min(margin, self.max_drop / 2) <= self.max_drop
 
     def margin(self, scores: Tensor) -> float:
         """The margin of the next trial."""
@@ -299,30 +328,26 @@ class _Ladder:
                 f"quantize: evaluate returned {len(self.float_scores)} scores for the float model and "
                 f"{len(scores)} for a quantized one"
             )
-        tried = 1 + sum(not math.isnan(trial.metric) for trial in self.trials)
-        return margin_of(self.float_scores, scores, 1 - (1 - self.confidence) / (tried * (tried + 1)))
+        return margin_of(self.float_scores, scores, self.confidence_of(len(self.possible())))
 
-    def check_sample(self, scores: Tensor) -> None:
-        """Refuse a sample that is too small for any recipe, before time is spent on it."""
-        margin = self.margin(scores)
-        if self.max_drop is not None and margin > self.max_drop:
-            needed = math.ceil((len(scores) + 2) * margin / self.max_drop) - 2 if self.max_drop else None
-            more = f"Evaluate on {needed} samples or more, better several times as many; or set" if needed else "Set"
-            raise ConfigError(
-                f"quantize: a loss of at most {self.max_drop:g} cannot be shown with {len(scores)} samples: even "
-                f"without any loss on them the margin is {margin:.3g}. {more} the confidence to 0: no margin"
-            )
+    def possible(self) -> list[Trial]:
+        """The trials that gave a metric."""
+        return [trial for trial in self.trials if not math.isnan(trial.metric)]
 
-    def try_recipe(self, step: str, recipe: Recipe) -> bool:
-        """Quantize by a recipe and measure it; it is the best if it is within the budget, or has a better metric.
+    def confidence_of(self, before: int) -> float:
+        """What a trial is held to after so many others."""
+        return 1 - (1 - self.confidence) / ((before + 1) * (before + 2)) if self.confidence else 0.0
+
+    def try_recipe(self, step: str, recipe: Recipe, cost: float = 1.0) -> bool:
+        """Quantize by a recipe and measure it; it is the best if the ladder ends with it, or it has a better metric.
 
         Returns:
-            Whether it is within the budget.
+            Whether the ladder ends here.
         """
         if any(trial.recipe == recipe for trial in self.trials):
             return False
         began = time.perf_counter()
-        metric, margin, note, gm = math.nan, 0.0, "", None
+        metric, scores, margin, note, gm = math.nan, torch.tensor(math.nan), 0.0, "", None
         try:
             gm = self.quantized(recipe)
             scores = self.scores(gm)
@@ -330,14 +355,34 @@ class _Ladder:
         except ConfigError as error:
             if self.best is None:
                 raise
-            note = f"not possible: {error}"
-        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, margin, note))
+            note = f"not possible: {str(error).splitlines()[0]}"
+        self.trials.append(Trial(step, recipe, metric, time.perf_counter() - began, margin, note, cost))
         told = [step, str(recipe), note or ("" if math.isnan(metric) else f"{metric:.6g}")]
         self.log(f"{': '.join(filter(None, told))}, {self.trials[-1].seconds:.1f} s")
         enough = gm is not None and self.is_enough(metric, margin)
-        if gm is not None and (enough or self.best is None or metric > self.best[2]):
-            self.best = recipe, gm, metric, margin
+        if self.best is None:
+            better = True
+        else:
+            before, least = float(self.best[2].mean()), self.best[3]
+            better = enough or metric > before and not self.is_enough(before, least)
+        if gm is not None and better:
+            self.best = recipe, gm, scores, margin
         return enough
+
+    def samples_needed(self, scores: Tensor, confidence: float) -> int | None:
+        """About how many samples with such scores would show the budget."""
+        if self.max_drop is None or self.float_scores is None or not scores.dim() or not confidence:
+            return scores.numel()
+        room = self.max_drop - (self.float_metric - float(scores.mean()))
+        high = 1.0
+        while room > 0 and margin_of(self.float_scores, scores, confidence, high) > room:
+            high *= 2
+        low = high / 2
+        for _ in range(BISECTIONS if high > 1 else 0):
+            middle = (low + high) / 2
+            enough = margin_of(self.float_scores, scores, confidence, middle) <= room
+            low, high = (low, middle) if enough else (middle, high)
+        return math.ceil(len(scores) * high) if room > 0 else None
 
     def quantized(self, recipe: Recipe) -> QuantGraphModule:
         """The model, quantized by a recipe."""
@@ -366,59 +411,80 @@ class _Ladder:
             )
         return found
 
-    def widen(self) -> list[str]:
-        """Give more bits to the tensors whose rounding changes the outputs most; their names, the worst first.
+    def worst_tensors(self) -> tuple[QuantGraphModule, dict[str, Place]]:
+        """The model calibrated by the best recipe, and its tensors, those first whose rounding changes outputs most."""
+        plain = self.quantized(replace(self.recipe(), correct_bias=False, reconstruct="", overrides=()))
+        unit_of = {name: unit for unit in find_units(plain).values() for name in unit.tensors}
+        places: dict[str, Place] = {}
+        for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress):
+            unit = unit_of.get(tensor.name)
+            if unit is not None:
+                place = places.setdefault(unit.name, Place(unit, quant_at(plain, unit.path).scheme))
+                place.float_rules.extend(tensor.overrides)
+        return plain, places
 
-        Those with few bits get 8, and if that is not enough, tensors are left float. The number of rules is doubled
-        until the budget is met, and then reduced again by halving.
+    def widen(self) -> None:
+        """Give more bits to a few tensors or to all, in the order of the cost; if nothing is enough, leave some float.
+
+        The number of tensors is doubled until the budget is met, and then reduced again by halving.
         """
         recipe = self.recipe()
-        plain = self.quantized(replace(recipe, correct_bias=False, reconstruct=""))
-        units = find_units(plain)
-        unit_of = {name: unit for unit in units.values() for name in unit.tensors}
-        order = [tensor.name for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress)]
-        worst = list({unit_of[name].name: unit_of[name] for name in order if name in unit_of}.values())
-        rules = [self.wide(unit) for unit in worst if quant_at(plain, unit.path).scheme.bit_width < WIDE]
-        rules += [unit.rule(WIDE) | {"weight" if unit.is_weight else "value": None} for unit in worst]
+        plain, places = self.worst_tensors()
+        self.worst = tuple(places)[:WORST]
+        own = {name: place.scheme.bit_width for name, place in places.items()}
+        cost = bit_products(plain, self.calib[0])
+        least = cost(own) or 1.0
 
-        def is_enough(count: int) -> bool:
-            return self.try_recipe("wider tensors", replace(recipe, overrides=tuple(rules[:count])))
+        def cost_of(widths: Widths) -> float:
+            return cost({**own, **widths}) / least
 
-        low, high = 0, 1
-        while not is_enough(high):
-            if high == len(rules):
-                return [unit.name for unit in worst]
-            low, high = high, min(2 * high, len(rules))
-        while high - low > max(1, high // 8):
-            middle = (low + high) // 2
-            low, high = (low, middle) if is_enough(middle) else (middle, high)
-        return [unit.name for unit in worst]
+        def rules_of(widths: Widths) -> tuple[Mapping[str, Any], ...]:
+            return tuple(
+                rule for name, bits in widths.items() for rule in places[name].rules(bits, self.spec, self.given())
+            )
 
-    def wide(self, unit: Unit) -> dict[str, Any]:
-        """The rule that gives a tensor more bits, with the backend's observer: that of the recipe is for few bits."""
-        config = self.spec.weight if unit.is_weight else self.spec.activation
-        part, name = ("weight", "w_observer") if unit.is_weight else ("value", "a_observer")
-        rule = unit.rule(WIDE)
-        if name not in self.given():
-            rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
-        return rule
+        def is_enough(widths: Widths, base: Recipe, step: str = "wider tensors") -> bool:
+            return self.try_recipe(step, replace(base, overrides=rules_of(widths)), cost_of(widths))
+
+        wide = {name: max(levels) for name, place in places.items() if (levels := place.levels(self.spec))}
+        uniform = uniform_choices(places, self.spec)
+        few = [first(wide, number) for number in doubled(len(wide))[:-1]]
+        for widths in sorted([*few, *uniform], key=cost_of):
+            if widths in uniform:
+                if any(is_enough(widths, base, "wider, uniform") for base in (Recipe(), recipe)):
+                    return
+            elif is_enough(widths, recipe):
+                halve(len(widths), lambda number: is_enough(first(wide, number), recipe))
+                return
+        widest = [trial for trial in self.possible() if trial.recipe.overrides == rules_of(wide)]
+        base = max(widest, key=lambda trial: trial.metric).recipe if widest else recipe
+        floats = {name: FLOAT_BITS for name, place in places.items() if place.float_rules}
+        for number in doubled(len(floats) - 1):  # with all of them, nothing would be quantized
+            if is_enough(wide | first(floats, number), base):
+                halve(number, lambda number: is_enough(wide | first(floats, number), base))
+                return
 
     def log(self, text: str) -> None:
         """Tell what was found."""
         if self.progress:
             logging.getLogger("fxqat").info("quantize: %s", text)
 
-    def result(self, worst: Iterable[str] = ()) -> Result:
+    def result(self) -> Result:
         """What was found."""
         assert self.best is not None
-        recipe, gm, metric, margin = self.best
+        recipe, gm, scores, margin = self.best
         compare_if_possible(gm, read_batch(gm, self.calib[0], "quantize"), "quantize")
+        before = next(i for i, trial in enumerate(self.possible()) if trial.recipe == recipe) if self.possible() else 0
         known = self.evaluate is not None
-        return Result(
-            gm, recipe, self.float_metric if known else None, metric if known else None, self.max_drop, margin,
-            tuple(self.trials), tuple(worst),
+        confidence = self.confidence_of(before)
+        result = Result(
+            gm, recipe, self.float_metric if known else None, float(scores.mean()) if known else None, self.max_drop,
+            margin, scores.numel(), confidence, self.samples_needed(scores, confidence), tuple(self.trials), self.worst,
         )  # fmt: skip
+        if result.reached or result.worst:
+            return result
+        return replace(result, worst=tuple(self.worst_tensors()[1])[:WORST])
 
 
 WORST = 8
-"""Tensors that are named when the budget is not met."""
+"""Tensors that are named when the budget is not reached."""

@@ -1,5 +1,6 @@
 """MODEL on the command line."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fxqat.cli import read_exported
 from fxqat.cli.load_model import example_inputs, load_model
 from fxqat.errors import ConfigError
 from tests.cli.programs import Net
-from tests.cli.test_main import PROGRAMS
+from tests.cli.test_main import PROGRAMS, call
 
 
 def test_libraries_know_their_inputs() -> None:
@@ -103,6 +104,27 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "w.pth")
     with pytest.raises(ConfigError, match=r"does not fit Net: .* missing \(body.0.bias.*2 unknown \(bias, weight"):
         load_model(f"{PROGRAMS}:net", tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize("model", ["net.py:make", "net:make"])
+def test_a_factory_and_its_model_import_when_they_are_called(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = "def make():\n    from lazy.body import Body\n    return Body()\n"
+    body = (
+        "import importlib\nfrom torch import nn\n\nclass Body(nn.Module):\n    def forward(self, x):\n"
+        "        return x * importlib.import_module('lazy.' + 'factor').FACTOR\n"
+    )
+    (tmp_path / "lazy").mkdir()
+    for name, text in {"net.py": factory, "lazy/body.py": body, "lazy/factor.py": "FACTOR = 3\n"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert call(f"check {model} --input 1x3", monkeypatch) == 0
+    assert "TSQAT: " in capsys.readouterr().out
+    assert call(f"bundle {model} --input 1x3 -o b.zip", monkeypatch) == 0
+    assert capsys.readouterr().out.endswith("b.zip: prepared, calibrated and exported\n")
+    with zipfile.ZipFile(tmp_path / "b.zip") as archive:
+        assert {"net.py", "lazy/body.py", "lazy/factor.py"} <= set(archive.namelist())
 
 
 def test_inputs_have_names_and_types() -> None:

@@ -20,13 +20,20 @@ def call(arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     """Exit code of a call; ``@`` is the path of the user's file."""
     words = [word.replace("@", str(PROGRAMS)) for word in arguments.split()]
     monkeypatch.setattr(sys, "argv", ["fxqat", *words])
+    paths, modules = list(sys.path), set(sys.modules)
     loggers = logging.getLogger(), logging.getLogger("fxqat")
     before = [(logger.level, list(logger.handlers)) for logger in loggers]
     try:
         run()
     except SystemExit as end:
         return int(end.code or 0)
-    finally:  # the command is a process of its own and sets up logging
+    finally:  # the command is a process of its own: it sets up logging, and imports from the user's folder
+        added = [folder for folder in sys.path if folder not in paths]
+        sys.path[:] = paths
+        for name in set(sys.modules) - modules:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and any(Path(file).is_relative_to(folder) for folder in added):
+                del sys.modules[name]  # the next test has other files of these names
         for logger, (level, handlers) in zip(loggers, before, strict=True):
             logger.setLevel(level)
             logger.handlers[:] = handlers
@@ -53,6 +60,8 @@ def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("check @:net --input 1x3xbig", "expected [NAME=]SHAPE[:DTYPE]"),
         ("check @:net --input 1x3x8x8 -b TensorCT", "'TensorCT' is not one of"),
         ("check @:net --input 1x3x8x8 --weights @", "no state dict"),
+        ("check @:net --input 1x3x8x8 --dynamic-shapes z=2:a", "the model has no input 'z'"),
+        ("check @:net --input 1x3x8x8 --dynamic-shapes x=height", "expected [INPUT=]AXIS:SIZE"),
         ("check nowhere.py:net --input 1x3x8x8", "no file nowhere.py"),
         ("check nowhere.net:net --input 1x3x8x8", "cannot be imported"),
         ("check nothing.pt2 --input 1x3x8x8", "no file nothing.pt2"),

@@ -34,6 +34,7 @@ CASES = {
         "--config": (f"check {NET} --json", CONFIG),
         "--input": ("check @:net", "--input 1x3x8x8"),
         "--backend": (f"check {NET}", "-b ONNXRuntime"),
+        "--dynamic-shapes": (f"check {NET}", "--dynamic-shapes 2:height"),
         "--all-backends": (f"check {NET}", "--all-backends"),
         "--json": (f"check {NET}", "--json"),
         "--min-integer": ("check @:light --input 1x3x8x8 -b ONNXRuntime", "--min-integer 100"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any, ClassVar
 
@@ -13,9 +13,10 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import ACTIVATION, MATMUL
 from fxqat.ops.identify import identify, operands
+from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
-from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of, moves
+from fxqat.tools.mixed_precision.units import Unit, Widths, eval_graph, fake_quant_of, find_units, moves
 from fxqat.utils.batches import read_batch
 from fxqat.utils.fx_graph import called_module
 
@@ -32,7 +33,7 @@ def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     linear: dict[str, float] = {}
     macs_of: dict[tuple[str, str], float] = {}
     fixed = 0.0
-    for factors, macs in _Multiplications(bank, inputs).found:
+    for factors, macs in _Multiplications(bank.model, bank.units, inputs).found:
         known = sorted(name for name in factors if name is not None)
         if len(known) == 2:
             macs_of[known[0], known[1]] = macs_of.get((known[0], known[1]), 0.0) + macs
@@ -48,6 +49,27 @@ def bit_operations(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     return Cost("bit operations", "operations", (row,))
 
 
+def bit_products(gm: QuantGraphModule, inputs: Sequence[Any]) -> Callable[[Widths], float]:
+    """The same as :func:`bit_operations` of a model without a bank: a function of the bits by name of unit.
+
+    Args:
+        gm: a prepared model.
+        inputs: one batch of inputs.
+
+    Returns:
+        The multiply-accumulates times the bits of both factors; a factor that has no bits counts as 32.
+    """
+    found = _Multiplications(gm, find_units(gm), inputs).found
+
+    def bits_of(name: str | None, widths: Widths) -> int:
+        return FLOAT_BITS if name is None else widths.get(name, FLOAT_BITS)
+
+    def cost(widths: Widths) -> float:
+        return sum((macs * bits_of(a, widths) * bits_of(b, widths) for (a, b), macs in found), 0.0)
+
+    return cost
+
+
 def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     """Peak memory of the activations of one sample, if each is freed after its last reader.
 
@@ -59,30 +81,30 @@ def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
         bank: the bank; values that stay float count as 32 bits.
         inputs: one batch of inputs.
     """
-    return Cost("activations", "bytes", tuple(_undominated(_Sizes(bank, inputs).cuts())))
+    return Cost("activations", "bytes", tuple(_undominated(_Sizes(bank.model, bank.units, inputs).cuts(bank))))
 
 
 def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
     """For the weight of each layer, the unit of the layer's input; None if the input is float."""
     layers = [node for node in eval_graph(bank.model).nodes if isinstance(called_module(node), QATLayer)]
-    return {f"{node.target}.weight": _unit_of(bank, node.args[0]) for node in layers}
+    return {f"{node.target}.weight": _unit_of(bank.units, node.args[0]) for node in layers}
 
 
-def _unit_of(bank: WidthBank, value: object) -> str | None:
+def _unit_of(units: Mapping[str, Unit], value: object) -> str | None:
     """The unit that rounds a value; None if the value is float."""
     call = fake_quant_of(value)
-    return None if call is None else next(unit.name for unit in bank.units.values() if unit.path == call.target)
+    return None if call is None else next(unit.name for unit in units.values() if unit.path == call.target)
 
 
 class _Run(fx.Interpreter):
-    """One run of the deployed graph with all fake-quants off."""
+    """One run of the deployed graph."""
 
     caller: ClassVar[str]
 
-    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
-        super().__init__(bank.model, graph=eval_graph(bank.model))
-        self.bank = bank
-        arguments = read_batch(bank.model, inputs, type(self).caller)
+    def __init__(self, model: QuantGraphModule, units: Mapping[str, Unit], inputs: Sequence[Any]) -> None:
+        super().__init__(model, graph=eval_graph(model))
+        self.units = units
+        arguments = read_batch(model, inputs, type(self).caller)
         self.samples = next(x.shape[0] for x in arguments if isinstance(x, Tensor) and x.dim())
         with torch.no_grad():
             self.run(*arguments)
@@ -97,9 +119,9 @@ class _Multiplications(_Run):
 
     caller = "bit_operations"
 
-    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
+    def __init__(self, model: QuantGraphModule, units: Mapping[str, Unit], inputs: Sequence[Any]) -> None:
         self.found: list[tuple[tuple[str | None, str | None], float]] = []
-        super().__init__(bank, inputs)
+        super().__init__(model, units, inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and count."""
@@ -110,7 +132,7 @@ class _Multiplications(_Run):
             return super().run_node(n)
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
-        units = [_unit_of(self.bank, value) for value in operands(n, identify(n)) if isinstance(value, fx.Node)]
+        units = [_unit_of(self.units, value) for value in operands(n, identify(n)) if isinstance(value, fx.Node)]
         first, second = [f"{n.target}.weight", *units] if is_layer else (*units, None)[:2]
         self.found.append(((first, second), counter.get_total_flops() / 2 / self.samples))
         return result
@@ -121,9 +143,9 @@ class _Sizes(_Run):
 
     caller = "activation_peak"
 
-    def __init__(self, bank: WidthBank, inputs: Sequence[Any]) -> None:
+    def __init__(self, model: QuantGraphModule, units: Mapping[str, Unit], inputs: Sequence[Any]) -> None:
         self.sizes: dict[fx.Node, float] = {}
-        super().__init__(bank, inputs)
+        super().__init__(model, units, inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and record its size."""
@@ -132,7 +154,7 @@ class _Sizes(_Run):
             self.sizes[n] = result.numel() / self.samples
         return result
 
-    def cuts(self) -> list[Row]:
+    def cuts(self, bank: WidthBank) -> list[Row]:
         """The memory in use while each operation runs."""
         nodes = [node for node in self.graph.nodes if node in self.sizes or node.op == "output"]
         owner: dict[fx.Node, fx.Node] = {}  # the node whose memory a value is in
@@ -146,7 +168,7 @@ class _Sizes(_Run):
                 if read in owner:
                     last[owner[read]] = i
             if isinstance(called_module(node), FakeQuantizeBase):
-                rounded.setdefault(owner[node], str(_unit_of(self.bank, node)))
+                rounded.setdefault(owner[node], str(_unit_of(self.units, node)))
         rows = []
         for i, node in enumerate(nodes):
             there = [other for other in nodes[: i + 1] if owner[other] is other and last[other] >= i]
@@ -156,7 +178,7 @@ class _Sizes(_Run):
                     if other in rounded:
                         linear[rounded[other]] = linear.get(rounded[other], 0.0) + self.sizes[other] / 8
                 fixed = sum(self.sizes[other] for other in there if other not in rounded) * FLOAT_BITS / 8
-                rows.append(per_bit(self.bank, linear, fixed))
+                rows.append(per_bit(bank, linear, fixed))
         return rows
 
 

@@ -1,8 +1,10 @@
 """The ladder: whether ``fxqat.quantize`` meets an accuracy budget, and what each of its steps gives and takes.
 
-DIR holds ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
+DIR holds ``cifar10/`` (``resnet20_jpegft_state_dict.pt``, and ``cifar10_train_jpeg.npz`` and ``cifar10_test_jpeg.npz``:
+``jpeg``, the bytes of all images; ``offsets`` of each; ``labels``), ``mobilenet_v2/`` and ``imagenet_sample/`` (see
 ``mobilenet_v2_imagenet.py``), ``yolov5n/`` and ``coco128/`` (see ``yolov5_coco.py``). Each row adds a line to
-``results/ladder.jsonl``; those that have one are skipped.
+``results/ladder.jsonl``; those that have one are skipped. The ladder of the smaller budget is run, and the row of the
+larger one is read from it: the first recipe at which that one ends.
 
     python tests/benchmarks/accuracy/ladder.py run --data DIR
     python tests/benchmarks/accuracy/ladder.py report
@@ -11,27 +13,33 @@ DIR holds ``cifar10/`` (see ``resnet20_cifar10.py``), ``mobilenet_v2/`` and ``im
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import subprocess
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import experiments
+import numpy as np
 import ptq
+import resnet20_cifar10 as resnet
 import torch
+from PIL import Image
 from prettytable import PrettyTable
 from torch import Tensor, nn
 
 import fxqat
 from fxqat.cli.load_data import load_batches, load_evaluation
 from fxqat.cli.load_model import load_model
-from fxqat.errors import ConfigError
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import WidthBank, bit_operations
 from fxqat.tools import ptq as ptq_of
+from fxqat.tools.ladder import STEPS, Recipe
 from fxqat.tools.mixed_precision.units import find_units, quant_at
 
 CALIBRATION = {"ResNet20": 256, "MobileNetV2": 64}
@@ -39,6 +47,8 @@ BITS = {"ResNet20": ((8, 8), (4, 8), (4, 4)), "MobileNetV2": ((8, 8), (4, 8)), "
 DROPS = (0.5, 1.0)
 BACKEND = "Experimental"
 FLOAT_BITS = 16
+LEFT_OUT = {"MobileNetV2": "QDrop"}
+"""A method that takes hours on two cores."""
 
 Measure = Callable[[nn.Module], float | Tensor]
 """A number, or 100 or 0 for each image."""
@@ -52,12 +62,28 @@ class Task:
     batches: list[Any]
     search: Measure
     held_back: Measure
-    found: list[float] = field(default_factory=list)
+    bits: tuple[int, int]
+    found: list[tuple[float, float]] = field(default_factory=list)
 
     def evaluate(self, model: nn.Module) -> float | Tensor:
-        """The metric that guides the ladder; that of the other half is only recorded."""
-        self.found.append(mean_of(self.held_back(model)))
+        """The metric that guides the ladder; that of the other half and the cost are only recorded."""
+        _ = self.bank  # made with the float model, so that no step is charged for it
+        cost = self.cost_of(model) if isinstance(model, QuantGraphModule) else math.nan
+        self.found.append((mean_of(self.held_back(model)), cost))
         return self.search(model)
+
+    @cached_property
+    def bank(self) -> WidthBank:
+        """The model in the widths of the row, 8 bits and those that a float tensor counts as."""
+        widths = [sorted({bits, 8, FLOAT_BITS}) for bits in self.bits]
+        return WidthBank(self.model, self.batches[:1], *widths, BACKEND)
+
+    def cost_of(self, gm: QuantGraphModule) -> float:
+        """Bit operations of a model, in those of the uniform choice."""
+        cost = bit_operations(self.bank, self.batches[0])
+        own = {name: quant_at(gm, unit.path).scheme.bit_width for name, unit in find_units(gm).items()}
+        uniform = {name: self.bits[not unit.is_weight] for name, unit in self.bank.units.items()}
+        return cost.of({name: own.get(name, FLOAT_BITS) for name in uniform}) / cost.of(uniform)
 
 
 def mean_of(found: float | Tensor) -> float:
@@ -65,17 +91,40 @@ def mean_of(found: float | Tensor) -> float:
     return float(torch.as_tensor(found).mean())
 
 
-def load(name: str, data: Path) -> Task:
+def load(name: str, bits: tuple[int, int], data: Path) -> Task:
     """The task of a row."""
     if name == "YOLOv5n":  # as the command line gets it
         os.environ["FXQAT_DATA"] = str(data)
         file = f"{Path(__file__).parent / 'yolov5_functions.py'}"
         halves = [load_evaluation(f"{file}:{half}", None) for half in ("search", "held_back")]
-        return Task(load_model(f"{file}:model").model, load_batches(f"{file}:batches", None), *halves)
-    task = ptq.load(name, CALIBRATION[name], data)
-    order = torch.randperm(len(task.images), generator=torch.Generator().manual_seed(1))
-    halves = [accuracy_on(task.images[half], task.labels[half]) for half in order.chunk(2)]
-    return Task(task.model, task.batches, *halves)
+        return Task(load_model(f"{file}:model").model, load_batches(f"{file}:batches", None), *halves, bits)
+    if name == "ResNet20":
+        model, batches, images, labels = load_resnet(data / "cifar10")
+    else:
+        task = ptq.load(name, CALIBRATION[name], data)
+        model, batches, images, labels = task.model, task.batches, task.images, task.labels
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
+    halves = [accuracy_on(images[half], labels[half]) for half in order.chunk(2)]
+    return Task(model, batches, *halves, bits)
+
+
+def load_resnet(folder: Path) -> tuple[nn.Module, list[Tensor], Tensor, Tensor]:
+    """ResNet20 tuned on the JPEG images of CIFAR-10, batches of training images, and the test images."""
+    model = resnet.ResNet20()
+    model.load_state_dict(torch.load(folder / "resnet20_jpegft_state_dict.pt", weights_only=True))
+    chosen = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))[: CALIBRATION["ResNet20"]]
+    train, _ = jpeg_images(folder / "cifar10_train_jpeg.npz", chosen.tolist())
+    return model.eval(), list(train.split(32)), *jpeg_images(folder / "cifar10_test_jpeg.npz", range(10_000))
+
+
+def jpeg_images(file: Path, chosen: Iterable[int]) -> tuple[Tensor, Tensor]:
+    """Some images of a file, normalised, and their labels."""
+    arrays = np.load(file)
+    content, ends, numbers = arrays["jpeg"], arrays["offsets"], list(chosen)
+    pixels = [np.asarray(Image.open(io.BytesIO(content[ends[i] : ends[i + 1]].tobytes()))) for i in numbers]
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (resnet.MEAN, resnet.STD))
+    images = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).float() / 255
+    return (images - mean) / std, torch.from_numpy(arrays["labels"][numbers]).long()
 
 
 def accuracy_on(images: Tensor, labels: Tensor) -> Measure:
@@ -94,16 +143,6 @@ def config_of(weight_bits: int, activation_bits: int) -> dict[str, Any]:
     return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight_bits}, "a_qscheme": {"bit": activation_bits}}}
 
 
-def cost_of(task: Task, gm: QuantGraphModule, weight_bits: int, activation_bits: int) -> float:
-    """Bit operations of a model, in those of a uniform choice; a tensor that stays float counts as one of 16 bits."""
-    widths = [sorted({bits, 8, FLOAT_BITS}) for bits in (weight_bits, activation_bits)]
-    bank = WidthBank(task.model, task.batches[:1], *widths, BACKEND)
-    cost = bit_operations(bank, task.batches[0])
-    own = {name: quant_at(gm, unit.path).scheme.bit_width for name, unit in find_units(gm).items()}
-    uniform = {name: weight_bits if unit.is_weight else activation_bits for name, unit in bank.units.items()}
-    return cost.of({name: own.get(name, FLOAT_BITS) for name in bank.units}) / cost.of(uniform)
-
-
 def uniform_choices(cost: float, bits: tuple[int, int]) -> list[tuple[int, int]]:
     """The wider uniform choices that cost at most as much, without those that another one exceeds."""
     found = [(w, a) for w in range(bits[0], 9) for a in range(bits[1], 9) if w * a <= cost * bits[0] * bits[1]]
@@ -113,106 +152,165 @@ def uniform_choices(cost: float, bits: tuple[int, int]) -> list[tuple[int, int]]
 def run(arguments: argparse.Namespace) -> None:
     """Climb the ladder for the rows that have no result yet."""
     torch.set_num_threads(arguments.threads)
-    known = [[result[key] for key in ("model", "bits", "drop")] for result in experiments.read(arguments.results)]
-    rows = [(name, bits, drop) for name in arguments.models for bits in BITS[name] for drop in arguments.drops]
-    for name, bits, drop in rows:
-        if [name, list(bits), drop] not in known:
-            experiments.add(arguments.results, measured_row(name, bits, drop, arguments.data))
+    for name in arguments.models:
+        for bits in BITS[name]:
+            results = experiments.read(arguments.results)
+            if all((result["model"], result["bits"]) != (name, list(bits)) for result in results):
+                for row in measured_rows(name, bits, arguments.data):
+                    experiments.add(arguments.results, row | {"commit": commit()})
 
 
-def measured_row(name: str, bits: tuple[int, int], drop: float, data: Path) -> dict[str, Any]:
-    """Climb the ladder, and measure the uniform choices of the same cost."""
-    task = load(name, data)
-    began = time.perf_counter()
-    config = config_of(*bits)
-    try:
-        result = fxqat.quantize(
-            task.model, task.batches, BACKEND, task.evaluate, drop, prepare_custom_config_dict=config
-        )
-    except ConfigError as error:
-        return {"model": name, "bits": bits, "drop": drop, "refused": str(error)}
-    seconds = time.perf_counter() - began
-    held_back = iter(task.found)
-    line = {
-        "model": name, "bits": bits, "drop": drop, "reached": result.reached, "recipe": str(result.recipe),
-        "float": result.float_metric, "top1": result.metric, "held_back_float": next(held_back), "seconds": seconds,
-        "trials": [
-            [t.step, str(t.recipe), t.metric, t.seconds, t.note, None if math.isnan(t.metric) else next(held_back)]
-            for t in result.trials
-        ],
-        "worst": result.worst, "held_back": mean_of(task.held_back(result.model)),
-        "margin": result.margin, "cost": 1.0, "uniform": [],
-    }  # fmt: skip
-    if result.recipe.overrides:
-        line["cost"] = cost_of(task, result.model, *bits)
-        for choice in uniform_choices(line["cost"], bits):
-            observers = {key: value for key in ("w_observer", "a_observer") if (value := getattr(result.recipe, key))}
-            config = {"extra_qconfig_dict": {**config_of(*choice)["extra_qconfig_dict"], **observers}}
-            options = {key: getattr(result.recipe, key) for key in ("equalize", "correct_bias")}
-            gm = ptq_of(
-                task.model, task.batches, BACKEND, config, reconstruct=result.recipe.reconstruct or None, **options
-            )
-            line["uniform"].append([choice, mean_of(task.search(gm)), mean_of(task.held_back(gm))])
-    return line
+def commit() -> str:
+    """The commit that is measured."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def best_uniform(result: dict[str, Any]) -> float:
-    """The best metric of the uniform choices that cost at most as much as a result."""
-    own = [metric for step, _, metric, *_ in result["trials"] if step != "wider tensors" and metric == metric]
-    return max([*own, *(metric for _, metric, _ in result["uniform"])])
+def measured_rows(name: str, bits: tuple[int, int], data: Path) -> list[dict[str, Any]]:
+    """Climb the ladder of the smallest budget, read the others from it, and measure uniform choices of their costs."""
+    task = load(name, bits, data)
+    steps = [
+        (step, [change for change in changes if change.get("reconstruct") != LEFT_OUT.get(name, "no method")])
+        for step, changes in STEPS
+    ]
+    result = fxqat.quantize(
+        task.model, task.batches, BACKEND, task.evaluate, min(DROPS),
+        steps=steps, prepare_custom_config_dict=config_of(*bits),
+    )  # fmt: skip
+    (held_back, _), *others = task.found
+    found = iter(others)
+    trials = []
+    for trial in result.trials:
+        known = {} if math.isnan(trial.metric) else dict(zip(("held_back", "cost"), next(found), strict=True))
+        figures = {"metric": None if math.isnan(trial.metric) else trial.metric, "margin": trial.margin, **known}
+        trials.append({"step": trial.step, "recipe": str(trial.recipe), "seconds": trial.seconds, **figures})
+        trials[-1] |= {"note": trial.note}
+    float_metric = result.float_metric
+    assert float_metric is not None
+    best = next(i for i, trial in enumerate(result.trials) if trial.recipe == result.recipe)
+    rows = []
+    for drop in DROPS:
+        ends = [
+            i for i, trial in enumerate(trials) if trial["metric"] is not None and is_end(trial, float_metric, drop)
+        ]
+        tried, taken = (len(trials), best) if drop == min(DROPS) or not ends else (ends[0] + 1, ends[0])
+        row = {"model": name, "bits": bits, "drop": drop, "taken": taken, "trials": trials[:tried]}
+        row |= {"float": result.float_metric, "held_back_float": held_back, "samples": result.samples}
+        rows.append(row | {"worst": result.worst, "uniform": []})
+    measured: dict[tuple[tuple[int, int], Recipe], tuple[float, float]] = {}
+    for row in rows:
+        taken = result.trials[row["taken"]].recipe
+        for choice in uniform_choices(trials[row["taken"]]["cost"], bits) if taken.overrides else []:
+            for recipe in dict.fromkeys([Recipe(), replace(taken, overrides=())]):
+                if (choice, recipe) not in measured:
+                    measured[choice, recipe] = uniform_metrics(task, choice, recipe)
+                row["uniform"].append([choice, str(recipe), *measured[choice, recipe]])
+    return rows
+
+
+def is_end(trial: dict[str, Any], float_metric: float, drop: float) -> bool:
+    """Whether a ladder ends at a trial: its loss with its margin, of which half of the budget counts at most."""
+    return bool(float_metric - trial["metric"] + min(trial["margin"], drop / 2) <= drop)
+
+
+def uniform_metrics(task: Task, bits: tuple[int, int], recipe: Recipe) -> tuple[float, float]:
+    """The metric on both halves of a uniform choice, quantized by a recipe."""
+    observers = {key: value for key in ("w_observer", "a_observer") if (value := getattr(recipe, key))}
+    config = {"extra_qconfig_dict": {**config_of(*bits)["extra_qconfig_dict"], **observers}}
+    options = {key: getattr(recipe, key) for key in ("equalize", "correct_bias")}
+    gm = ptq_of(task.model, task.batches, BACKEND, config, reconstruct=recipe.reconstruct or None, **options)
+    return mean_of(task.search(gm)), mean_of(task.held_back(gm))
+
+
+def best_uniform(result: dict[str, Any], results: list[dict[str, Any]]) -> float:
+    """The best metric of all uniform choices of the model that were measured and cost at most as much as a result."""
+    most = result["trials"][result["taken"]]["cost"]
+    found = [metric for _, _, metric, _ in result["uniform"]]
+    for other in (other for other in results if other["model"] == result["model"]):
+        scale = math.prod(other["bits"]) / math.prod(result["bits"])
+        for trial in other["trials"]:
+            uniform = trial["metric"] is not None and trial["step"] != "wider tensors"
+            if uniform and trial["cost"] * scale <= most + 1e-9:
+                found.append(trial["metric"])
+    return max(found)
+
+
+def verdict(drop: float, margin: float, budget: float) -> str:
+    """Whether a loss is within a budget."""
+    if drop + margin <= budget:
+        return "yes"
+    return "without margin" if drop <= budget else "no"
 
 
 def report(arguments: argparse.Namespace) -> None:
     """Write the documentation page."""
     results = experiments.read(arguments.results)
-    header = ["model", "bits", "budget", "met", "recipe", "cost", "float", "quantized", "best uniform"]
-    table = PrettyTable([*header, "margin", "held back: float", "quantized ", "met ", "s"], align="l", hrules=1)
+    header = ["model", "bits", "budget", "met", "recipe", "cost", "float", "quantized", "margin", "best uniform"]
+    header += ["held back: float", "quantized ", "met ", "s", "commit"]
+    table = PrettyTable(header, align="l", hrules=1, max_width=40)
     sections = []
-    for r in results:
-        bits = f"W{r['bits'][0]}A{r['bits'][1]}"
-        if "refused" in r:
-            sections.append(f"{r['model']} {bits}, at most {r['drop']} points: {r['refused']}.")
+    below = []
+    for name, bits, drop in [(model, bits, drop) for model in BITS for bits in BITS[model] for drop in DROPS]:
+        title = f"{name} W{bits[0]}A{bits[1]}, at most {drop} points"
+        r = next((r for r in results if (r["model"], tuple(r["bits"]), r["drop"]) == (name, bits, drop)), None)
+        words = [name, f"W{bits[0]}A{bits[1]}", drop]
+        if r is None:
+            table.add_row([*words, "not run", *[""] * (len(header) - 4)])
             continue
-        uniform = best_uniform(r)
-        if not r["reached"] and r["top1"] < uniform:
-            raise SystemExit(f"{r['model']} {bits} at {r['drop']}: below a uniform choice of the same cost")
-        figures = [
-            f"{x:.2f}"
-            for x in (r["float"], r["top1"], uniform, r.get("margin", 0.0), r["held_back_float"], r["held_back"])
-        ]
-        met = "yes" if r["reached"] else "no"
-        cost = f"{r['cost']:.2f}"
-        figures.append("yes" if r["held_back_float"] - r["held_back"] <= r["drop"] else "no")
-        table.add_row([r["model"], bits, r["drop"], met, r["recipe"], cost, *figures, f"{r['seconds']:.0f}"])
-        steps = PrettyTable(["step", "recipe", "metric", "held back", "s", "note"], align="l", hrules=1, max_width=60)
-        for step, recipe, metric, seconds, note, held_back in r["trials"]:
-            both = ["" if value is None or value != value else f"{value:.2f}" for value in (metric, held_back)]
-            steps.add_row([step, recipe, *both, f"{seconds:.0f}", note])
-        for (w, a), metric, held_back in r["uniform"]:
-            steps.add_row(["uniform, not dearer", f"W{w}A{a}", f"{metric:.2f}", f"{held_back:.2f}", "", "to compare"])
-        title = f"{r['model']} {bits}, at most {r['drop']} points"
-        tail = "" if r["reached"] else f"\n\nTensors that hold it back: {', '.join(r['worst'])}."
-        sections.append(f"{title}\n{'-' * len(title)}\n\n{steps.get_string()}{tail}")
+        taken, uniform = r["trials"][r["taken"]], best_uniform(r, results)
+        met = verdict(r["float"] - taken["metric"], taken["margin"], drop)
+        if not is_end(taken, r["float"], drop) and taken["metric"] < uniform:
+            below.append(f"{title}: {taken['metric']:.2f}, and {uniform:.2f} of a uniform choice")
+        figures = [f"{x:.2f}" for x in (r["float"], taken["metric"], taken["margin"], uniform)]
+        figures += [f"{x:.2f}" for x in (r["held_back_float"], taken["held_back"])]
+        held_back = verdict(r["held_back_float"] - taken["held_back"], 0.0, drop)
+        seconds = f"{sum(trial['seconds'] for trial in r['trials']):.0f}"
+        row = [*words, met, taken["recipe"], f"{taken['cost']:.2f}", *figures, held_back, seconds, r["commit"]]
+        table.add_row(row)
+        steps = ["step", "recipe", "cost", "metric", "margin", "held back", "s", "note"]
+        tried = PrettyTable(steps, align="l", hrules=1, max_width=60)
+        for i, trial in enumerate(r["trials"]):
+            figures = [trial.get(key) for key in ("cost", "metric", "margin", "held_back")]
+            known = ["" if trial["metric"] is None else f"{x:.2f}" for x in figures]
+            note = trial["note"] or ("taken" if i == r["taken"] else "")
+            tried.add_row([trial["step"], trial["recipe"], *known, f"{trial['seconds']:.0f}", note])
+        for (w, a), recipe, metric, other in r["uniform"]:
+            cost = w * a / math.prod(bits)
+            measured = [f"{cost:.2f}", f"{metric:.2f}", "", f"{other:.2f}", "", "to compare"]
+            tried.add_row(["uniform, not dearer", f"W{w}A{a}: {recipe}", *measured])
+        tail = [f"Commit {r['commit']}.", *([r["steps"]] if "steps" in r else [])]
+        if met != "yes":
+            tail.append(f"The rounding of these tensors changes the outputs most: {', '.join(r['worst'])}.")
+        lines = textwrap.fill(" ".join(tail), 120, break_long_words=False, break_on_hyphens=False)
+        sections.append(f"{title}\n{'-' * len(title)}\n\n{tried.get_string()}\n\n{lines}")
     body = "\n\n".join(sections)
+    lower = "\n".join(f"* {each}" for each in below) or "None."
     text = f"""Within an accuracy budget
 =========================
 
 ``fxqat.quantize`` (:doc:`/reference/cli`) on backend {BACKEND}, from uniform bit widths, with a budget of points:
-top-1 of ResNet20 and MobileNetV2 on the images of :doc:`/evidence/accuracy_ptq`; mAP50-95 of YOLOv5n at 320 px on
-those of :doc:`/evidence/accuracy_yolov5`, as functions of a Python file. One half of the test images guides the ladder,
-the other half is held back and only recorded; the last *met* is about that half. The halves are small: one point of
-top-1 is five images of ResNet20, and one of MobileNetV2. A recipe is
-within the budget if its loss is with the *margin* for the size of the half that guides; the mAP is one number, which
-has no margin. A budget that the half is too small for is refused.
+top-1 of ResNet20 on the 10 000 test images of CIFAR-10, and of MobileNetV2 on those of :doc:`/evidence/accuracy_ptq`;
+mAP50-95 of YOLOv5n at 320 px on the images of :doc:`/evidence/accuracy_yolov5`, as functions of a Python file. One half
+of the test images guides the ladder: 5000 of ResNet20, 468 of MobileNetV2, and of YOLOv5n 64, in 16 groups of the
+sample, whose scores have the mAP as their mean (``jackknife_scores``). The other half is held back and only recorded.
 
+* *met*: *yes* if the loss and its *margin* for the size of the half are within the budget together; *without margin* if
+  only the loss is: the half is too small to show it. The ladder ends there too, if the loss is at most half of the
+  budget. The last *met* is about the other half, without a margin.
 * *cost*: bit operations, in those of the uniform choice the row starts from; a float tensor counts as one of 16 bits.
-* *best uniform*: the best metric of all uniform choices that cost at most as much: every recipe that was tried at the
-  row's widths, and wider ones where *cost* allows them.
+* *best uniform*: the best metric of all uniform choices of the model that were measured and cost at most as much, by
+  any recipe, of the row or of another one.
 * *s*: seconds on two CPU cores, other programs often running; those of a step include its test on both halves.
+* *commit*: of the program that was measured. c766f3f did not try wider uniform choices and failed when it left an
+  activation float.
 
 Written by ``tests/benchmarks/accuracy/ladder.py`` with torch {experiments.torch_versions(results)}; do not edit.
 
 {table.get_string()}
+
+Not within the budget, and below a uniform choice that is not dearer:
+
+{lower}
 
 {body}
 """
