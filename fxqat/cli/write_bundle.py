@@ -225,9 +225,10 @@ def _python_files(where: str) -> dict[str, Path]:
 
 def _imported_files(where: str, modules: set[str]) -> dict[str, Path]:
     """The user's files among modules that were imported, also by a name that only the running code knows."""
+    root = _first_root(where).resolve()
     files = [Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))]
-    inside = ((file, root) for file in files for root in _own_roots(where)[:1] if file.is_relative_to(root))
-    return {str(file.relative_to(root)): file for file, root in inside if file.suffix == ".py"}
+    own = [file for file in files if file.suffix == ".py" and file.is_relative_to(root) and _is_own(file.parent)]
+    return {str(file.relative_to(root)): file for file in own}
 
 
 def _first_root(where: str) -> Path:

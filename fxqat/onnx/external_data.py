@@ -92,7 +92,10 @@ class TemporaryModel:
             file.write(model.SerializeToString() + _before_bytes(onnx.ModelProto.GRAPH_FIELD_NUMBER, size) + rest)
             for head, (offset, length) in zip(heads, places, strict=True):
                 data.seek(offset)
-                file.write(head + data.read(length))
+                content = data.read(length)
+                if len(content) != length:
+                    raise ExportError(f"{data_path(self.path)} ends before byte {offset + length}: is the disk full?")
+                file.write(head + content)
 
     def files(self, target: Path) -> dict[Path, Path]:
         """The temporary files to move, by the path to move them to."""

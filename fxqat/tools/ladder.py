@@ -174,11 +174,11 @@ class Result:
         if self.reached:
             margin = f", with a margin of {self.margin:.3g} for the size of the sample" if self.margin else ""
             return f": within {budget}{margin}"
-        needed = f"about {self.samples_needed} would" if self.samples_needed else "no number of them would"
+        needed = f"about {self.samples_needed} scores would" if self.samples_needed else "no number of scores would"
         return (
-            f": within {budget} on this sample of {self.samples} scores, by {self.room:.3g}. It cannot show it for "
-            f"other data: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed}, with the "
-            "same loss"
+            f": within {budget} on this sample of {self.samples} scores, by {self.room:.3g}. For other data the sample "
+            f"is too small to show it: the margin is {self.margin:.3g} with confidence {self.confidence:.4g}; {needed} "
+            "show it, with the same loss"
         )
 
 
@@ -194,7 +194,7 @@ def quantize(
     max_drop: float | None = None,
     *,
     confidence: float = 0.95,
-    steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] = STEPS,
+    steps: Sequence[tuple[str, Sequence[Mapping[str, Any]]]] | None = None,
     prepare_custom_config_dict: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Result:
@@ -226,7 +226,8 @@ def quantize(
             ends at a recipe whose margin is more than half of the budget if its drop is at most the other half: then
             not the recipe, but the number of samples is what is not enough: ``reached`` of the result is False, and its
             ``samples_needed`` says how many would be.
-        steps: names of steps, and the changes of a :class:`Recipe` that each tries; to leave out what takes too long.
+        steps: names of steps, and the changes of a :class:`Recipe` that each tries, to leave out what takes too long;
+            only with ``max_drop``. None: all of ``STEPS``.
         prepare_custom_config_dict: as for :func:`fxqat.prepare_by_platform`. What it sets, the steps leave as it is.
         progress: log each step to the logger ``fxqat``, and show progress bars if the output is a terminal.
 
@@ -234,9 +235,9 @@ def quantize(
         The quantized model, how it was made, and what each step gave and took.
 
     Raises:
-        ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, ``confidence`` is out of range,
-            steps without changes or with one that no recipe has, a metric that is not a finite number, or as
-            ``prepare_by_platform``.
+        ConfigError: no batches, ``max_drop`` without ``evaluate``, negative or NaN, ``confidence`` is out of
+            range, ``steps`` without ``max_drop``, without changes or with one that no recipe has, a metric that is
+            not a finite number, or as ``prepare_by_platform``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 2))
@@ -253,6 +254,9 @@ def quantize(
             else f"must be at least 0, got {max_drop}"
         )
         raise ConfigError(f"quantize: max_drop {what}")
+    if steps is not None and max_drop is None:
+        raise ConfigError("quantize: steps need max_drop: without a budget there is only the calibration")
+    steps = STEPS if steps is None else steps
     known = {each.name for each in fields(Recipe)} - {"overrides"}
     if not steps or not all(changes and set().union(*changes) <= known for _, changes in steps):
         raise ConfigError(f"quantize: steps must be names with changes of {', '.join(sorted(known))}, got {steps}")
@@ -370,19 +374,21 @@ class _Ladder:
         return enough
 
     def samples_needed(self, scores: Tensor, confidence: float) -> int | None:
-        """About how many samples with such scores would show the budget."""
+        """About how many samples with such scores would show the budget; None if ``MOST`` times as many would not."""
         if self.max_drop is None or self.float_scores is None or not scores.dim() or not confidence:
             return scores.numel()
         room = self.max_drop - (self.float_metric - float(scores.mean()))
         high = 1.0
-        while room > 0 and margin_of(self.float_scores, scores, confidence, high) > room:
+        while margin_of(self.float_scores, scores, confidence, high) > room:
             high *= 2
+            if high > MOST:
+                return None
         low = high / 2
         for _ in range(BISECTIONS if high > 1 else 0):
             middle = (low + high) / 2
             enough = margin_of(self.float_scores, scores, confidence, middle) <= room
             low, high = (low, middle) if enough else (middle, high)
-        return math.ceil(len(scores) * high) if room > 0 else None
+        return math.ceil(len(scores) * high)
 
     def quantized(self, recipe: Recipe) -> QuantGraphModule:
         """The model, quantized by a recipe."""
@@ -488,3 +494,6 @@ class _Ladder:
 
 WORST = 8
 """Tensors that are named when the budget is not reached."""
+
+MOST = 2.0**20
+"""With so many times as many samples, a budget that is not shown never will be."""

@@ -152,7 +152,11 @@ CASES = (
     Case("litert", "LiteRT"),
     Case("qnn", "QNN"),
 )
-REMEDIES = (Case("litert", "LiteRT", last="float"), Case("qnn", "QNN", last="16"), Case("qnn", "QNN", last="float"))
+FINER_OUTPUTS = (
+    Case("litert", "LiteRT", last="float"),
+    Case("qnn", "QNN", last="16"),
+    Case("qnn", "QNN", last="float"),
+)
 """Finer outputs of the last layer, for models with real weights and labels only."""
 
 BACKENDS = tuple(dict.fromkeys(case.backend for case in CASES))
@@ -278,10 +282,10 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
         else:
             result = figures(engines.verify(path, found.example.numpy(), engine))
             compiled, output = engine.compile(content), onnx.load(path).graph.output[0].name
-        if found.tests is not None:
-            result |= agreement(gm, found, compiled, output)
         if found.labels is not None:
             result |= logits(gm, found, compiled, output, content)
+        elif found.tests is not None:
+            result |= agreement(gm, found, compiled, output)
     return result | {"version": engine.version}
 
 
@@ -351,7 +355,7 @@ def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, ou
 def logits(
     gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str, content: bytes
 ) -> dict[str, Any]:
-    """How well the fake-quant model agrees with itself, and who is right.
+    """As :func:`agreement`; and how well the fake-quant model agrees with itself, and who is right.
 
     The classes of the engine, of the ONNX file in ONNX Runtime without optimizations, of the fake-quant model in
     float64, and of the float model are compared with those of the fake-quant model in float32, which are near ties
@@ -375,9 +379,13 @@ def logits(
     step, right = output_step(gm), found.labels.numpy()  # type: ignore[union-attr]
     kinds = ("engine", "unoptimized", "float64", "float")
     steps = None if step is None else np.round(ours["gap"] / step)
+    agrees = {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in kinds}
     return {
+        "agreement": agrees["engine"],
+        "agreement_float": float((ours["engine"] == ours["float"]).mean()),
+        "compared": len(rows),
         "photos": len(rows),
-        "agrees": {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in kinds},
+        "agrees": agrees,
         "engine_with_float64": float((ours["engine"] == ours["float64"]).mean()),
         "top1": {kind: float((ours[kind] == right).mean()) for kind in ("float", "fake_quant", "float64", "engine")},
         "step": step,
@@ -565,7 +573,7 @@ def run(arguments: argparse.Namespace) -> None:
     cases = [case for case in CASES if case.engine in arguments.engines and available(case.engine)]
     keys = [{"model": name} | asdict(case) for name in arguments.models for case in cases]
     if arguments.data and "mobilenet_v2" in arguments.models:
-        finer = [case for case in REMEDIES if case.engine in {case.engine for case in cases}]
+        finer = [case for case in FINER_OUTPUTS if case.engine in {case.engine for case in cases}]
         keys += [{"model": "mobilenet_v2"} | asdict(case) for case in finer]
     for key in missing(arguments.results, keys):
         flags = [part for name, value in key.items() for part in (f"--{name}", value)]

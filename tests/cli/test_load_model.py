@@ -110,13 +110,18 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_a_factory_and_its_model_import_when_they_are_called(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    factory = "def make():\n    from lazy.body import Body\n    return Body()\n"
+    """The bundle takes along what they import, but no installed package, also if its environment is in the folder."""
+    factory = (
+        "import sys\n\ndef make():\n    sys.path.append('.venv/site-packages')\n    import library\n"
+        "    from lazy.body import Body\n    return Body()\n"
+    )
     body = (
         "import importlib\nfrom torch import nn\n\nclass Body(nn.Module):\n    def forward(self, x):\n"
         "        return x * importlib.import_module('lazy.' + 'factor').FACTOR\n"
     )
-    (tmp_path / "lazy").mkdir()
-    for name, text in {"net.py": factory, "lazy/body.py": body, "lazy/factor.py": "FACTOR = 3\n"}.items():
+    files = {"net.py": factory, "lazy/body.py": body, "lazy/factor.py": "FACTOR = 3\n"}
+    for name, text in (files | {".venv/site-packages/library.py": ""}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     assert call(f"check {model} --input 1x3", monkeypatch) == 0
@@ -124,7 +129,7 @@ def test_a_factory_and_its_model_import_when_they_are_called(
     assert call(f"bundle {model} --input 1x3 -o b.zip", monkeypatch) == 0
     assert capsys.readouterr().out.endswith("b.zip: prepared, calibrated and exported\n")
     with zipfile.ZipFile(tmp_path / "b.zip") as archive:
-        assert {"net.py", "lazy/body.py", "lazy/factor.py"} <= set(archive.namelist())
+        assert {name for name in archive.namelist() if name.endswith(".py")} == {*files, "reproduce.py"}
 
 
 def test_inputs_have_names_and_types() -> None:

@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
@@ -44,6 +45,15 @@ def test_a_file_that_is_proven_with_references_has_the_same_bytes(gm, weights, t
     assert not any(tensor.external_data for tensor in written.graph.initializer)
     assert report.certificate.passed
     assert sorted(os.listdir(tmp_path)) == ["a.onnx", "a.parity.json", "b.onnx", "b.parity.json"]
+
+
+def test_a_file_whose_tensors_are_cut_off_is_not_written(gm, large, tmp_path):
+    path = convert_export(gm, X, tmp_path / "a.onnx").onnx_path
+    with DATA.in_temporary_files(ir.load(path), tmp_path / "b.onnx") as made:
+        os.truncate(DATA.data_path(made.path), 300)
+        with pytest.raises(ExportError, match=r"ends before byte \d+: is the disk full"):
+            made.files(tmp_path / "b.onnx")
+    assert sorted(os.listdir(tmp_path)) == ["a.onnx", "a.parity.json"]
 
 
 @pytest.mark.parametrize(("weights", "options"), [("integer", {"opset_version": 21}), ("float", {})])

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxqat
 from fxqat.errors import ConfigError
+from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import ptq
 from fxqat.tools.ladder import STEPS, quantize
 from fxqat.tools.mixed_precision.units import find_units
@@ -109,6 +110,9 @@ def test_the_model_is_not_changed_and_needs_no_metric() -> None:
     assert "cosine" in str(result)
 
 
+MINE = {"steps": [("mine", [{"observer": "MSE"}])]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -117,8 +121,9 @@ def test_the_model_is_not_changed_and_needs_no_metric() -> None:
         ({"max_drop": float("nan"), "evaluate": closeness}, "at least 0, got nan"),
         ({"evaluate": lambda model: []}, "expected a finite number"),
         ({"confidence": 0.3}, "at least 0.5 and below 1, got 0.3"),
-        ({"steps": ()}, "steps must be names with changes of a_observer, "),
-        ({"steps": [("mine", [{"observer": "MSE"}])]}, "steps must be names with changes of a_observer, "),
+        ({"steps": STEPS[:1]}, "steps need max_drop"),
+        ({"steps": (), "max_drop": 1.0, "evaluate": closeness}, "steps must be names with changes of a_observer, "),
+        ({**MINE, "max_drop": 1.0, "evaluate": closeness}, "steps must be names with changes of a_observer, "),
         ({"evaluate": lambda model: float("nan")}, "returned nan; expected a finite number"),
     ],
 )
@@ -159,7 +164,7 @@ def test_without_confidence_there_is_no_margin() -> None:
 @pytest.mark.parametrize(
     ("lost", "steps", "told"),
     [
-        (0.005, ["calibration"], "within the budget of 1 on this sample of 800 scores, by 0.5. It cannot show it"),
+        (0.005, ["calibration"], "within the budget of 1 on this sample of 800 scores, by 0.5. For other data"),
         (0.0075, ["calibration", "observers"], "within the budget of 1, with a margin of"),
         (0.0125, ["calibration", "observers"], "within the budget of 1, with a margin of"),
     ],
@@ -183,13 +188,27 @@ def test_so_many_samples_as_it_says_would_show_the_budget() -> None:
     assert again.reached
     fewer = quantize(Net().eval(), batches(), evaluate=lossy(round(0.9 * needed), 0.005), max_drop=1.0, progress=False)
     assert len(fewer.trials) > 1  # calibration loses as much, and is not enough
-    assert f"about {needed} would, with the same loss" in str(result)
+    assert f"about {needed} scores would show it, with the same loss" in str(result)
 
 
 def test_no_sample_can_show_a_budget_that_is_used_up() -> None:
     result = quantize(Net().eval(), batches(), evaluate=lossy(400, 0.0), max_drop=0.0, progress=False)
     assert (result.reached, result.samples_needed) == (False, None)
-    assert "no number of them would" in str(result)
+    assert "no number of scores would" in str(result)
+
+
+def test_a_budget_that_rounding_alone_leaves_open_is_used_up() -> None:
+    def loses(model: nn.Module) -> torch.Tensor:
+        scores = torch.full((400,), 100.0)
+        scores[: 2 if isinstance(model, QuantGraphModule) else 0] = 0
+        return scores
+
+    steps = [("calibration", [{}])]
+    budget = 0.5 + 1e-14
+    result = quantize(Net().eval(), batches(), evaluate=loses, max_drop=budget, steps=steps, progress=False)
+    assert result.room is not None
+    assert 0 < result.room < 1e-12
+    assert result.samples_needed is None
 
 
 def test_only_the_given_steps_are_tried() -> None:

@@ -127,8 +127,7 @@ in a file while the model is checked and compared. Most of the rest is ONNX Runt
 each time without an arena, so that what a node has freed goes back to the system. The order in which it runs the nodes
 of some models (here the Linear layers) computes the float values of all weights before the first one is read. In models
 with more than 2\\ :sup:`25` numbers in constants that are transposed, its optimized run does without constant folding,
-which alone takes twice the float weights of vit_b_16. Beside other work on the machine, repeated runs differ: resnet18
-took 1.42 to 2.28, the Linear layers 1.57 to 2.24.
+which alone takes twice the float weights of vit_b_16. A row is one run; repeated runs differ, most for small models.
 
 Written by ``tests/benchmarks/performance/export_memory.py`` with torch {torch.__version__}; do not edit.
 """,
