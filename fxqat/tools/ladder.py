@@ -22,7 +22,7 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.margin import BISECTIONS, margin_of
+from fxqat.tools.margin import BISECTIONS, is_enough, margin_of
 from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
 from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
@@ -320,8 +320,8 @@ class _Ladder:
         return Recipe() if self.best is None else self.best[0]
 
     def is_enough(self, metric: float, margin: float) -> bool:
-        """Whether the ladder ends here: with its margin, of which half of the budget counts at most."""
-        return self.max_drop is None or self.float_metric - metric + min(margin, self.max_drop / 2) <= self.max_drop
+        """Whether the ladder ends here."""
+        return self.max_drop is None or is_enough(self.float_metric - metric, margin, self.max_drop)
 
     def margin(self, scores: Tensor) -> float:
         """The margin of the next trial."""

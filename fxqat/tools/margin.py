@@ -74,6 +74,11 @@ def _student(z: float, degrees: float) -> float:
     return z + second / degrees + third / degrees**2 + fourth / degrees**3
 
 
+def is_enough(drop: float, margin: float, max_drop: float) -> bool:
+    """Whether the ladder ends at a recipe: its drop with its margin, of which half of the budget counts at most."""
+    return drop + min(margin, max_drop / 2) <= max_drop
+
+
 def jackknife_scores(metric: Callable[[list[int]], float], samples: int, groups: int = 16) -> Tensor:
     """Scores of groups of samples whose mean is a metric that is no mean, such as the mAP: for ``evaluate``.
 

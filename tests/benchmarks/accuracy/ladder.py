@@ -40,6 +40,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import WidthBank, bit_operations
 from fxqat.tools import ptq as ptq_of
 from fxqat.tools.ladder import STEPS, Recipe
+from fxqat.tools.margin import is_enough
 from fxqat.tools.mixed_precision.units import find_units, quant_at
 
 CALIBRATION = {"ResNet20": 256, "MobileNetV2": 64}
@@ -48,7 +49,7 @@ DROPS = (0.5, 1.0)
 BACKEND = "Experimental"
 FLOAT_BITS = 16
 LEFT_OUT = {"MobileNetV2": "QDrop"}
-"""A method that takes hours on two cores."""
+"""A method that is left out, to save time."""
 
 Measure = Callable[[nn.Module], float | Tensor]
 """A number, or 100 or 0 for each image."""
@@ -209,8 +210,8 @@ def measured_rows(name: str, bits: tuple[int, int], data: Path) -> list[dict[str
 
 
 def is_end(trial: dict[str, Any], float_metric: float, drop: float) -> bool:
-    """Whether a ladder ends at a trial: its loss with its margin, of which half of the budget counts at most."""
-    return bool(float_metric - trial["metric"] + min(trial["margin"], drop / 2) <= drop)
+    """Whether a ladder ends at a trial."""
+    return is_enough(float_metric - trial["metric"], trial["margin"], drop)
 
 
 def uniform_metrics(task: Task, bits: tuple[int, int], recipe: Recipe) -> tuple[float, float]:
