@@ -8,7 +8,9 @@ Its last release (1.5.15) knows operators up to opset 17, takes weights from ini
    of the convolution that computes the value;
 4. axes, sizes, pads and indices are buffers of the module, which its forward turns into Python numbers. They become
    plain attributes, which tracing takes as the constants that they are. So do the factors of a Resize. Squeeze, which
-   reads each axis as a tensor, becomes the one of before opset 13.
+   reads each axis as a tensor, becomes the one of before opset 13;
+5. sizes that a Reshape gets are tensors, computed from the shape of a value. They become Python numbers
+   (:mod:`fxqat.cli.onnx_sizes`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import Tensor, fx, nn
 
+from fxqat.cli.onnx_sizes import sizes_as_numbers
 from fxqat.errors import ConfigError
 from fxqat.onnx.older_opset import AsOpset17
 
@@ -46,6 +49,7 @@ def read_onnx(path: Path) -> tuple[nn.Module, onnx.ModelProto]:
         raise ConfigError(f"MODEL {path}: onnx2torch does not know an operator of it: {error}") from error
     except Exception as error:
         raise ConfigError(f"MODEL {path}: onnx2torch cannot convert it: {type(error).__name__}: {error}") from error
+    sizes_as_numbers(module)  # case 5
     _keep_constants(module)  # case 4
     return module, proto
 
