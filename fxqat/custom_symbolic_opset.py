@@ -133,9 +133,15 @@ def exporter_warnings(model: ir.Model) -> tuple[str, ...]:
 
 
 def _is_noise(warning: warnings.WarningMessage) -> bool:
-    """Whether a warning of the exporter tells the user nothing: about torch's own code, or names of axes."""
+    """Whether a warning tells the user nothing: about torch's own code, names of axes, or torch's recurrent layers.
+
+    A recurrent layer lists its parameters in ``_flat_weights``, too, which ``torch.export`` takes for a change of state.
+    """
+    text = str(warning.message)
     about_torch = issubclass(warning.category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning))
-    return about_torch or "axis name" in str(warning.message)
+    changed = re.findall(r"\bself\.[\w.\[\]]+", text) if "assigned during export" in text else []
+    about_lists = bool(changed) and all("._flat_weights[" in name for name in changed)
+    return about_torch or about_lists or "axis name" in text
 
 
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -285,6 +285,9 @@ def test_warnings_of_the_exporter_are_kept_and_its_noise_is_not() -> None:
         def forward(self, x: Tensor) -> Tensor:
             warnings.warn("this branch is for squares only", stacklevel=1)
             warnings.warn("torch's own code is old", DeprecationWarning, stacklevel=1)
+            warnings.warn(
+                "The tensor attributes self.a._flat_weights[0], self.b were assigned during export.", stacklevel=1
+            )
             return x * 2
 
     with warnings.catch_warnings():
@@ -292,8 +295,12 @@ def test_warnings_of_the_exporter_are_kept_and_its_noise_is_not() -> None:
         x, more = torch.randn(2, 2), (torch.randn(2, 5), torch.ones(5, 5), torch.tensor(2.0))
         model = run_exporter(Warns().eval(), (x,), with_open_batch((x,)))
         quiet = run_exporter(Masked().eval(), more, with_open_batch(more))
-    assert exporter_warnings(model) == ("this branch is for squares only",)
-    assert exporter_warnings(quiet) == ()
+        recurrent = run_exporter(nn.Sequential(nn.LSTM(2, 3)).eval(), (torch.randn(2, 4, 2),), None)
+    assert exporter_warnings(model) == (
+        "this branch is for squares only",
+        "The tensor attributes self.a._flat_weights[0], self.b were assigned during export.",
+    )
+    assert exporter_warnings(quiet) == exporter_warnings(recurrent) == ()
 
 
 # Operators of the user's own

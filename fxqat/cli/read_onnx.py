@@ -10,7 +10,9 @@ Its last release (1.5.15) knows operators up to opset 17, takes weights from ini
    plain attributes, which tracing takes as the constants that they are. So do the factors of a Resize. Squeeze, which
    reads each axis as a tensor, becomes the one of before opset 13;
 5. sizes that a Reshape gets are tensors, computed from the shape of a value. They become Python numbers
-   (:mod:`fxqat.cli.onnx_sizes`).
+   (:mod:`fxqat.cli.onnx_sizes`);
+6. it has no recurrent operators (:mod:`fxqat.cli.onnx_recurrent`), and takes an output of the file that is one of
+   several of a node for all of them: an Identity stands between.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import Tensor, fx, nn
 
+from fxqat.cli.onnx_recurrent import register_recurrent
 from fxqat.cli.onnx_sizes import sizes_as_numbers
 from fxqat.errors import ConfigError
 from fxqat.onnx.older_opset import AsOpset17
+from fxqat.utils.unused_names import unused_name
 
 
 def read_onnx(path: Path) -> tuple[nn.Module, onnx.ModelProto]:
@@ -39,6 +43,7 @@ def read_onnx(path: Path) -> tuple[nn.Module, onnx.ModelProto]:
         from onnx2torch import convert
     except ImportError as error:
         raise ConfigError(f"MODEL {path}: reading an ONNX file needs onnx2torch: pip install onnx2torch") from error
+    register_recurrent()  # case 6
     try:
         proto = onnx.load(str(path))
     except Exception as error:
@@ -61,6 +66,15 @@ def _as_it_knows(proto: onnx.ModelProto) -> onnx.ModelProto:
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # case 1
     common.RemoveUnusedNodesPass()(model)
     AsOpset17().call(model)  # case 2
+    taken = {value.name for node in model.graph for value in (*node.inputs, *node.outputs) if value is not None}
+    for i, output in enumerate(model.graph.outputs):  # case 6
+        producer = output.producer()
+        if producer is not None and len(producer.outputs) > 1:
+            copy = ir.node("Identity", [output])
+            copy.outputs[0].name = unused_name(f"{output.name}_copy", taken)
+            copy.outputs[0].type, copy.outputs[0].shape = output.type, output.shape
+            model.graph.append(copy)
+            model.graph.outputs[i] = copy.outputs[0]
     for node in model.graph:
         if node.op_type in ("Conv", "ConvTranspose") and node.outputs[0].shape is None:  # case 3
             weight = node.inputs[1]
