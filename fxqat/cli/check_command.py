@@ -54,6 +54,7 @@ def check(
     sizes = parse_dynamic_shapes(dynamic_shapes)
     source = load_model(model, weights)
     example = example_inputs(inputs, source)
+    source.check(example)
     names = [each.name for each in BackendType] if all_backends else [backend]
     found: dict[str, Coverage | str] = {}
     fixed: dict[str, str] = {}

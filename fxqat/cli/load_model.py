@@ -6,7 +6,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.cli.read_exported import read_exported
-from fxqat.cli.read_onnx import read_onnx
+from fxqat.cli.read_onnx import compare_with_file, read_onnx
 from fxqat.errors import ConfigError
+from fxqat.utils.batches import read_batch
 
 FORMS = (
     "torchvision:NAME, timm:NAME, transformers:CONFIG_FOLDER, FILE.py:FACTORY, package.module:FACTORY, FILE.pt2 or "
@@ -36,6 +37,7 @@ class Source:
         input_names: names of its inputs, where a file gives them.
         output_names: names of its outputs; the same.
         batch_size: the only batch size that it takes, where a file fixes it.
+        file: the ONNX file that it was read from, with these weights.
     """
 
     model: nn.Module
@@ -44,6 +46,16 @@ class Source:
     input_names: tuple[str, ...] | None = None
     output_names: tuple[str, ...] | None = None
     batch_size: int | None = None
+    file: Path | None = None
+
+    def check(self, batch: Any) -> None:
+        """Compare the model on a batch with the ONNX file that it was read from, if there is one.
+
+        Raises:
+            ConfigError: it does not compute the same.
+        """
+        if self.file is not None:
+            compare_with_file(self.model, self.file, read_batch(self.model, batch, "MODEL"))
 
     def batches_of(self, given: int | None) -> int:
         """The batch size to read data with: the one that is given, of the file, or 8.
@@ -80,6 +92,7 @@ def load_model(name: str, weights: Path | None = None) -> Source:
         raise ConfigError(f"MODEL {name!r}: expected {FORMS}")
     if weights is not None:
         _load_weights(source.model, weights)
+        source = replace(source, file=None)
     source.model.eval()
     return source
 
@@ -216,6 +229,7 @@ def _onnx_file(path: Path) -> Source:
         input_names=tuple(value.name for value in inputs),
         output_names=tuple(value.name for value in proto.graph.output),
         batch_size=next((size[0] or None for size in sizes if size), None),
+        file=path,
     )
 
 

@@ -46,7 +46,10 @@ def sizes_as_numbers(gm: fx.GraphModule) -> None:
             if sizes.kind(node) == "OnnxReshape":
                 x, shape = node.args
                 numbers = sizes.known.get(shape, [])
-                if any(isinstance(number, fx.Node) for number in numbers):
+                if shape in sizes.shapes:
+                    size = gm.graph.call_method("size", (sizes.shapes[shape],))
+                    node.replace_all_uses_with(gm.graph.call_method("reshape", (x, size)))
+                elif any(isinstance(number, fx.Node) for number in numbers):
                     kept = [sizes.of(x, axis) if number == 0 else number for axis, number in enumerate(numbers)]
                     node.replace_all_uses_with(gm.graph.call_method("reshape", (x, *kept)))
             else:

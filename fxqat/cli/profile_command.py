@@ -45,6 +45,7 @@ def profile(
     source = load_model(model, weights)
     prepare = preprocessing_of(source.preprocessing, [calib], resize, crop, mean, std)
     batches = load_batches(calib, prepare, source.batches_of(batch_size), samples)
+    source.check(batches[0])
     gm = ptq(source.model, batches, backend, config, progress=True)
     found = profile_model(gm, batches[:1])
     click.echo(f"{found.verdict}\n{found.table(rows)}")

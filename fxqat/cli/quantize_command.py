@@ -118,6 +118,7 @@ def quantize(
     prepare = preprocessing_of(source.preprocessing, data, resize, crop, mean, std)
     evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, size, eval_samples)
     batches = load_batches(calib, prepare, size, samples)
+    source.check(batches[0])
     logger = logging.getLogger("fxqat")
     if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
         logger.setLevel(logging.INFO)

@@ -11,8 +11,8 @@ Its last release (1.5.15) knows operators up to opset 17, takes weights from ini
    reads each axis as a tensor, becomes the one of before opset 13;
 5. sizes that a Reshape gets are tensors, computed from the shape of a value. They become Python numbers
    (:mod:`fxqat.cli.onnx_sizes`);
-6. it has no recurrent operators (:mod:`fxqat.cli.onnx_recurrent`), and takes an output of the file that is one of
-   several of a node for all of them: an Identity stands between.
+6. operators that it does not know are written with others (:mod:`fxqat.cli.onnx_rewrites`); it learns the recurrent
+   ones (:mod:`fxqat.cli.onnx_recurrent`), and Pad by mirrored or repeated values along any axis.
 """
 
 from __future__ import annotations
@@ -20,17 +20,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime as ort
+import torch
 from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import Tensor, fx, nn
 
 from fxqat.cli.onnx_recurrent import register_recurrent
+from fxqat.cli.onnx_rewrites import ForConverter
 from fxqat.cli.onnx_sizes import sizes_as_numbers
-from fxqat.errors import ConfigError
+from fxqat.errors import ConfigError, ExportError
 from fxqat.onnx.older_opset import AsOpset17
-from fxqat.utils.unused_names import unused_name
+from fxqat.onnx.ort_runs import explained
+from fxqat.utils.tensors import flatten_tensors
+
+LARGEST_CONSTANT = 2**26
+"""Bytes up to which what is computed from constants becomes one: recurrent layers join their weights."""
+
+TOLERANCE, SMALLEST = 1e-3, 1e-5
+"""Of the largest value of an output, and in its unit: more than float32 in another order makes of deep networks."""
 
 
 def read_onnx(path: Path) -> tuple[nn.Module, onnx.ModelProto]:
@@ -59,22 +70,57 @@ def read_onnx(path: Path) -> tuple[nn.Module, onnx.ModelProto]:
     return module, proto
 
 
+def compare_with_file(module: nn.Module, path: Path, inputs: tuple[Any, ...]) -> None:
+    """Compare a module with the file that it was read from, in ONNX Runtime without optimizations.
+
+    Raises:
+        ConfigError: the file does not run on these inputs, or a float output differs by more than ``TOLERANCE`` of its
+            largest value, or more than 1 % of the values of another output differ.
+    """
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    arrays = [tensor.numpy(force=True) for tensor in flatten_tensors(inputs)]
+    try:
+        with explained():
+            session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            names = [value.name for value in session.get_inputs()]
+            exact = session.run(None, dict(zip(names, arrays, strict=False)))
+    except ExportError as error:
+        raise ConfigError(f"MODEL {path} does not run on these inputs: {error}") from error
+    with torch.no_grad():
+        found = [tensor.numpy(force=True) for tensor in flatten_tensors(module(*inputs))]
+    for value, ours, theirs in zip(session.get_outputs(), found, exact, strict=True):
+        if ours.shape != theirs.shape:
+            what = f"has the shape {ours.shape} instead of {theirs.shape}"
+        elif np.issubdtype(theirs.dtype, np.floating):
+            difference, largest = np.abs(ours - theirs).max(initial=0.0), np.abs(theirs).max(initial=0.0)
+            is_same = difference <= TOLERANCE * largest + SMALLEST
+            what = "" if is_same else f"differs by {difference:.3g}, of at most {largest:.3g}"
+        else:
+            share = float((ours != theirs).mean()) if theirs.size else 0.0
+            what = "" if share <= 0.01 else f"differs in {share:.1%} of its values"
+        if what:
+            raise ConfigError(
+                f"MODEL {path}: the module that was read from it does not compute what the file does in ONNX Runtime: "
+                f"output {value.name!r} {what}. onnx2torch or fxqat reads an operator wrongly: give the PyTorch model, "
+                "or report it with the file"
+            )
+
+
 def _as_it_knows(proto: onnx.ModelProto) -> onnx.ModelProto:
     model = ir.from_proto(proto)
     ir.passes.Sequential(common.InlinePass(), common.RemoveInitializersFromInputsPass())(model)
-    optimizer.fold_constants(model)
+    optimizer.fold_constants(
+        model,
+        input_size_limit=LARGEST_CONSTANT,
+        output_size_limit=LARGEST_CONSTANT,
+        should_fold=lambda node: True if node.op_type == "ConstantOfShape" else None,
+    )
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # case 1
     common.RemoveUnusedNodesPass()(model)
     AsOpset17().call(model)  # case 2
-    taken = {value.name for node in model.graph for value in (*node.inputs, *node.outputs) if value is not None}
-    for i, output in enumerate(model.graph.outputs):  # case 6
-        producer = output.producer()
-        if producer is not None and len(producer.outputs) > 1:
-            copy = ir.node("Identity", [output])
-            copy.outputs[0].name = unused_name(f"{output.name}_copy", taken)
-            copy.outputs[0].type, copy.outputs[0].shape = output.type, output.shape
-            model.graph.append(copy)
-            model.graph.outputs[i] = copy.outputs[0]
+    common.ShapeInferencePass()(model)
+    ForConverter().call(model)  # case 6
     for node in model.graph:
         if node.op_type in ("Conv", "ConvTranspose") and node.outputs[0].shape is None:  # case 3
             weight = node.inputs[1]
@@ -105,8 +151,32 @@ class Constants(nn.Module):
         return self.module(*arguments, **keywords, **self.keywords)
 
 
+class Pad(nn.Module):
+    """Pad by mirrored or repeated values along any axes.
+
+    Args:
+        pads: numbers of values before the first one of each axis, then of those after its last one.
+        mode: of ``torch.nn.functional.pad``.
+    """
+
+    def __init__(self, pads: list[int], mode: str) -> None:
+        super().__init__()
+        self.pads, self.mode = pads, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pad one axis after the other: each in turn is the last one of a matrix."""
+        middle = len(self.pads) // 2
+        for axis, pair in enumerate(zip(self.pads[:middle], self.pads[middle:], strict=True)):
+            if any(pair):
+                rows = x.movedim(axis, -1)
+                matrix = nn.functional.pad(rows.reshape(-1, rows.shape[-1]), pair, self.mode)
+                x = matrix.reshape(*rows.shape[:-1], -1).movedim(-1, axis)
+        return x
+
+
 def _keep_constants(gm: fx.GraphModule) -> None:
     """Turn the constants of modules that are no weights into attributes."""
+    from onnx2torch.node_converters.pad import OnnxPadDynamic
     from onnx2torch.node_converters.squeeze import OnnxSqueezeDynamicAxes, OnnxSqueezeStaticAxes
 
     for node in list(gm.graph.nodes):
@@ -127,6 +197,8 @@ def _keep_constants(gm: fx.GraphModule) -> None:
                 fixed = OnnxSqueezeStaticAxes(
                     [axis for axes in arguments if axes is not None for axis in axes.tolist()]
                 )
+            elif isinstance(module, OnnxPadDynamic) and module.mode != "constant" and arguments[1] is not None:
+                fixed, node.args, arguments = Pad(arguments[1].tolist(), module.mode), node.args[:1], (None,)
             else:
                 fixed = Constants(module, arguments, keywords)
             gm.set_submodule(node.target, fixed)
