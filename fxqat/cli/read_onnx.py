@@ -29,6 +29,7 @@ from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import Tensor, fx, nn
 
+from fxqat.cli.onnx_modules import Constants, Pad, Slice
 from fxqat.cli.onnx_recurrent import register_recurrent
 from fxqat.cli.onnx_rewrites import ForConverter
 from fxqat.cli.onnx_sizes import sizes_as_numbers
@@ -131,52 +132,10 @@ def _as_it_knows(proto: onnx.ModelProto) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
-class Constants(nn.Module):
-    """A module with some of its arguments, in place of buffers.
-
-    Args:
-        module: the module.
-        arguments: its arguments, None for those that are given.
-        keywords: its constant keyword arguments.
-    """
-
-    def __init__(self, module: nn.Module, arguments: tuple[Tensor | None, ...], keywords: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.module, self.arguments, self.keywords = module, arguments, keywords
-
-    def forward(self, *values: Tensor, **keywords: Tensor) -> Any:
-        """Call the module with all arguments."""
-        given = iter(values)
-        arguments = (next(given) if constant is None else constant for constant in self.arguments)
-        return self.module(*arguments, **keywords, **self.keywords)
-
-
-class Pad(nn.Module):
-    """Pad by mirrored or repeated values along any axes.
-
-    Args:
-        pads: numbers of values before the first one of each axis, then of those after its last one.
-        mode: of ``torch.nn.functional.pad``.
-    """
-
-    def __init__(self, pads: list[int], mode: str) -> None:
-        super().__init__()
-        self.pads, self.mode = pads, mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Pad one axis after the other: each in turn is the last one of a matrix."""
-        middle = len(self.pads) // 2
-        for axis, pair in enumerate(zip(self.pads[:middle], self.pads[middle:], strict=True)):
-            if any(pair):
-                rows = x.movedim(axis, -1)
-                matrix = nn.functional.pad(rows.reshape(-1, rows.shape[-1]), pair, self.mode)
-                x = matrix.reshape(*rows.shape[:-1], -1).movedim(-1, axis)
-        return x
-
-
 def _keep_constants(gm: fx.GraphModule) -> None:
     """Turn the constants of modules that are no weights into attributes."""
     from onnx2torch.node_converters.pad import OnnxPadDynamic
+    from onnx2torch.node_converters.slice import OnnxSlice
     from onnx2torch.node_converters.squeeze import OnnxSqueezeDynamicAxes, OnnxSqueezeStaticAxes
 
     for node in list(gm.graph.nodes):
@@ -191,14 +150,15 @@ def _keep_constants(gm: fx.GraphModule) -> None:
             return None if found.is_floating_point() and not is_resize else found
 
         arguments = tuple(map(constant, node.args))
+        known = [value for value in arguments if value is not None]
         keywords = {key: value for key, x in node.kwargs.items() if (value := constant(x)) is not None}
-        if keywords or any(value is not None for value in arguments):
+        if keywords or known:
             if isinstance(module, OnnxSqueezeDynamicAxes):
-                fixed = OnnxSqueezeStaticAxes(
-                    [axis for axes in arguments if axes is not None for axis in axes.tolist()]
-                )
+                fixed = OnnxSqueezeStaticAxes([axis for axes in known for axis in axes.tolist()])
             elif isinstance(module, OnnxPadDynamic) and module.mode != "constant" and arguments[1] is not None:
                 fixed, node.args, arguments = Pad(arguments[1].tolist(), module.mode), node.args[:1], (None,)
+            elif isinstance(module, OnnxSlice) and len(known) == len(arguments) - 1:
+                fixed = Slice(*known, **keywords)
             else:
                 fixed = Constants(module, arguments, keywords)
             gm.set_submodule(node.target, fixed)

@@ -26,6 +26,7 @@ def write(path: Path, kind: str, inputs: tuple[str, ...], rank: int = 4, **attri
         "w": generator.normal(size=(5, 3, *(2, 3)[: rank - 2])).astype(np.float32),
         "reflect": np.array([0, 1, 2, 0, 0, 0, 1, 3] if rank == 4 else [0, 2, 0, 1], np.int64),
     }
+    constants |= {"1": np.array([4, 1]), "-1": np.array([-1, -2]), "-3": np.array([-3, -1]), "-9": np.array([-9, 9])}
     nodes = [helper.make_node(kind, ["x", *inputs], ["y"], **attributes), helper.make_node("Relu", ["y"], ["z"])]
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, list(SIZE[:rank]))
     z = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
@@ -46,6 +47,9 @@ def write(path: Path, kind: str, inputs: tuple[str, ...], rank: int = 4, **attri
         ("Pad", ("reflect",), 4, {"mode": "reflect"}),
         ("Pad", ("reflect",), 4, {"mode": "edge"}),
         ("Pad", ("reflect",), 2, {"mode": "reflect"}),
+        ("Slice", ("1", "-9", "-3", "-1"), 4, {}),
+        ("Slice", ("-1", "-9", "-3", "-1"), 4, {}),
+        ("Slice", ("1", "-1"), 2, {}),
     ],
 )
 def test_the_module_computes_what_the_file_does(
