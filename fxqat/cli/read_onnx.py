@@ -94,7 +94,9 @@ def compare_with_file(module: nn.Module, path: Path, inputs: tuple[Any, ...]) ->
         if ours.shape != theirs.shape:
             what = f"has the shape {ours.shape} instead of {theirs.shape}"
         elif np.issubdtype(theirs.dtype, np.floating):
-            difference, largest = np.abs(ours - theirs).max(initial=0.0), np.abs(theirs).max(initial=0.0)
+            equal = (ours == theirs) | np.isnan(ours) & np.isnan(theirs)
+            difference = np.abs(np.where(equal, 0.0, ours - theirs)).max(initial=0.0)
+            largest = np.abs(theirs[np.isfinite(theirs)]).max(initial=0.0)
             is_same = difference <= TOLERANCE * largest + SMALLEST
             what = "" if is_same else f"differs by {difference:.3g}, of at most {largest:.3g}"
         else:
