@@ -75,8 +75,8 @@ class Task:
 
     @cached_property
     def bank(self) -> WidthBank:
-        """The model in the widths of the row, 8 bits and those that a float tensor counts as."""
-        widths = [sorted({bits, 8, FLOAT_BITS}) for bits in self.bits]
+        """The model in the widths of the row, all up to 8 bits, which the ladder tries, and what float counts as."""
+        widths = [[*range(bits, 9), FLOAT_BITS] for bits in self.bits]
         return WidthBank(self.model, self.batches[:1], *widths, BACKEND)
 
     def cost_of(self, gm: QuantGraphModule) -> float:
