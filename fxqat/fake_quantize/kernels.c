@@ -131,10 +131,15 @@ VECTORIZED static void forward_rows(const Work *work, int64_t begin, int64_t end
             continue;
         }
         int8_t *restrict codes = work->codes + start;
-        for (int64_t i = 0; i < length; i++) {
-            float q = x[i] / grid, rounded = limited(rintf(q), low, high);
-            codes[i] = (int8_t)code_of(q + offset, rounded - q, quant_min, quant_max);
-            result[i] = rounded * grid;
+        for (int64_t first = 0; first < length; first += FLOAT_SUM) {
+            const int64_t last = first + FLOAT_SUM < length ? first + FLOAT_SUM : length;
+            float numbers[FLOAT_SUM];
+            for (int64_t i = first; i < last; i++) {
+                float q = x[i] / grid, rounded = limited(rintf(q), low, high);
+                numbers[i - first] = code_of(q + offset, rounded - q, quant_min, quant_max);
+                result[i] = rounded * grid;
+            }
+            for (int64_t i = first; i < last; i++) codes[i] = (int8_t)(int)numbers[i - first];
         }
     }
 }
@@ -164,8 +169,7 @@ static inline int of_input(float x, float grid, float offset, float quant_min, f
     return outside;
 }
 
-static inline int of_code(int8_t code, float offset, float quant_min, float quant_max, float *ratio) {
-    float number = code; /* compared as floats, which have the width of the gradients */
+static inline int of_code(float number, float offset, float quant_min, float quant_max, float *ratio) {
     float inside = number == NOT_A_NUMBER ? NAN : number * (0.5f / HALF_STEP);
     float outer = (number < 0.0f ? quant_min : quant_max) - offset;
     int outside = (number == BELOW) | (number == ABOVE);
@@ -201,9 +205,11 @@ VECTORIZED static void backward_rows(const Work *work, int64_t begin, int64_t en
 #pragma omp simd reduction(+ : by_ratio, left_out)
                 PASS(of_input(x[i], grid, offset, quant_min, quant_max, &ratio))
             } else {
+                float numbers[FLOAT_SUM];
                 const int8_t *restrict codes = work->codes + start;
+                for (int64_t i = first; i < last; i++) numbers[i - first] = codes[i];
 #pragma omp simd reduction(+ : by_ratio, left_out)
-                PASS(of_code(codes[i], offset, quant_min, quant_max, &ratio))
+                PASS(of_code(numbers[i - first], offset, quant_min, quant_max, &ratio))
             }
             all_by_ratio += (double)by_ratio, all_left_out += (double)left_out;
         }
@@ -239,11 +245,11 @@ VECTORIZED static void backward_columns(const Work *work, int64_t begin, int64_t
 }
 
 /* numerics.valid_scale */
-static float valid_scale(float scale, int bits) {
+static float valid_scale(float scale, int bits, int up) {
     static const uint32_t smallest = (127u - 40u) << 23, largest = (127u + 40u) << 23;
     uint32_t unit = 1u << (24 - bits), pattern;
     memcpy(&pattern, &scale, sizeof pattern);
-    pattern = (pattern + (unit >> 1)) & 0x7FFFFFFFu & ~(unit - 1u);
+    pattern = (pattern + (up ? unit - 1u : unit >> 1)) & 0x7FFFFFFFu & ~(unit - 1u);
     pattern = pattern < smallest ? smallest : pattern > largest ? largest : pattern;
     memcpy(&scale, &pattern, sizeof scale);
     return scale;
@@ -273,7 +279,7 @@ EXPORTED void fxqat_forward(const float *x, float *result, int8_t *codes, float 
     work.grid = grid, work.offset = offset;
     for (int64_t c = 0; c < channels; c++) {
         float own = scale[per_channel & SCALE ? c : 0];
-        float used = used_scale == NULL ? valid_scale(own, scale_bits) : used_scale[per_channel & USED_SCALE ? c : 0];
+        float used = used_scale == NULL ? valid_scale(own, scale_bits, 0) : used_scale[per_channel & USED_SCALE ? c : 0];
         grid[c] = factor == NULL ? used : used / factor[per_channel & FACTOR ? c : 0];
         offset[c] = 0.0f;
         if (zero_point != NULL) {
@@ -284,6 +290,41 @@ EXPORTED void fxqat_forward(const float *x, float *result, int8_t *codes, float 
     }
     int64_t items = cut(&work);
     run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
+}
+
+/* Rounds x to `result` once more, by the table of the first time. */
+EXPORTED void fxqat_forward_again(const float *x, float *result, const float *table, int64_t outer, int64_t channels,
+                                  int64_t inner, int quant_min, int quant_max, int threads) {
+    Work work = {.x = x, .result = result, .quant_min = (float)quant_min, .quant_max = (float)quant_max};
+    work.outer = outer, work.channels = channels, work.inner = inner;
+    work.grid = table, work.offset = table + channels;
+    int64_t items = cut(&work);
+    run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
+}
+
+/* Of a layer with a bias: the weight scale in use, raised where the bias would not fit into int32, and what the rounding
+   of the bias adds to it; see fxqat/nn/bias.py. `weight_scale` and `used_scale` have one element, or one per channel. */
+EXPORTED void fxqat_round_bias(const float *bias, const float *input_scale, const float *weight_scale,
+                               float *used_scale, float *error, int64_t channels, int per_channel, int input_bits,
+                               int weight_bits, float bias_limit, float int32_limit) {
+    float input = valid_scale(*input_scale, input_bits, 0), shared_floor = 0.0f, shared = 0.0f;
+    for (int64_t c = 0; c < channels; c++) {
+        float floor_of_channel = fabsf(bias[c]) * (1.0f / bias_limit) / input;
+        if (per_channel) {
+            float own = valid_scale(weight_scale[c], weight_bits, 0), raised = valid_scale(floor_of_channel, 1, 1);
+            used_scale[c] = own > raised ? own : raised;
+        } else if (floor_of_channel > shared_floor || isnan(floor_of_channel)) {
+            shared_floor = floor_of_channel;
+        }
+    }
+    if (!per_channel) {
+        float own = valid_scale(*weight_scale, weight_bits, 0), raised = valid_scale(shared_floor, 1, 1);
+        *used_scale = shared = own > raised ? own : raised;
+    }
+    for (int64_t c = 0; c < channels; c++) {
+        float grid = input * (per_channel ? used_scale[c] : shared);
+        error[c] = limited(rintf(bias[c] / grid), -int32_limit, int32_limit) * grid - bias[c];
+    }
 }
 
 /* Adds the sums of the items of every channel, in their order. */

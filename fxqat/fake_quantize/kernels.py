@@ -48,6 +48,11 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         numbers: list[Any] = [ctypes.c_int]
         library.fxqat_forward.argtypes = pointers * 8 + sizes * 3 + numbers * 6
         library.fxqat_forward.restype = None
+        library.fxqat_forward_again.argtypes = pointers * 3 + sizes * 3 + numbers * 3
+        library.fxqat_forward_again.restype = None
+        single: list[Any] = [ctypes.c_float]
+        library.fxqat_round_bias.argtypes = pointers * 5 + sizes + numbers * 3 + single * 2
+        library.fxqat_round_bias.restype = None
         library.fxqat_backward.argtypes = pointers * 7 + sizes * 3 + numbers * 3 + [ctypes.c_double] + numbers
         library.fxqat_backward.restype = ctypes.c_int
     except (OSError, AttributeError, ValueError) as error:
@@ -173,6 +178,60 @@ def forward(
         torch.get_num_threads(),
     )
     return x_hat, table, codes
+
+
+def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant_max: int) -> Tensor:
+    """The first result of :func:`forward`, once more.
+
+    Args:
+        x: of :func:`forward`.
+        table: its second result.
+        where: of :func:`layout`.
+        quant_min: smallest integer, inclusive.
+        quant_max: largest integer, inclusive.
+    """
+    assert LIBRARY is not None
+    x_hat = torch.empty_like(x)
+    pointers = (with_strides_of(x_hat, x).data_ptr(), x_hat.data_ptr(), table.data_ptr())
+    LIBRARY.fxqat_forward_again(*pointers, *where[:3], quant_min, quant_max, torch.get_num_threads())
+    return x_hat
+
+
+def round_bias(
+    bias: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    input_bits: int,
+    weight_bits: int,
+    bias_limit: float,
+    int32_limit: float,
+) -> tuple[Tensor, Tensor] | None:
+    """The weight scale in use and the rounding of the bias: the formulas of ``fxqat/nn/bias.py`` in one call.
+
+    Args:
+        bias: float32, ``(out_channels,)``.
+        input_scale: ``()``, as learned.
+        weight_scale: ``()`` or ``(out_channels,)``, as learned.
+        input_bits: significant bits of the input scale in use.
+        weight_bits: those of the weight scale in use.
+        bias_limit: the largest bias integer for which the weight scale is not raised.
+        int32_limit: the largest bias integer.
+
+    Returns:
+        ``(weight_scale, error)``: the weight scale in use, of its shape; and what the rounding adds to the bias, of the
+        bias's shape. None if torch's operators must compute them.
+    """
+    if not usable(bias) or input_scale.dim() or weight_scale.shape not in ((), bias.shape):
+        return None
+    for values in (bias, input_scale, weight_scale):
+        if values.dtype is not torch.float32 or not is_plain_on_cpu(values) or not values.is_contiguous():
+            return None
+    assert LIBRARY is not None
+    used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
+    tensors = (bias, input_scale, weight_scale, used_scale, error)
+    sizes = (bias.numel(), weight_scale.dim(), input_bits, weight_bits)
+    LIBRARY.fxqat_round_bias(*(tensor.data_ptr() for tensor in tensors), *sizes, bias_limit, int32_limit)
+    return used_scale, error
 
 
 def backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from fxqat.fake_quantize import kernels
 from fxqat.numerics import dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
+from fxqat.utils.torch_compat import has_saving_hooks
 
 SMALL = 2**16
 """Up to this many elements, the input is saved for the backward pass as it is."""
@@ -99,6 +101,34 @@ class FakeQuantizeSTE(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
         # once_differentiable costs time at every call and matters only under create_graph
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
+
+
+def rounded_again(x_hat: Tensor) -> AbstractContextManager[object]:
+    """Within it, the backward pass of an operator that takes ``x_hat`` rounds x once more and does not keep ``x_hat``.
+
+    For weights: x is a parameter, which is there anyway, and rounding is cheap beside the operator. Only where the
+    kernels have rounded x, and nothing else (a checkpoint, for one) decides how tensors are saved.
+
+    Args:
+        x_hat: the result of :class:`FakeQuantizeSTE` with ``input_kept``.
+    """
+    if not kernels.usable(x_hat) or x_hat.numel() <= SMALL_FOR_CODES or has_saving_hooks():
+        return nullcontext()
+    node: Any = x_hat.grad_fn
+    if getattr(node, "layout", None) is None or not node.input_kept:
+        return nullcontext()
+    place = (x_hat.data_ptr(), x_hat.numel())
+
+    def save(tensor: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...]]:
+        return (tensor.shape, tensor.stride()) if (tensor.data_ptr(), tensor.numel()) == place else tensor
+
+    def load(saved: Tensor | tuple[torch.Size, tuple[int, ...]]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        table, x = node.saved_tensors  # torch raises an error if x was written to since
+        return kernels.forward_again(x, table, node.layout, *node.range[:2]).as_strided(*saved)
+
+    return torch.autograd.graph.saved_tensors_hooks(save, load)
 
 
 class DynamicQuantizeSTE(torch.autograd.Function):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxqat.fake_quantize import kernels
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.numerics import valid_scale
 
 INT32_LIMIT = 2147483520.0
@@ -42,6 +44,25 @@ def fake_quantize_bias(bias: Tensor, scale: Tensor) -> Tensor:
     with torch.no_grad():
         error = quantize_bias(bias, scale).mul_(scale).sub_(bias)
     return bias + error
+
+
+def round_bias(
+    bias: Tensor, input_fake_quant: FakeQuantizeBase, weight_fake_quant: FakeQuantizeBase
+) -> tuple[Tensor, Tensor] | None:
+    """The raised weight scale and the error of :func:`fake_quantize_bias`, by the compiled kernels.
+
+    Args:
+        bias: the folded bias, ``(out_channels,)``.
+        input_fake_quant: the fake-quant of the layer's input.
+        weight_fake_quant: that of its weight.
+
+    Returns:
+        ``(weight_scale, error)``, of the shapes of the weight's scale and the bias; None if the operators of this file
+        must compute them.
+    """
+    scales = (input_fake_quant.scale, weight_fake_quant.scale)
+    bits = (input_fake_quant.scale_bits, weight_fake_quant.scale_bits)
+    return kernels.round_bias(bias, *scales, *bits, BIAS_LIMIT, INT32_LIMIT)
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:

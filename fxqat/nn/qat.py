@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
+from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE, rounded_again
 from fxqat.fake_quantize.torch_ops import keep
-from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
+from fxqat.nn.bias import fake_quantize_bias, floor_for, round_bias, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.tensors import widened
@@ -91,13 +93,17 @@ class QATLayer(nn.Module):
         if dynamic_input is not None and self.weight_fake_quant.fake_quant_enabled:
             x = DynamicQuantizeSTE.apply(x)
         if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
-            y = self._normalize(self.op(x, self._unfolded_weight(self.bn).to(self.weight.dtype), self.bias), self.bn)
+            y = self._normalize(self._apply_op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
-            weight, bias = self._deployed_tensors(input_fake_quant)
-            y = self.op(x, weight.to(self.weight.dtype), None if bias is None else bias.to(self.weight.dtype))
+            y = self._apply_op(x, *self._deployed_tensors(input_fake_quant))
         if self.activation is not None:
             y = self.activation(y)
         return y
+
+    def _apply_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = self.weight.dtype
+        with nullcontext() if weight is self.weight else rounded_again(weight):
+            return self.op(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with BatchNorm folded in, not quantized; those of a layer in half precision are float32."""
@@ -147,11 +153,15 @@ class QATLayer(nn.Module):
             return weight, bias
         if input_fake_quant is None or not input_fake_quant.fake_quant_enabled:
             return quant.quantize(weight), bias
+        if bias is None:
+            return quant.quantize(weight), None
+        rounding = round_bias(bias, input_fake_quant, quant) if self.op.groups == 1 else None
+        if rounding is not None:
+            weight_scale, error = rounding
+            return quant.quantize(weight, used_scale=weight_scale), bias + error
         weight_scale, bias_scale = self.deployed_scales(bias, input_fake_quant)
-        weight = quant.quantize(weight, used_scale=weight_scale)
-        if bias is None or bias_scale is None:
-            return weight, bias
-        return weight, fake_quantize_bias(bias, bias_scale)
+        assert bias_scale is not None
+        return quant.quantize(weight, used_scale=weight_scale), fake_quantize_bias(bias, bias_scale)
 
     def _unfolded_weight(self, bn: BatchNorm) -> Tensor:
         quant = self.weight_fake_quant

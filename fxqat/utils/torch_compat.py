@@ -192,6 +192,15 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
+def has_saving_hooks() -> bool:
+    """Whether a checkpoint, an offload or another user of ``saved_tensors_hooks`` decides how tensors are saved.
+
+    Or whether such hooks are forbidden.
+    """
+    hooks: Any = torch._C._autograd
+    return not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True) is not None
+
+
 class KeepsDtype(nn.Module):
     """A module whose tensors, with those of its submodules, keep their dtype under ``half()``, ``bfloat16()``, ...
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxqat.fake_quantize import kernels, straight_through
-from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
-from fxqat.numerics import SCALE_MAX
+from fxqat.fake_quantize.straight_through import FakeQuantizeSTE, rounded_again
+from fxqat.nn.bias import BIAS_LIMIT, INT32_LIMIT, fake_quantize_bias, floor_for, weight_scale_floor
+from fxqat.numerics import SCALE_MAX, valid_scale
 from tests.reference import Gradients, as_float64, lsq_reference
 
 needs_kernels = pytest.mark.skipif(kernels.LIBRARY is None, reason=f"kernels: {kernels.STATE}")
@@ -281,6 +282,99 @@ def test_what_8_bit_codes_lose(
             assert np.all(error <= 1e-3 * np.abs(expected.scale))
         np.testing.assert_allclose(as_float64(found[2]), expected.zero_point, rtol=1e-4, atol=1e-3)
     assert [args[0].dtype for args in spy.calls] == [torch.int8] * 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", [1, 9, 24])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_rounding_of_a_bias_has_the_bits_of_torch(bits: int, per_channel: bool, bad: float | None) -> None:
+    random = torch.Generator().manual_seed(0)
+    for size in (1, 7, 300):
+        bias = torch.randn(size, generator=random) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
+        bias[size // 2] = 0.0 if bad is None else bad
+        weight_scale = 10.0 ** torch.randint(-9, 1, (size,), generator=random) * channel_values(size, -1.5, 1.5, 4)
+        weight_scale = weight_scale if per_channel else weight_scale[0]
+        input_scale = torch.tensor(-0.0173)
+        found = kernels.round_bias(bias, input_scale, weight_scale, bits, bits, BIAS_LIMIT, INT32_LIMIT)
+        assert found is not None
+        scale = valid_scale(input_scale, bits)
+        floor = floor_for(weight_scale, weight_scale_floor(bias, scale), 1)
+        expected = torch.maximum(valid_scale(weight_scale, bits), floor)
+        assert same_bits(found[0], expected)
+        assert same_bits(bias + found[1], fake_quantize_bias(bias, scale * expected))
+
+
+@needs_kernels
+def test_biases_that_the_kernels_do_not_round() -> None:
+    bias, one, bits = torch.ones(4), torch.tensor(1.0), (24, 24, BIAS_LIMIT, INT32_LIMIT)
+    assert kernels.round_bias(bias, one, torch.ones(4), *bits) is not None
+    for other in (torch.ones(2), torch.ones(4).double(), torch.ones(8)[::2]):
+        assert kernels.round_bias(bias, one, other, *bits) is None
+    assert kernels.round_bias(bias, torch.ones(1), torch.ones(4), *bits) is None
+    assert kernels.round_bias(bias.double(), one, torch.ones(4), *bits) is None
+
+
+def product(problem: Case, value: torch.Tensor, again: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """``value @ rounded x.T``, and the other tensors that autograd saves for it."""
+    x_hat = problem.result()
+    with rounded_again(x_hat) if again else nullcontext():
+        y = torch.nn.functional.linear(value, x_hat)
+    node = y.grad_fn
+    assert node is not None
+    return y, [t for t in (node._saved_self, node._saved_mat2) if t is not None and t.data_ptr() == x_hat.data_ptr()]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "scheme", ["symmetric", "zero point, unsigned", "few bits", "factor", "used scale", "everything"]
+)
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_what_is_rounded_again_in_the_backward_pass_is_not_kept(scheme: str, axis: int | None) -> None:
+    problem = case(SCHEMES[scheme], (90, 70), axis, torch.randn(90, 70, generator=torch.Generator().manual_seed(1)))
+    value, grad = (torch.randn(5, size, generator=torch.Generator().manual_seed(size)) for size in (70, 90))
+    found = []
+    for again in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in (value, problem.x, problem.scale)]
+        y, kept = product(problem._replace(x=leaves[1], scale=leaves[2]), leaves[0], again)
+        assert len(kept) == (not again)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, grad)])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_kernels
+def test_second_derivatives_of_what_is_rounded_again() -> None:
+    random = torch.Generator().manual_seed(0)
+    value, x = (torch.randn(size, 70, generator=random, requires_grad=True) for size in (5, 90))
+    found = []
+    for again in (False, True):
+        y, _ = product(Case(x, torch.tensor(0.02)), value, again)
+        (first,) = torch.autograd.grad(y.pow(2).sum(), value, create_graph=True)
+        found.append(torch.autograd.grad(first.pow(2).sum(), [value, x]))
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@needs_kernels
+def test_a_weight_that_was_written_to_is_not_rounded_again() -> None:
+    value, x = torch.randn(5, 70, requires_grad=True), torch.randn(90, 70, requires_grad=True)
+    y, _ = product(Case(x, torch.tensor(0.02)), value, again=True)
+    with torch.no_grad():
+        x.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_kernels
+def test_other_hooks_on_saved_tensors_are_left_alone() -> None:
+    value, x = torch.randn(5, 70, requires_grad=True), torch.randn(90, 70, requires_grad=True)
+    seen: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
+        _, kept = product(Case(x, torch.tensor(0.02)), value, again=True)
+    assert len(kept) == 1
+    assert {350, 6300} <= set(seen)
+    with torch.autograd.graph.disable_saved_tensors_hooks("none"):
+        _, kept = product(Case(x, torch.tensor(0.02)), value, again=True)
+    assert len(kept) == 1
 
 
 class Spy:
