@@ -740,11 +740,13 @@ def classes_table(results: list[dict[str, Any]]) -> str:
         near = ["float output" if line[key] is None else line[key] for key in ("equal", "one_step")]
         agrees = line["agrees"]
         same = [f"{agrees['engine']:.2%}", round((1 - agrees["engine"]) * line["photos"])]
-        noise = [f"{agrees[kind]:.2%}" for kind in ("unoptimized", "float64", "nudged", "float")]
+        noise = [
+            f"{agrees[kind]:.2%}" if kind in agrees else "" for kind in ("unoptimized", "float64", "nudged", "float")
+        ]
         right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "engine")]
         table.add_row(
             [line["engine"], ", ".join([line["backend"], *settings_of(line)]), line["photos"], *same]
-            + [f"{line['equal_outputs']:.2%}", *noise, *near, *right]
+            + [f"{line['equal_outputs']:.2%}" if "equal_outputs" in line else "", *noise, *near, *right]
         )
     return table.get_string()
 
