@@ -8,11 +8,14 @@ of torch's PT2E quantization:
 3. a stored bias becomes its real values: the converter rounds them at the scale of the products, as fxqat does;
 4. a layer that was left float is followed by a barrier, or the converter would round its weights in its own way;
 5. ``x ** 2`` becomes ``x * x``: the converter refuses some float powers;
-6. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
+6. each reader of a quantized value gets a dequantizing operator of its own, as PT2E has it: the converter's layout pass
+   forgets the layout of one with several readers;
+7. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -106,15 +109,16 @@ class _Pair(nn.Module):
         self.register_buffer("scale", pair.scale)
         self.register_buffer("zero_point", pair.zero_point.to(torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Round ``x`` to the grid."""
+    def forward(self, x: Tensor, readers: int = 1) -> Any:
+        """Round ``x`` to the grid; for several readers, a list with a result for each."""
         ops, limits = torch.ops.quantized_decomposed, (*self.limits, torch.int8)
+        per = "per_channel"
+        parameters: tuple[Any, ...] = (self.scale, self.zero_point, self.axis)
         if self.constants is not None:
-            q = ops.quantize_per_tensor(x, *self.constants, *limits)
-            return ops.dequantize_per_tensor(q, *self.constants, *limits)  # type: ignore[no-any-return]
-        parameters = (self.scale, self.zero_point, self.axis)
-        q = ops.quantize_per_channel(x, *parameters, *limits)
-        return ops.dequantize_per_channel(q, *parameters, *limits)  # type: ignore[no-any-return]
+            per, parameters = "per_tensor", self.constants
+        q = getattr(ops, f"quantize_{per}")(x, *parameters, *limits)
+        values = [getattr(ops, f"dequantize_{per}")(q, *parameters, *limits) for _ in range(readers)]
+        return values[0] if readers == 1 else values
 
 
 class _Weight(nn.Module):
@@ -170,7 +174,7 @@ FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
 
 @torch.no_grad()
 def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
-    """Cases 1 to 5."""
+    """Cases 1 to 6."""
     check_schemes(lowered.tensors.values())
     for path in lowered.tensors:
         module = lowered.module.get_submodule(path)
@@ -183,12 +187,24 @@ def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
             node.target = path  # case 4
         elif op.name == "pow" and tuple(node.args[1:]) == (2,):
             node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
+    for node in list(lowered.module.graph.nodes):
+        if node.op == "call_module" and node.target in lowered.tensors and len(node.users) > 1:
+            _split_readers(node)  # case 6
     lowered.module.recompile()
     return lowered.module
 
 
+def _split_readers(pair: fx.Node) -> None:
+    readers = list(pair.users)
+    pair.args = (*pair.args, len(readers))
+    with pair.graph.inserting_after(pair):
+        for index, reader in enumerate(readers):
+            value = pair.graph.call_function(operator.getitem, (pair, index))
+            reader.replace_input_with(pair, value)
+
+
 class _ChannelsLast(nn.Module):
-    """Case 6: a model whose inputs have the layout ``(N, ..., C)``."""
+    """Case 7: a model whose inputs have the layout ``(N, ..., C)``."""
 
     def __init__(self, model: nn.Module, channels_last: Sequence[bool]) -> None:
         super().__init__()

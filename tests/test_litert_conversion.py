@@ -5,13 +5,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 
+from fxqat import export_tflite, prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.litert_conversion import check_schemes, litert_versions
 from fxqat.quantization.lower import lower
 from fxqat.tflite.flatbuffer import graph_of, operators, quantization_of, read_model
 from tests.litert_models import converted, needs_litert, small
-from tests.models import calibrated
+from tests.models import calibrate, calibrated
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,13 @@ def test_weights_and_biases_are_those_of_the_lowered_model():
             assert not zero_point.any()
     assert found == dict.fromkeys(stored, True)
     assert torch.equal(stored["fc.weight"].zero_point, torch.zeros(6, dtype=torch.int8))
+
+
+def test_a_value_that_is_read_in_two_layouts_is_right_in_both(tmp_path):
+    needs_litert()
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 32, 32)
+    model = ConvNeXt([CNBlockConfig(8, None, 2)], layer_scale=1.0, num_classes=10).eval()
+    gm = prepare_by_platform(model, "LiteRT", example_inputs=(x,), check="off")
+    report = export_tflite(calibrate(gm, (x,)), (x,), tmp_path / "model.tflite")
+    assert report.certificate.passed

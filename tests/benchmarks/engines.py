@@ -23,6 +23,7 @@ import io
 import json
 import logging
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from tqdm import tqdm
 
 import fxqat
 from fxqat.errors import FxqatError
-from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.fake_quantize.base import ACTIVATION, FakeQuantizeBase
 from fxqat.onnx.ort_runs import open_session
 from fxqat.tools import engines
 from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
@@ -76,40 +77,47 @@ os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
 YOLO = "yolov5n"
 NAMES = (*parity.MODELS, YOLO)
 TIMED = ("resnet18", "resnet50", "mobilenet_v2", "mobilenet_v3_small", "efficientnet_b0", "vit_b_16", YOLO)
-SLOWER = (
-    (YOLO, "openvino"),
-    (YOLO, "onnxruntime"),
-    ("resnet50", "openvino"),
-    ("efficientnet_b0", "openvino"),
-    ("mobilenet_v3_small", "openvino"),
-)
-"""Where fxqat's file was slower than the float file or that of the engine's own quantizer."""
-
 MIN_SHARE = 0.02
 """Kinds of operators whose times differ by less than this share of the float file's are not shown."""
 
 LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "BATCH_MATMUL")
 WAYS = ("in_integers", "in_float")
 SIDE, YOLO_SIDE, PHOTO_SIDE = 64, 320, 224
-PHOTOS = {"mobilenet_v2": 300, YOLO: 64}
-"""Photos on which the classes are compared."""
+PHOTOS = {"mobilenet_v2": 968, YOLO: 64}
+"""Photos on which the classes are compared; of MobileNetV2 all that are not calibrated on."""
+
+SIMULATED_PHOTOS = 64
+"""The same for QNN's simulator, which takes a second for each."""
+
+DETAILED = 200
+"""On so many of them the fake-quant model is also compared with itself, computed in other ways."""
 
 CALIBRATION = 32
 CONFIDENT = 0.25
 """Boxes of a lower score are not compared."""
 
 MAX_OFF_BY_ONE = 0.0005
-CLASSES = """MobileNetV2 with real weights. A class depends on which of two nearly equal outputs is larger, and
-float32 itself decides some of them: the order of a convolution's sum moves values that lie on the border of two steps.
-Columns *engine* to *float model*: share of the photos with the class of the fake-quant model (float32).
-*itself in float64*: the same model, computed in float64: what differs there is float32's own rounding. *two largest
-equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output's quantizer."""
+CLASSES = f"""MobileNetV2 with real weights. *same class*: share of the photos to which the engine gives the class
+of the fake-quant model (float32); *all outputs equal*: share of those to which it gives the same integers.
 
-WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: the operators by
-kind and kernel (OpenVINO) or type of their first input (ONNX Runtime), how many there are, and their time as a share of
-the time of the whole float file. Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own
-counters on one thread, the fastest of the turns of each operator, on a machine with other work: which operators there
-are is evidence, small differences of time are not."""
+The next columns are the noise of the comparison, on the first {DETAILED} photos. *ONNX Runtime unoptimized* runs the
+same file in float32. *in float64*: the fake-quant model, computed in float64. *one input value off*: the fake-quant
+model, when a single one of the 150528 integers of the photo is one step off. Such an error is all that a tie makes, a
+value exactly between two steps: an engine multiplies by the ratio of scales where the file divides, and the ratio is
+rounded. In 53 layers a few of them become many. With scales of activations that are powers of two (*scales* pot) the
+ratios are exact, and so are sums of products in float32: there no order of computation makes a difference.
+
+*two largest equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output."""
+
+SLOWER = 1.02
+"""Ratios of latencies from which a file counts as slower."""
+
+WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: first in words, the
+kinds of operators that take more time than in the faster file; then the operators by kind and kernel (OpenVINO) or type
+of their first input (ONNX Runtime), how many there are, and their time as a share of the time of the whole float file.
+Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own counters on one thread, the fastest of
+the turns of each operator, on a machine with other work: which operators there are is evidence, small differences of
+time are not."""
 
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
@@ -126,6 +134,7 @@ class Case:
         runtime: the ``runtime`` of ``convert_export``, empty for none.
         precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
         last: what the last layer writes: ``"16"`` bits or ``"float"``; empty for what the backend says.
+        scales: ``"pot"`` for activations whose scales are powers of two; empty for what the backend says.
     """
 
     engine: str
@@ -133,11 +142,15 @@ class Case:
     runtime: str = ""
     precision: str = ""
     last: str = ""
+    scales: str = ""
 
     def quant_config(self) -> dict[str, Any] | None:
-        """The configuration that says what the last layer writes."""
+        """The configuration that says what the last layer writes, and which scales activations have."""
         output = {"float": None, "16": {"bit": 16}}
-        return {"last": {"output": output[self.last]}} if self.last else None
+        config: dict[str, Any] = {"last": {"output": output[self.last]}} if self.last else {}
+        if self.scales:
+            config["extra_qconfig_dict"] = {"a_qscheme": {"pot_scale": True}}
+        return config or None
 
     def load(self) -> engines.Engine:
         """The engine."""
@@ -158,6 +171,13 @@ FINER_OUTPUTS = (
     Case("qnn", "QNN", last="float"),
 )
 """Finer outputs of the last layer, for models with real weights and labels only."""
+
+EXACT_RATIOS = (
+    Case("openvino", "OpenVINO", "openvino", "f32", scales="pot"),
+    Case("onnxruntime", "ONNXRuntime", scales="pot"),
+    Case("onnxruntime", "TSQAT", "onnxruntime", scales="pot"),
+)
+"""Scales of activations that are powers of two, for models with real weights and labels only."""
 
 BACKENDS = tuple(dict.fromkeys(case.backend for case in CASES))
 DEFAULT_ENGINES = ("openvino", "onnxruntime", "litert")
@@ -283,7 +303,8 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
             result = figures(engines.verify(path, found.example.numpy(), engine))
             compiled, output = engine.compile(content), onnx.load(path).graph.output[0].name
         if found.labels is not None:
-            result |= logits(gm, found, compiled, output, content)
+            count = SIMULATED_PHOTOS if case.engine == "qnn" else len(found.labels)
+            result |= logits(gm, found, compiled, output, content, count)
         elif found.tests is not None:
             result |= agreement(gm, found, compiled, output)
     return result | {"version": engine.version}
@@ -353,45 +374,65 @@ def agreement(gm: nn.Module, found: Material, compiled: engines.CompiledFile, ou
 
 @torch.no_grad()
 def logits(
-    gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str, content: bytes
+    gm: nn.Module, found: Material, compiled: engines.CompiledFile, output: str, content: bytes, count: int
 ) -> dict[str, Any]:
     """As :func:`agreement`; and how well the fake-quant model agrees with itself, and who is right.
 
-    The classes of the engine, of the ONNX file in ONNX Runtime without optimizations, of the fake-quant model in
-    float64, and of the float model are compared with those of the fake-quant model in float32, which are near ties
-    where the two largest outputs are at most one step of the output's quantizer apart.
+    The classes of the engine and of the float model are compared with those of the fake-quant model in float32, which
+    are near ties where the two largest outputs are at most one step of the output's quantizer apart; so are, on fewer
+    photos, those of the ONNX file in ONNX Runtime without optimizations, and of the fake-quant model in float64 and
+    with one value of its input one step off.
     """
     session = open_session(content, ort.GraphOptimizationLevel.ORT_DISABLE_ALL, 1)
-    in_double, rows = copy.deepcopy(gm).double(), []
-    for image in found.tests.split(1):  # type: ignore[union-attr]
+    in_double, rows, details = copy.deepcopy(gm).double(), [], []
+    gaps, equal = [], []
+    for place, image in enumerate(found.tests[:count].split(1)):  # type: ignore[index]
         outputs = compiled.run(dict.fromkeys(compiled.input_names(), image.numpy()))
         values = {
             "fake_quant": gm(image).numpy(),
             "engine": outputs[output] if output else next(iter(outputs.values())),
-            "unoptimized": session.run(None, {session.get_inputs()[0].name: image.numpy()})[0],
-            "float64": in_double(image.double()).numpy(),
             "float": found.model(image).numpy(),
         }
         rows.append({kind: int(value.argmax()) for kind, value in values.items()})
         below, largest = np.sort(values["fake_quant"].ravel())[-2:]
-        rows[-1]["gap"] = largest - below
+        gaps.append(largest - below)
+        equal.append(np.array_equal(values["fake_quant"], values["engine"]))
+        if place < DETAILED:
+            other = {
+                "unoptimized": session.run(None, {session.get_inputs()[0].name: image.numpy()})[0],
+                "float64": in_double(image.double()).numpy(),
+                "nudged": gm(nudged(gm, image)).numpy(),
+            }
+            details.append({kind: int(value.argmax()) for kind, value in other.items()})
     ours = {kind: np.array([row[kind] for row in rows]) for kind in rows[0]}
-    step, right = output_step(gm), found.labels.numpy()  # type: ignore[union-attr]
-    kinds = ("engine", "unoptimized", "float64", "float")
-    steps = None if step is None else np.round(ours["gap"] / step)
-    agrees = {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in kinds}
+    others = {kind: np.array([row[kind] for row in details]) for kind in details[0]}
+    step, right = output_step(gm), found.labels.numpy()[:count]  # type: ignore[union-attr]
+    steps = None if step is None else np.round(np.array(gaps) / step)
+    agrees = {kind: float((ours[kind] == ours["fake_quant"]).mean()) for kind in ("engine", "float")}
+    agrees |= {kind: float((found == ours["fake_quant"][: len(found)]).mean()) for kind, found in others.items()}
     return {
         "agreement": agrees["engine"],
         "agreement_float": float((ours["engine"] == ours["float"]).mean()),
         "compared": len(rows),
         "photos": len(rows),
+        "detailed": len(details),
         "agrees": agrees,
-        "engine_with_float64": float((ours["engine"] == ours["float64"]).mean()),
-        "top1": {kind: float((ours[kind] == right).mean()) for kind in ("float", "fake_quant", "float64", "engine")},
+        "equal_outputs": float(np.mean(equal)),
+        "engine_with_float64": float((ours["engine"][: len(details)] == others["float64"]).mean()),
+        "top1": {kind: float((ours[kind] == right).mean()) for kind in ("float", "fake_quant", "engine")},
         "step": step,
         "equal": None if steps is None else int((steps == 0).sum()),
         "one_step": None if steps is None else int((steps == 1).sum()),
     }
+
+
+def nudged(gm: nn.Module, image: Tensor) -> Tensor:
+    """An image whose middle value is one step of the input's quantizer off."""
+    quant = next(m for m in gm.modules() if isinstance(m, FakeQuantizeBase) and m.kind == ACTIVATION)
+    result = image.clone()
+    middle = (0, *(size // 2 for size in image.shape[1:]))
+    result[middle] -= quant.used_scale() * result[middle].sign()
+    return result
 
 
 def output_step(gm: nn.Module) -> float | None:
@@ -449,6 +490,7 @@ def times(name: str, engine: str, data: Path | None, turns: int, runs: int) -> d
         "milliseconds": {kind: statistics.median(found) for kind, found in milliseconds.items()},
         "to_float": {kind: ratio(kind, "float") for kind in (*ours, "peer")},
         "to_peer": {kind: ratio(kind, "peer") for kind in ours},
+        "processor": processor(),
         "in_float": {kind: count[False] for kind, count in counts.items()},
     }
 
@@ -496,7 +538,16 @@ def node_times(name: str, engine: str, data: Path | None, turns: int) -> dict[st
             count, total = kinds.get(kind, (0, 0.0))
             kinds[kind] = [count + 1, total + min(taken)]
         result[file] = kinds
-    return {"version": made.version, "nodes": result}
+    return {"version": made.version, "processor": processor(), "nodes": result}
+
+
+def processor() -> str:
+    """The processor and its instructions for integers, where Linux says so."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in ("avx512_vnni", "avx_vnni", "amx_int8") if flag in said.get("flags", "").split()]
+    return f"{said.get('model name', platform.machine())} ({', '.join(flags)})"
 
 
 NodeTimes = dict[tuple[str, str], list[float]]
@@ -555,7 +606,7 @@ def row(arguments: argparse.Namespace) -> None:
         elif arguments.causes:
             result = node_times(arguments.model, arguments.engine, data, arguments.turns)
         else:
-            case = Case(arguments.engine, arguments.backend, arguments.runtime, arguments.precision, arguments.last)
+            case = Case(**{key: getattr(arguments, key) for key in asdict(CASES[0])})
             result = compare(arguments.model, case, data)
     except Exception as error:  # noqa: BLE001  (its own words: the last lines of stderr may be a hint of a library)
         result = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
@@ -573,8 +624,8 @@ def run(arguments: argparse.Namespace) -> None:
     cases = [case for case in CASES if case.engine in arguments.engines and available(case.engine)]
     keys = [{"model": name} | asdict(case) for name in arguments.models for case in cases]
     if arguments.data and "mobilenet_v2" in arguments.models:
-        finer = [case for case in FINER_OUTPUTS if case.engine in {case.engine for case in cases}]
-        keys += [{"model": "mobilenet_v2"} | asdict(case) for case in finer]
+        more = [c for c in (*FINER_OUTPUTS, *EXACT_RATIOS) if c.engine in {case.engine for case in cases}]
+        keys += [{"model": "mobilenet_v2"} | asdict(case) for case in more]
     for key in missing(arguments.results, keys):
         flags = [part for name, value in key.items() for part in (f"--{name}", value)]
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
@@ -593,13 +644,21 @@ def latency(arguments: argparse.Namespace) -> None:
 def causes(arguments: argparse.Namespace) -> None:
     """Measure the time of each operator where fxqat's file was slower than another one."""
     keys = [
-        {"model": name, "engine": engine}
-        for name, engine in SLOWER
-        if name in arguments.models and engine in arguments.engines and available(engine)
+        {"model": line["model"], "engine": line["engine"]}
+        for line in experiments.read(arguments.latencies)
+        if line["model"] in arguments.models
+        and line["engine"] in arguments.engines
+        and available(line["engine"])
+        and slower(line)
     ]
     for key in missing(arguments.results, keys):
         flags = ["--model", key["model"], "--engine", key["engine"], "--causes", "--turns", str(arguments.turns)]
         add(arguments, arguments.results, key, in_a_process(["row", *flags, *data_flags(arguments)]))
+
+
+def slower(line: dict[str, Any]) -> list[str]:
+    """The backends whose file was slower than the float file or that of the engine's own quantizer."""
+    return [kind for kind in line.get("to_peer", ()) if max(line["to_float"][kind], line["to_peer"][kind]) > SLOWER]
 
 
 def add(arguments: argparse.Namespace, path: Path, key: dict[str, str], found: dict[str, Any]) -> None:
@@ -639,7 +698,7 @@ def percent(share: float) -> str:
 
 def settings_of(line: dict[str, Any]) -> list[str]:
     """What a row sets beside its backend."""
-    return [f"{key} {line[key]}" for key in ("runtime", "precision", "last") if line.get(key)]
+    return [f"{key} {line[key]}" for key in ("runtime", "precision", "last", "scales") if line.get(key)]
 
 
 def compared_table(results: list[dict[str, Any]]) -> str:
@@ -673,17 +732,21 @@ def compared_table(results: list[dict[str, Any]]) -> str:
 
 def classes_table(results: list[dict[str, Any]]) -> str:
     """Who agrees with the fake-quant model, and who is right, as a table."""
-    header = ["run by", "backend", "photos", "engine", "ONNX Runtime unoptimized", "itself in float64", "float model"]
-    header += ["engine with float64", "two largest equal", "one step apart", "top-1: float", "fake-quant"]
-    table = PrettyTable([*header, "in float64", "in the engine"], align="l", hrules=1)
+    header = ["run by", "backend", "photos", "same class", "differ", "all outputs equal"]
+    header += ["ONNX Runtime unoptimized", "in float64", "one input value off", "float model"]
+    header += ["two largest equal", "one step apart", "top-1: float", "fake-quant", "engine"]
+    table = PrettyTable(header, align="l", hrules=1)
     for line in results:
-        settings = settings_of(line)
         near = ["float output" if line[key] is None else line[key] for key in ("equal", "one_step")]
-        agrees = [f"{line['agrees'][kind]:.2%}" for kind in ("engine", "unoptimized", "float64", "float")]
-        right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "float64", "engine")]
+        agrees = line["agrees"]
+        same = [f"{agrees['engine']:.2%}", round((1 - agrees["engine"]) * line["photos"])]
+        noise = [
+            f"{agrees[kind]:.2%}" if kind in agrees else "" for kind in ("unoptimized", "float64", "nudged", "float")
+        ]
+        right = [f"{line['top1'][kind]:.2%}" for kind in ("float", "fake_quant", "engine")]
         table.add_row(
-            [line["engine"], ", ".join([line["backend"], *settings]), line["photos"], *agrees]
-            + [f"{line['engine_with_float64']:.2%}", *near, *right]
+            [line["engine"], ", ".join([line["backend"], *settings_of(line)]), line["photos"], *same]
+            + [f"{line['equal_outputs']:.2%}" if "equal_outputs" in line else "", *noise, *near, *right]
         )
     return table.get_string()
 
@@ -705,29 +768,65 @@ def latency_table(results: list[dict[str, Any]]) -> str:
     return table.get_string()
 
 
-def causes_table(results: list[dict[str, Any]]) -> str:
+KindTimes = dict[str, list[float]]
+"""Number and time of the operators of a file, by kind."""
+
+
+def kind_shares(line: dict[str, Any], backend: str) -> dict[str, list[tuple[int, float]]]:
+    """By kind of operator: number and share of the time of the float file in that, the peer's and the backend's."""
+    files: list[KindTimes] = [line["nodes"][kind] for kind in ("float", "peer", backend)]
+    whole = sum(total for _, total in files[0].values())
+    found = {"all": [(int(sum(n for n, _ in f.values())), sum(t for _, t in f.values()) / whole) for f in files]}
+    for kind in dict.fromkeys(kind for file in files for kind in file):
+        found[kind] = [(int(file.get(kind, [0, 0.0])[0]), file.get(kind, [0, 0.0])[1] / whole) for file in files]
+    return found
+
+
+def cause(line: dict[str, Any], timed: dict[str, Any], backend: str) -> str:
+    """The kinds of operators that take more time than in the faster one of the other two files, in words."""
+    shares = kind_shares(line, backend)
+    other = int(timed["to_float"][backend] < timed["to_peer"][backend])
+    name = ("the float file", "the own quantizer's")[other]
+    more = sorted(((row[2][1] - row[other][1], kind) for kind, row in shares.items() if kind != "all"), reverse=True)
+    words = [
+        f"{kind} ({shares[kind][2][0]} against {shares[kind][other][0]}, {share:+.1%})"
+        for share, kind in more[:4]
+        if share >= MIN_SHARE
+    ]
+    ratios = f"{timed['to_float'][backend]:.3f} of float, {timed['to_peer'][backend]:.3f} of the own quantizer"
+    where = f"more time than {name} in {', '.join(words)}" if words else f"no kind takes much more time than in {name}"
+    return f"* {line['model']}, {backend} on {line['engine']}: {ratios}; {where}."
+
+
+def causes_table(results: list[tuple[dict[str, Any], str]]) -> str:
     """The kinds of operators that take different times in the files, as a table."""
-    header = ["model", "engine", "operator", "float file", "own quantizer", "fxqat", "fxqat - own quantizer"]
+    header = ["model", "engine", "backend", "operator", "float file", "own quantizer", "fxqat", "fxqat - own quantizer"]
     table = PrettyTable(header, align="l", hrules=1)
-    for line in results:
-        if "error" in line:
-            table.add_row([line["model"], line["engine"], line["error"], *[""] * (len(header) - 3)])
-            continue
-        files = [line["nodes"][kind] for kind in ("float", "peer", *(k for k in line["nodes"] if k in BACKENDS))][:3]
-        whole = sum(total for _, total in files[0].values())
-        shares = {
-            kind: [file.get(kind, [0, 0.0])[1] / whole for file in files]
-            for kind in dict.fromkeys(kind for file in files for kind in file)
-        }
-        rows = [("all", [sum(total for _, total in file.values()) / whole for file in files])]
-        rows += sorted(shares.items(), key=lambda row: row[1][1] - row[1][2])
-        for kind, row in rows:
-            if max(row) - min(row) < MIN_SHARE and kind != "all":
+    for line, backend in results:
+        shares = kind_shares(line, backend)
+        for kind, row in sorted(shares.items(), key=lambda item: (item[0] != "all", item[1][1][1] - item[1][2][1])):
+            times = [share for _, share in row]
+            if max(times) - min(times) < MIN_SHARE and kind != "all":
                 continue
-            counts = [sum(n for n, _ in file.values()) if kind == "all" else file.get(kind, [0])[0] for file in files]
-            cells = [f"{count}: {share:.1%}" if count else "" for count, share in zip(counts, row, strict=True)]
-            table.add_row([line["model"], line["engine"], kind, *cells, f"{row[2] - row[1]:+.1%}"])
+            cells = [f"{count}: {share:.1%}" if count else "" for count, share in row]
+            table.add_row([line["model"], line["engine"], backend, kind, *cells, f"{times[2] - times[1]:+.1%}"])
     return table.get_string()
+
+
+def causes_section(slow: list[dict[str, Any]], timed: list[dict[str, Any]]) -> str:
+    """Why files are slow: in words and as a table; and which are not explained."""
+    clocks = {(line["model"], line["engine"]): line for line in timed}
+    measured = {(line["model"], line["engine"]): line for line in slow if "error" not in line}
+    rows, words = [], []
+    for key, clock in clocks.items():
+        for backend in slower(clock):
+            if key in measured:
+                rows.append((measured[key], backend))
+                words.append(cause(measured[key], clock, backend))
+            else:
+                words.append(f"* {key[0]}, {backend} on {key[1]}: not measured.")
+    processors = sorted({line.get("processor", "another one, not recorded") for line in measured.values()})
+    return f"{WHERE}\n\nProcessor: {'; '.join(processors)}.\n\n{chr(10).join(words)}\n\n{causes_table(rows)}\n"
 
 
 def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]], slow: list[dict[str, Any]]) -> str:
@@ -762,10 +861,13 @@ def page(compared: list[dict[str, Any]], timed: list[dict[str, Any]], slow: list
             f"ties are not counted.\n\n{compared_table(rows)}\n"
         )
         if clocks:
-            parts.append(f"Milliseconds on one thread:\n\n{latency_table(clocks)}\n")
+            processors = sorted({line.get("processor", "another one, not recorded") for line in clocks})
+            parts.append(
+                f"Milliseconds on one thread. Processor: {'; '.join(processors)}.\n\n{latency_table(clocks)}\n"
+            )
     if slow:
         title = "Where the time goes"
-        parts.append(f"{title}\n{'-' * len(title)}\n\n{WHERE}\n\n{causes_table(slow)}\n")
+        parts.append(f"{title}\n{'-' * len(title)}\n\n{causes_section(slow, timed)}")
     return f"""Exported files on real engines
 ==============================
 
@@ -809,7 +911,7 @@ def main() -> None:
         command.add_argument("--results", type=Path, default=results)
         command.set_defaults(function=function)
     single = commands.add_parser("row", help="print the figures of one row")
-    for option in ("model", "engine", "backend", "runtime", "precision", "last"):
+    for option in ("model", *asdict(CASES[0])):
         single.add_argument(f"--{option}", default="")
     single.add_argument("--latency", action="store_true")
     single.add_argument("--causes", action="store_true")
@@ -818,6 +920,7 @@ def main() -> None:
         command.add_argument("--data", type=Path, help="folder with real weights and photos")
         command.add_argument("--turns", type=int, default=30)
         command.add_argument("--runs", type=int, default=5)
+        command.add_argument("--latencies", type=Path, default=LATENCY, help="results of ``latency``")
     reports = commands.add_parser("report", help=str(report.__doc__))
     reports.add_argument("--results", type=Path, default=RESULTS)
     reports.add_argument("--latencies", type=Path, default=LATENCY)
