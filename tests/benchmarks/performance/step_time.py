@@ -6,7 +6,8 @@ on the same cores make the figures useless.
     python tests/benchmarks/performance/step_time.py --output docs/evidence/step_time.rst    # about 4 minutes
     python tests/benchmarks/performance/step_time.py --compiled --models resnet18
 
-With ``--compiled`` the models are compiled too, without caches; *first step* is then the time to compile. On a GPU::
+A row for Brevitas is measured if it is installed (``pip install brevitas``). With ``--compiled`` the models are compiled
+too, without caches; *first step* is then the time to compile. On a GPU::
 
     python tests/benchmarks/performance/step_time.py --device cuda --bf16 --compiled --batch 64 --image 224 \\
         --models resnet50 mobilenet_v3_large
@@ -23,6 +24,8 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import date
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import timm
@@ -40,6 +43,10 @@ LIMITS = {"resnet18": (1.20, 1.06), "mobilenet_v3_small": (1.50, 1.12), "vit_tin
 """The ratio to float that a step of each model should not exceed, eager and compiled."""
 
 MEMORY_LIMIT = 1.25
+
+BREVITAS = version("brevitas") if find_spec("brevitas") else ""
+"""Its version, if it is installed."""
+
 Step = Callable[[], None]
 
 
@@ -78,6 +85,17 @@ def torch_fx(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return gm.train()
 
 
+def brevitas_layerwise(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    """The model whose layers Brevitas has replaced: 8-bit inputs and weights, calibrated."""
+    from brevitas.graph.calibrate import calibration_mode
+    from brevitas.graph.quantize import layerwise_quantize
+
+    quantized_model: nn.Module = layerwise_quantize(copy.deepcopy(model)).eval()
+    with torch.no_grad(), calibration_mode(quantized_model):
+        quantized_model(x)
+    return quantized_model.train()
+
+
 def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Step:
     """A training step: forward, loss, backward, SGD with momentum (fused: one kernel for all parameters)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
@@ -93,15 +111,17 @@ def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Ste
     return step
 
 
-def variants(name: str, x: torch.Tensor, backends: list[str], with_torch: bool) -> dict[str, nn.Module]:
+def variants(name: str, x: torch.Tensor, backends: list[str], with_peers: bool) -> dict[str, nn.Module]:
     """The models to compare; the first is the baseline."""
     model = build(name, x.device.type, x.shape[-1])
     found = {"float": model}
     for backend in backends:
         found[f"fxqat {backend}"] = quantized(model, x, backend, "train")
     found[f"fxqat {backends[0]}, BN frozen"] = quantized(model, x, backends[0], "freeze")
-    if with_torch:
+    if with_peers:
         found["torch.ao FX"] = torch_fx(model, x)
+        if BREVITAS:
+            found["Brevitas layerwise"] = brevitas_layerwise(model, x)
     return found
 
 
@@ -153,7 +173,7 @@ def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> Non
     held: dict[str, float] = {}
     x = torch.randn(arguments.batch, 3, arguments.image, arguments.image, device=device)
     for compiled in (False, True)[: 1 + arguments.compiled]:
-        models = variants(name, x, arguments.backends, with_torch=not compiled)
+        models = variants(name, x, arguments.backends, with_peers=not compiled)
         if compiled:
             torch.compiler.reset()
             models = {key: torch.compile(model, fullgraph=True) for key, model in models.items()}
@@ -176,6 +196,12 @@ def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> Non
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     """The documentation page."""
     table.hrules = 1
+    peer = (
+        f"*Brevitas layerwise*\n  is ``layerwise_quantize`` of Brevitas {BREVITAS}: 8 bits, its default, for the inputs and "
+        "weights of layers; it leaves\n  values float that TSQAT rounds, too."
+        if BREVITAS
+        else "Brevitas is not installed: no row."
+    )
     return f"""Time and memory of a training step
 ==================================
 
@@ -186,7 +212,7 @@ float32): {kernels.STATE}. The models are torchvision's, and
 ``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
 
 * *variant*: the backend; *BN frozen* with ``bn_mode="freeze"``. *torch.ao FX* is torch's own ``prepare_qat_fx`` with
-  its default x86 configuration.
+  its default x86 configuration. {peer}
 * *ms*: the median of {arguments.rounds} rounds; in a round each variant makes one step.
 * *over float*: the median over the rounds of the ratio to the float model's step. *limit*: what it should not exceed.
 * *memory, MiB*: of the tensors alive at the peak of a step, by torch's record of allocations; then its ratio to the
