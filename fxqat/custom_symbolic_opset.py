@@ -135,7 +135,7 @@ def exporter_warnings(model: ir.Model) -> tuple[str, ...]:
 def _is_noise(warning: warnings.WarningMessage) -> bool:
     """Whether a warning tells the user nothing: about torch's own code, names of axes, or torch's recurrent layers.
 
-    A recurrent layer lists its parameters in ``_flat_weights``, too, which ``torch.export`` takes for a change of state.
+    A recurrent layer lists its parameters in ``_flat_weights``, too, which ``torch.export`` takes for a new state.
     """
     text = str(warning.message)
     about_torch = issubclass(warning.category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning))
