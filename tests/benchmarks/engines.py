@@ -113,11 +113,11 @@ SLOWER = 1.02
 """Ratios of latencies from which a file counts as slower."""
 
 WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: first in words, the
-operators, of every kernel and type, that take more time than in the faster file; then the operators by kind and kernel (OpenVINO) or type
-of their first input (ONNX Runtime), how many there are, and their time as a share of the time of the whole float file.
-Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own counters on one thread, the fastest of
-the turns of each operator, on a machine with other work: which operators there are is evidence, small differences of
-time are not."""
+operators, of every kernel and type, that take more time than in the faster file; then the operators by kind and kernel
+(OpenVINO) or type of their first input (ONNX Runtime), how many there are, and their time as a share of the time of the
+whole float file. Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own counters on one
+thread, the fastest of the turns of each operator, on a machine with other work: which operators there are is evidence,
+small differences of time are not."""
 
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
