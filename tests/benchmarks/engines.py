@@ -113,11 +113,11 @@ SLOWER = 1.02
 """Ratios of latencies from which a file counts as slower."""
 
 WHERE = f"""Where fxqat's file is slower than the float file or that of the engine's own quantizer: first in words, the
-kinds of operators that take more time than in the faster file; then the operators by kind and kernel (OpenVINO) or type
-of their first input (ONNX Runtime), how many there are, and their time as a share of the time of the whole float file.
-Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own counters on one thread, the fastest of
-the turns of each operator, on a machine with other work: which operators there are is evidence, small differences of
-time are not."""
+operators, of every kernel and type, that take more time than in the faster file; then the operators by kind and kernel
+(OpenVINO) or type of their first input (ONNX Runtime), how many there are, and their time as a share of the time of the
+whole float file. Kinds that differ by less than {MIN_SHARE:.0%} are left out. By the engines' own counters on one
+thread, the fastest of the turns of each operator, on a machine with other work: which operators there are is evidence,
+small differences of time are not."""
 
 RESULTS = HERE / "results" / "engines.jsonl"
 LATENCY = HERE / "results" / "engines_latency.jsonl"
@@ -783,18 +783,25 @@ def kind_shares(line: dict[str, Any], backend: str) -> dict[str, list[tuple[int,
 
 
 def cause(line: dict[str, Any], timed: dict[str, Any], backend: str) -> str:
-    """The kinds of operators that take more time than in the faster one of the other two files, in words."""
+    """The operators that take more time than in the faster one of the other two files, in words."""
     shares = kind_shares(line, backend)
     other = int(timed["to_float"][backend] < timed["to_peer"][backend])
     name = ("the float file", "the own quantizer's")[other]
-    more = sorted(((row[2][1] - row[other][1], kind) for kind, row in shares.items() if kind != "all"), reverse=True)
+    more: Counter[str] = Counter()
+    counts: Counter[tuple[str, bool]] = Counter()
+    for kind, row in shares.items():
+        if kind != "all":
+            operator = kind.partition(" ")[0].removeprefix("QLinear")  # of every kernel and type
+            more[operator] += row[2][1] - row[other][1]  # type: ignore[assignment]
+            counts[operator, True] += row[2][0]
+            counts[operator, False] += row[other][0]
     words = [
-        f"{kind} ({shares[kind][2][0]} against {shares[kind][other][0]}, {share:+.1%})"
-        for share, kind in more[:4]
+        f"{operator} ({counts[operator, True]} against {counts[operator, False]}, {share:+.1%})"
+        for operator, share in more.most_common(4)
         if share >= MIN_SHARE
     ]
     ratios = f"{timed['to_float'][backend]:.3f} of float, {timed['to_peer'][backend]:.3f} of the own quantizer"
-    where = f"more time than {name} in {', '.join(words)}" if words else f"no kind takes much more time than in {name}"
+    where = f"more time than {name} in {', '.join(words)}" if words else f"no operator takes much more time than {name}"
     return f"* {line['model']}, {backend} on {line['engine']}: {ratios}; {where}."
 
 
