@@ -1,6 +1,6 @@
 """Where the time of a QAT training step goes, beyond that of the float model, and what could be had at best.
 
-Run nothing else meanwhile, or measure CPU time on one thread (``--clock cpu --threads 1``)::
+Run nothing else meanwhile: other programs on the same cores make the figures useless::
 
     python tests/benchmarks/performance/step_account.py --output docs/evidence/step_account.rst    # about 2 minutes
 """
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from step_time import LIMITS, build, quantized
 
 FLOAT, OFF, ON, TIMED = "float", "off", "on", "timed"
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 KERNELS = {
     "kernel, activations forward": "the kernel that rounds activations, with what the backward pass needs of them",
@@ -61,8 +60,7 @@ OTHER_MEANING = (
 class Account:
     """Seconds by row, and bytes that the kernels move, of the steps made while it watches."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self.added = (0.0, 0.0)
         self.clear()
 
@@ -78,11 +76,11 @@ class Account:
 
         def call(*args: Any, **options: Any) -> Any:
             self.inner.append(0.0)
-            start = self.clock()
+            start = time.perf_counter()
             try:
                 return function(*args, **options)
             finally:
-                taken = self.clock() - start
+                taken = time.perf_counter() - start
                 self.seconds[row] += taken - self.inner.pop() - self.added[0]
                 self.inner[-1] += taken + self.added[1]
 
@@ -136,20 +134,20 @@ class TimedLibrary:
 class Trainer:
     """A model with its optimizer; seconds of a step and of the optimizer in it."""
 
-    def __init__(self, model: nn.Module, x: torch.Tensor, clock: Callable[[], float]) -> None:
-        self.model, self.x, self.clock = model, x, clock
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model, self.x = model, x
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
         self.target = torch.arange(len(x))
 
     def step(self) -> tuple[float, float]:
         """One step: ``(seconds, seconds of the optimizer)``."""
-        start = self.clock()
+        start = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        cleared = self.clock()
+        cleared = time.perf_counter()
         nn.functional.cross_entropy(self.model(self.x), self.target).backward()
-        computed = self.clock()
+        computed = time.perf_counter()
         self.optimizer.step()
-        end = self.clock()
+        end = time.perf_counter()
         return end - start, end - computed + cleared - start
 
     def operators(self) -> int:
@@ -177,29 +175,28 @@ def bandwidth(elements: int) -> float:
     return best
 
 
-def cost_of_watching(clock: Callable[[], float]) -> tuple[float, float]:
+def cost_of_watching() -> tuple[float, float]:
     """Seconds that a timed call adds: to its own row, and to that of the function that calls it."""
-    account = Account(clock)
+    account = Account()
     call = account.timed("inside", lambda: None)
-    start = clock()
+    start = time.perf_counter()
     for _ in range(10000):
         call()
-    return account.seconds["inside"] / 1e4, (clock() - start - account.inner[0]) / 1e4
+    return account.seconds["inside"] / 1e4, (time.perf_counter() - start - account.inner[0]) / 1e4
 
 
 def account_of(name: str, arguments: argparse.Namespace) -> tuple[PrettyTable, str]:
     """The table of a model, and what it says."""
-    clock = CLOCKS[arguments.clock]
     torch.manual_seed(0)
     x = torch.randn(arguments.batch, 3, arguments.image, arguments.image)
     model = build(name, "cpu", arguments.image)
     gm = quantized(model, x, "TSQAT", "train")
     quants = [module for module in gm.modules() if isinstance(module, FakeQuantizeBase)]
-    trainers = {FLOAT: Trainer(model, x, clock), ON: Trainer(gm, x, clock)}
+    trainers = {FLOAT: Trainer(model, x), ON: Trainer(gm, x)}
     steps: dict[str, list[tuple[float, float]]] = defaultdict(list)
     rows: dict[str, list[float]] = defaultdict(list)
-    account = Account(clock)
-    account.added = cost_of_watching(clock)
+    account = Account()
+    account.added = cost_of_watching()
     for number in tqdm(range(arguments.rounds + 3), leave=False):
         for state in (ON, FLOAT, OFF, TIMED):
             for quant in quants:
@@ -254,8 +251,8 @@ def words(
     return (
         f"{verdict} Kernels take {passes / base:.2f} of the float step, calls around them {calls / base:.2f}, the rest "
         f"{(total - base - passes - calls) / base:.2f}.\n\n"
-        f"A step rounds {sum(account.sizes) / 1e6:.1f} million elements in {len(account.sizes)} calls, forward, backward "
-        f"and again, and moves {account.bytes / 2**20:.0f} MiB for that: {1e3 * bound:.1f} ms at "
+        f"A step rounds {sum(account.sizes) / 1e6:.1f} million elements in {len(account.sizes)} calls, forward, "
+        f"backward and again, and moves {account.bytes / 2**20:.0f} MiB for that: {1e3 * bound:.1f} ms at "
         f"{speed / 1e9:.1f} GB/s, the speed of repeated copies of {mean} elements, a call's mean. At that speed, and "
         f"with nothing else, the step would take {1 + bound / base:.2f} times float. Operators: {operators[FLOAT]} in "
         f"the float step, {operators[ON]} here. New pages of memory: {pages[FLOAT]:.0f} and {pages[ON]:.0f}."
@@ -265,12 +262,11 @@ def words(
 def page(found: dict[str, tuple[PrettyTable, str]], arguments: argparse.Namespace) -> str:
     """The documentation page."""
     parts = [f"{name}\n{'-' * len(name)}\n\n{text}\n\n{table.get_string()}\n" for name, (table, text) in found.items()]
-    clock = "wall time" if arguments.clock == "wall" else "CPU time of the process"
     return f"""Where the time of a training step goes
 ======================================
 
 The training step of :doc:`step_time` on TSQAT, eager, against the float model's: batch {arguments.batch},
-{arguments.image} px, {torch.get_num_threads()} threads, {clock}, medians of {arguments.rounds} rounds in which the
+{arguments.image} px, {torch.get_num_threads()} threads, medians of {arguments.rounds} rounds in which the
 variants take turns.
 
 * The kernels and the calls around them are timed in steps of their own, and the time that the clock takes there is
@@ -293,7 +289,6 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if kernels.LIBRARY is None:

@@ -6,8 +6,8 @@ on the same cores make the figures useless.
     python tests/benchmarks/performance/step_time.py --output docs/evidence/step_time.rst    # about 4 minutes
     python tests/benchmarks/performance/step_time.py --compiled --models resnet18
 
-A row for Brevitas is measured if it is installed (``pip install brevitas``). With ``--compiled`` the models are compiled
-too, without caches; *first step* is then the time to compile. On a GPU::
+A row for Brevitas is measured if it is installed (``pip install brevitas``). With ``--compiled`` the models are
+compiled too, without caches; *first step* is then the time to compile. On a GPU::
 
     python tests/benchmarks/performance/step_time.py --device cuda --bf16 --compiled --batch 64 --image 224 \\
         --models resnet50 mobilenet_v3_large
@@ -197,8 +197,8 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     """The documentation page."""
     table.hrules = 1
     peer = (
-        f"*Brevitas layerwise*\n  is ``layerwise_quantize`` of Brevitas {BREVITAS}: 8 bits, its default, for the inputs and "
-        "weights of layers; it leaves\n  values float that TSQAT rounds, too."
+        f"*Brevitas layerwise*\n  is ``layerwise_quantize`` of Brevitas {BREVITAS}: 8 bits, its default, for the "
+        "inputs and weights of layers; it leaves\n  values float that TSQAT rounds, too."
         if BREVITAS
         else "Brevitas is not installed: no row."
     )
