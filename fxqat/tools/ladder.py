@@ -205,9 +205,9 @@ def quantize(
     the metric is better. The ladder ends at the first recipe within the budget.
 
     The last step tries more bits, in the order of their bit operations: for a few tensors, those whose rounding changes
-    the outputs most; and uniform choices, where all weights, or all tensors, get at least so many bits, both calibrated
-    only and by the best recipe. So what is taken is not dearer than such a uniform choice that is enough. Then tensors
-    are left float. If nothing is enough, the result is the recipe with the best metric.
+    the outputs most; and uniform choices of a width for weights and at least as many bits for activations, calibrated
+    only and by the best recipe. So what is taken is not dearer than such a choice that is enough. Then tensors are left
+    float. If nothing is enough, the result is the recipe with the best metric.
 
     Args:
         model: a float model; not changed.

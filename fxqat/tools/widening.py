@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from fxqat.custom_quantizer.spec import BackendSpec
@@ -44,14 +45,26 @@ class Place:
 
 
 def uniform_choices(places: Mapping[str, Place], spec: BackendSpec) -> list[Widths]:
-    """For each width: all weights that have fewer bits get so many, and all tensors do."""
+    """For each two widths: all weights that have fewer bits than the first get so many, all activations the second.
+
+    Activations have at least as many bits as weights: at the same cost, that was better wherever both were measured.
+    """
     levels = {name: place.levels(spec) for name, place in places.items()}
+    weights, values = (
+        {name: own for name, own in levels.items() if places[name].unit.is_weight is is_weight}
+        for is_weight in (True, False)
+    )
     found: list[Widths] = []
-    for most in sorted(set().union(*levels.values())):
-        every = {name: max(b for b in own if b <= most) for name, own in levels.items() if own and own[0] <= most}
-        weights = {name: bits for name, bits in every.items() if places[name].unit.is_weight}
-        found += [widths for widths in (weights, every) if widths and widths not in found]
+    for w, a in product(*([0, *sorted(set().union(*each.values()))] for each in (weights, values))):
+        widths = _up_to(w, weights) | _up_to(a, values)
+        if widths and widths not in found and (w <= a or not any(values.values())):
+            found.append(widths)
     return found
+
+
+def _up_to(most: int, levels: Mapping[str, list[int]]) -> Widths:
+    """The largest width of each tensor that is not more; nothing for those that have as many already."""
+    return {name: max(b for b in own if b <= most) for name, own in levels.items() if own and own[0] <= most}
 
 
 def first(widths: Widths, number: int) -> Widths:

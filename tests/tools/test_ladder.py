@@ -60,10 +60,7 @@ def test_a_wider_choice_is_never_below_a_uniform_one_of_its_cost(low: tuple[int,
     def config(weight: int, value: int) -> dict:
         return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight}, "a_qscheme": {"bit": value}}}
 
-    def of_all(bits: int) -> list[tuple[int, int]]:
-        return [(max(low[0], bits), low[1]), (max(low[0], bits), max(low[1], bits))]
-
-    uniform = {pair: -math.inf for bits in range(min(low), 9) for pair in of_all(bits)}
+    uniform = {(w, a): -math.inf for w in range(low[0], 9) for a in range(low[1], 9) if w <= a}
     for pair in uniform:
         uniform[pair] = closeness(ptq(Net().eval(), batches(), "Experimental", config(*pair)))
     taken = []
