@@ -265,6 +265,7 @@ def test_file_names_differ() -> None:
 
 EDITS = ("erase_node", "inserting_before", "inserting_after", "replace_all_uses_with", "replace_input_with")
 GRAPH_PASSES = (
+    "cli.onnx_sizes",
     "tracing.leaf_tracer",
     "tracing.value_tracer",
     "tracing.train_eval_fork",
@@ -281,6 +282,7 @@ GRAPH_PASSES = (
     "quantization.fold_numbers",
     "quantization.lower",
     "quantization.leaf_sizes",
+    "litert_conversion",
     "utils.train_eval_graph",
 )
 """The modules that edit an fx graph, in the order in which they run; CONTRIBUTING has the same list."""

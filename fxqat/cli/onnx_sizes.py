@@ -82,9 +82,7 @@ class _Sizes:
             if value.dtype in (torch.int32, torch.int64) and value.dim() < 2:
                 self.known[node] = value.flatten().tolist()
         elif kind == "OnnxShape":
-            module: Any = self.gm.get_submodule(str(node.target))
-            if (module._start, module._end) == (0, None):
-                self.shapes[node] = node.args[0]
+            self.shapes[node] = node.args[0]
         elif kind in LEFT_AS_THEY_ARE and node.args[0] in self.shapes:
             self.shapes[node] = self.shapes[node.args[0]]
         elif kind in ("OnnxSlice", "OnnxGather"):

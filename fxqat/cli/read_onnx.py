@@ -11,7 +11,7 @@ Its last release (1.5.15) knows operators up to opset 17, takes weights from ini
    reads each axis as a tensor, becomes the one of before opset 13;
 5. sizes that a Reshape gets are tensors, computed from the shape of a value. They become Python numbers
    (:mod:`fxqat.cli.onnx_sizes`);
-6. operators that it does not know are written with others (:mod:`fxqat.cli.onnx_rewrites`); it learns the recurrent
+6. operators that it does not know are written with others (:mod:`fxqat.onnx.for_onnx2torch`); it learns the recurrent
    ones (:mod:`fxqat.cli.onnx_recurrent`), and Pad by mirrored or repeated values along any axis.
 """
 
@@ -31,9 +31,9 @@ from torch import Tensor, fx, nn
 
 from fxqat.cli.onnx_modules import Constants, Pad, Slice
 from fxqat.cli.onnx_recurrent import register_recurrent
-from fxqat.cli.onnx_rewrites import ForConverter
 from fxqat.cli.onnx_sizes import sizes_as_numbers
 from fxqat.errors import ConfigError, ExportError
+from fxqat.onnx.for_onnx2torch import ForConverter
 from fxqat.onnx.older_opset import AsOpset17
 from fxqat.onnx.ort_runs import explained
 from fxqat.utils.tensors import flatten_tensors

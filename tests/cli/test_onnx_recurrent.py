@@ -76,6 +76,7 @@ def test_the_module_computes_what_the_file_does(case: str, outputs: tuple[str, .
     values = {each.name: generator.normal(size=each.shape).astype(np.float32) for each in session.get_inputs()}
     found = load_model(str(tmp_path / "m.onnx")).model(*map(torch.from_numpy, values.values()))
     found = found if isinstance(found, (tuple, list)) else (found,)
+    assert len(found) == len([name for name in outputs if name])
     for ours, exact in zip(found, session.run(None, values), strict=True):
         np.testing.assert_allclose(ours.detach(), exact, atol=1e-5)
 
@@ -108,5 +109,6 @@ def test_what_torch_has_not_is_refused(
     kind: str, inputs: tuple[str, ...], attributes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path / "m.onnx", kind, inputs, ("y",), **attributes)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         load_model(str(tmp_path / "m.onnx"))
+    assert "onnx2torch does not know an operator of it" in str(refused.value)

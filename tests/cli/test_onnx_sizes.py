@@ -25,13 +25,17 @@ def node(kind: str, inputs: str, output: str, **attributes: int) -> NodeProto:
 
 
 CAST = {"to": TensorProto.INT64}
-PLACES = [constant(name, *values) for name, *values in [("0", 0), ("1", 1), ("2", 2), ("-1", -1), ("12", 12)]]
+PLACES = [constant(name, *values) for name, *values in [("0", 0), ("1", 1), ("2", 2), ("-1", -1), ("3", 3)]]
 SCALAR = helper.make_node("Constant", [], ["second"], value=numpy_helper.from_array(np.array(1, np.int64)))
 CASES = {
     "slice": [node("Slice", "shape 0 2 0 1", "begin"), node("Concat", "begin -1", "sizes", axis=0)],
     "zero": [
         node("Cast", "shape", "cast", **CAST), node("Slice", "cast 1 2 0", "channels"),
         node("Cast", "channels", "again", **CAST), node("Concat", "0 again -1", "sizes", axis=0),
+    ],
+    "part": [
+        node("Shape", "y", "two", start=0, end=2),
+        node("Slice", "shape 2 3 0", "rows"), node("Concat", "two rows -1", "sizes", axis=0),
     ],
     "gather": [
         SCALAR, node("Gather", "shape second", "number", axis=0), node("Unsqueeze", "number 0", "vector"),
@@ -57,7 +61,7 @@ def test_sizes_are_numbers(case: str, tmp_path: Path) -> None:
     x, z = (helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in values)
     file = tmp_path / "model.onnx"
     graph = helper.make_graph(nodes, "g", [x], [z])
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), file)
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 15)], ir_version=8), file)
     source, session = load_model(str(file)), ort.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     for size in (4, 6):
         image = torch.randn(2, 3, size, 2)

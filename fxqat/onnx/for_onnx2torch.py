@@ -4,9 +4,10 @@
    ``SAME_UPPER`` has the odd one at the end. A MaxPool with an odd one is padded on both sides, and the first or last
    value cut off: minus infinity, with which it would be padded on one, has no scale;
 2. GlobalMaxPool becomes ReduceMax, if the rank of its input is known;
-3. an output of the file that is one of several of a node, which the converter takes for all of them, is copied.
+3. Shape of some axes becomes Shape of all, and Slice;
+4. an output of the file that is one of several of a node, which the converter takes for all of them, is copied.
 
-Source: Conv, MaxPool and GlobalMaxPool, opset 11 and 12.
+Source: Conv, MaxPool and GlobalMaxPool, opset 11 and 12; Shape, opset 15.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class ForConverter(ir.passes.InPlacePass):
                 REWRITES[node.op_type](self, node)
         for i, output in enumerate(list(model.graph.outputs)):
             producer = output.producer()
-            if producer is not None and len(producer.outputs) > 1:  # case 3
+            if producer is not None and len(producer.outputs) > 1:  # case 4
                 model.graph.outputs[i] = self.add("Identity", [output], output, after=producer)
         return ir.passes.PassResult(model, modified=True)
 
@@ -94,17 +95,39 @@ class ForConverter(ir.passes.InPlacePass):
         ir.convenience.replace_all_uses_with(output, found, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
+    def write_shape(self, node: ir.Node) -> None:
+        """Case 3."""
+        if not {"start", "end"} & set(node.attributes):
+            return
+        output, last = node.outputs[0], 2**31 - 1
+        start, end = (_number(node, name, other) for name, other in (("start", 0), ("end", last)))
+        where = [self.constant([value], f"{output.name}_{what}") for value, what in ((start, "start"), (end, "end"))]
+        for name in ("start", "end"):
+            node.attributes.pop(name, None)
+        cut = self.add("Slice", [output, *where], output, after=node)
+        ir.convenience.replace_all_uses_with(output, cut, replace_graph_outputs=True)
+        reader = cut.producer()
+        assert reader is not None
+        reader.replace_input_with(0, output)
+        output.shape = None
+
 
 REWRITES: dict[str, Callable[[ForConverter, ir.Node], None]] = {
     "Conv": ForConverter.write_pads,
     "MaxPool": ForConverter.write_pads,
     "GlobalMaxPool": ForConverter.write_maximum,
+    "Shape": ForConverter.write_shape,
 }
 
 
 def _numbers(node: ir.Node, name: str) -> list[int]:
     """An attribute of integers; empty without it."""
     return list(node.attributes[name].as_ints()) if name in node.attributes else []
+
+
+def _number(node: ir.Node, name: str, other: int) -> int:
+    """An attribute that is an integer; ``other`` without it."""
+    return node.attributes[name].as_int() if name in node.attributes else other
 
 
 def _kernel_of_weight(node: ir.Node) -> list[int]:

@@ -1,4 +1,4 @@
-"""Operators that onnx2torch lacks, written with others: the same function as the file."""
+"""Operators that onnx2torch lacks, as modules or written with others: the same function as the file."""
 
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,16 @@ def test_the_module_computes_what_the_file_does(
     x = torch.randn(SIZE[:rank], generator=torch.Generator().manual_seed(0))
     session = ort.InferenceSession(str(tmp_path / "m.onnx"), providers=["CPUExecutionProvider"])
     (exact,) = session.run(None, {"x": x.numpy()})
-    np.testing.assert_allclose(load_model(str(tmp_path / "m.onnx")).model(x).detach(), exact, atol=1e-5)
+    found = load_model(str(tmp_path / "m.onnx")).model(x).detach()
+    assert found.shape == exact.shape
+    np.testing.assert_allclose(found, exact, atol=1e-5)
 
 
 def test_same_padding_with_strides_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m.onnx", "Conv", ("w",), auto_pad="SAME_UPPER", strides=[2, 2])
-    with pytest.raises(ConfigError, match="SAME_UPPER"):
+    with pytest.raises(ConfigError, match="SAME_UPPER") as refused:
         load_model(str(tmp_path / "m.onnx"))
+    assert "onnx2torch does not know an operator of it" in str(refused.value)
 
 
 class Wrong(nn.Module):
