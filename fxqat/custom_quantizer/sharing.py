@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container
 from dataclasses import replace
 
@@ -69,8 +70,10 @@ def share_scales(
     groups = Groups()
     leading = _leading_to_quantized(requests, values)
     for node, request in requests.items():
-        if request.rule is not None and request.op.family == RECURRENT:
-            outputs = [item for item in node.users if item in values and item.args[1] in (0, 1)]
+        is_layer = request.op.family == RECURRENT and node.target is not operator.getitem  # its items are of the family
+        if request.rule is not None and is_layer:
+            items = [user for user in node.users if user.target is operator.getitem]
+            outputs = [item for item in items if item in values and item.args[1] in (0, 1)]
             for item in outputs[1:]:
                 groups.join(outputs[0].name, item.name)
         if request.rule is None or request.rule.share == "none":

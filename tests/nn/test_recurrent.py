@@ -81,6 +81,25 @@ def test_states_in_and_out_are_those_of_the_file(kind, bidirectional, layers, tm
     assert (tmp_path / "net.onnx").stat().st_size > 0
 
 
+class ReadsStates(nn.Module):
+    """Reads the outputs of a layer by operators whose second argument is none, or 0 or 1, as is the place of an item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, (h, c) = self.lstm(x)
+        return torch.relu(h), torch.stack([h, c]), y.sum(0), y.mean(1)
+
+
+def test_what_reads_the_outputs_of_a_layer_is_none_of_them() -> None:
+    gm = prepare_by_platform(ReadsStates().eval(), "TSQAT", example_inputs=(torch.randn(5, 2, 4),))
+    rows = {row.node: row for row in gm.quant_report.rows}
+    assert {"relu", "stack", "sum_1", "mean"} <= set(rows)
+    assert rows["sum_1"].group is None or rows["sum_1"].group != rows["mean"].group
+
+
 def test_output_and_hidden_state_share_a_scale_and_the_cell_state_has_its_own():
     inputs = (torch.randn(BATCH, 3, STEPS), torch.randn(1, BATCH, HIDDEN), torch.randn(1, BATCH, HIDDEN))
     report = quantized(WithStates(nn.LSTM), inputs).quant_report
