@@ -82,7 +82,7 @@ def test_states_in_and_out_are_those_of_the_file(kind, bidirectional, layers, tm
 
 
 class ReadsStates(nn.Module):
-    """Reads the outputs of a layer by operators whose second argument is none, or 0 or 1, as is the place of an item."""
+    """Reads outputs of a layer by operators whose second argument is none, or 0 or 1, as is the place of an item."""
 
     def __init__(self) -> None:
         super().__init__()
