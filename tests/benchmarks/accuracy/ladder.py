@@ -301,7 +301,7 @@ sample, whose scores have the mAP as their mean (``jackknife_scores``). The othe
 * *cost*: bit operations, in those of the uniform choice the row starts from; a float tensor counts as one of 16 bits.
 * *best uniform*: the best metric of all uniform choices of the model that were measured and cost at most as much, by
   any recipe, of the row or of another one.
-* *s*: seconds on two CPU cores, other programs often running; those of a step include its test on both halves.
+* *s*: seconds on one CPU core, other programs often running; those of a step include its test on both halves.
 * *commit*: of the program that was measured.
 
 QDrop, a step of the ladder, is left out for MobileNetV2 and for ResNet20 W4A4, to save time.
