@@ -141,7 +141,7 @@ assert code(0, "again") == 0
 seconds, draw = time.process_time() - started, random.Random(0)
 print("codes", *(code(draw.uniform(0.001, seconds), f"out{i}") for i in range(10)))
 """
-"""Calls that are interrupted after random times of the CPU: in a process of their own, as torch is left in any state."""
+"""Calls that are interrupted after random CPU times; in a process of its own, as they leave torch in any state."""
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the timer of signals is of Unix")
