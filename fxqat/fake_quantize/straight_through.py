@@ -175,16 +175,22 @@ def _with_ratios(
     if shift:
         inside.add_(added)
     inside = _pass_inside(inside, inside, quant_min + shift, quant_max + shift, out=inside)
-    ratios = torch.sub(x_hat, inside, out=inside)
+    ratios = torch.sub(x_hat, inside, out=_reused(inside))
     if shift:
         ratios.add_(added)
     largest = max(abs(quant_min + shift), abs(quant_max + shift))
     return x_hat.mul_(grid), ratios.to(torch.float16 if largest <= FLOAT16_MAX else torch.bfloat16)
 
 
+def _reused(out: Tensor | None) -> Tensor | None:
+    """The tensor to write to; None for a compiler, which finds memory itself and refuses some layouts of ``out``."""
+    return None if torch.compiler.is_compiling() else out
+
+
 def _pass_inside(values: Tensor, x: Tensor, low: float, high: float, out: Tensor | None = None) -> Tensor:
     """``values`` where x is strictly between two numbers, else 0: hardtanh's backward does it in a single pass."""
-    if out is None or torch.compiler.is_compiling():
+    out = _reused(out)
+    if out is None:
         return torch.ops.aten.hardtanh_backward(values, x, low, high)  # type: ignore[no-any-return]
     return torch.ops.aten.hardtanh_backward.grad_input(values, x, low, high, grad_input=out)  # type: ignore[no-any-return]
 
@@ -235,7 +241,7 @@ def _sums_of_input(
     if x_hat is None:
         x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
     # inside g * x_hat - g * x, outside g * x_hat
-    products = torch.mul(grad, x_hat, out=steps).addcmul_(grad_x, x, value=-1.0)
+    products = torch.mul(grad, x_hat, out=_reused(steps)).addcmul_(grad_x, x, value=-1.0)
     return grad_x, _sum_to(grid.dim(), products, axis), outside
 
 

@@ -226,15 +226,19 @@ def test_half_precision_under_autocast(kind: type[FakeQuantizeBase]) -> None:
 
 
 @KINDS
-def test_it_compiles_into_one_graph(kind: type[FakeQuantizeBase]) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_it_compiles_into_one_graph(kind: type[FakeQuantizeBase], transposed: bool) -> None:
     quant = make_suitable(kind, QuantizeScheme(4, symmetric=False), WEIGHT)
     x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    x = x.t() if transposed else x
     calibrate(quant, x).attach(x)
     twin = copy.deepcopy(quant)
+    torch.compiler.reset()
     compiled = torch.compile(quant, fullgraph=True, backend="aot_eager")
     results = []
     for module in (compiled, twin):
         leaf = x.clone().requires_grad_()
+        assert leaf.is_contiguous() is not transposed
         y = module(leaf)
         y.square().sum().backward()
         results.append((y, leaf.grad, *(parameter.grad for parameter in module.parameters())))
