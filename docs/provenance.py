@@ -58,6 +58,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/onnx_in": ("tests/benchmarks/onnx_in.py", "fxqat/cli", *ALL),
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),
     "evidence/step_account": (f"{SPEED}/step_account.py", f"{SPEED}/step_time.py", *TRAINED),
+    "evidence/step_compiled": (f"{SPEED}/compiled_step.py", f"{SPEED}/step_time.py", *TRAINED),
     "evidence/export_memory": (f"{SPEED}/export_memory.py", *EXPORT, "fxqat/quantization"),
     "evidence/cost_against_size": (f"{SPEED}/cost_against_size.py", *ALL),
     "evidence/ort_latency": (f"{SPEED}/ort_latency.py", *PLACEMENT, *EXPORT),
