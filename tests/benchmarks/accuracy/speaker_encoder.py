@@ -310,6 +310,12 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
     return "\n".join([*lines, ""])
 
 
+def rows_of(page: str) -> list[tuple[str, ...]]:
+    """The rows of the table of a page that :func:`page` wrote, without the heading."""
+    rows = page.partition(":header-rows: 1")[2].split("\n   * - ")[1:]
+    return [tuple(cell.strip() for cell in row.split("\n     - ")) for row in rows][1:]
+
+
 def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], steps: int) -> tuple[str, ...]:
     """The cells of one row of the table."""
     start = time.process_time()
@@ -351,6 +357,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of QAT")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="numbers of rows, from 0")
     parser.add_argument("--output", type=Path, help="page to write")
+    parser.add_argument("--keep", action="store_true", help="add the rows to those that the page has")
     arguments = parser.parse_args()
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     model = Encoder().eval()
@@ -366,7 +373,8 @@ def main() -> None:
         tests["real speech"] = torch.cat([windows(recorded(path)) for path in arguments.test_speech])
         if not len(tests["real speech"]):
             parser.error(f"no recording of --test-speech is as long as {FRAMES} frames")
-    rows: list[tuple[str, ...]] = []
+    is_kept = arguments.keep and arguments.output and arguments.output.exists()
+    rows = rows_of(arguments.output.read_text(encoding="utf-8")) if is_kept else []
     for number in arguments.rows:
         rows.append(measure(ROWS[number], model, data, tests, arguments.steps))
         print(*rows[-1], flush=True)
