@@ -9,7 +9,8 @@ quantized model, one column per sample::
 
 Columns are taken in order of decreasing ``H_jj``. The start is not the weight but ``W*``, which best reproduces the
 float model's outputs (:mod:`fxqat.tools.post_training.input_moments`). Li et al. 2025 (GPTAQ, arXiv:2504.02692) pursue
-the same target column by column.
+the same target column by column. A recurrent layer starts at the weight: its gates saturate, so that large inputs that
+were clipped would count far too much, and its states change with its weights.
 
 Several multiples of each scale (:data:`SCALE_FACTORS`) are tried, and the one with the least error
 ``(Q - W*) H (Q - W*)^T`` is kept, where ``Q`` is the quantized weight. Coordinate descent follows (Behdin et al. 2023,
@@ -95,7 +96,9 @@ def gptq_weight(
     op, weight, quant = found.op, found.value(), found.quant
     first, second = moments_of_halves(segment, path, float_segment, quant_inputs, float_inputs, place)
     gram, _ = (first + second).averages(centred)
-    target = weight_towards_float(weight_to_matrices(op, weight).double(), first, second, centred)
+    target = weight_to_matrices(op, weight).double()
+    if found.outputs_are_products:
+        target = weight_towards_float(target, first, second, centred)
     error = QuadraticError.of(target, damped(gram, damping))
     scale, zero_point = quant.qparams()
 

@@ -17,7 +17,9 @@ hardly correct. So the biases of a segment can be corrected (:mod:`fxqat.tools.p
 learning, and again after it.
 
 Of three states of a segment (before learning, after it, after the last bias correction) the one with the least error is
-kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned.
+kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned. A
+segment with a recurrent layer has a fourth, rounded to the nearest: GPTQ looks at the products of a layer, and the
+states of a recurrent layer change with its weights.
 """
 
 from __future__ import annotations
@@ -152,11 +154,15 @@ def _reconstruct_(
 
     ``means`` has the channel means of the float model for the layers whose biases are corrected.
     """
-    if setting.gptq:
-        _apply_gptq_(segment, float_inputs, quant_inputs, means, setting)
-    else:
-        correct_means(segment, quant_inputs, means)
     steps: list[Callable[[], object]] = []
+    if setting.gptq:
+        float_segment = copy.deepcopy(segment)  # before its biases are corrected
+        steps.append(partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, means, setting))
+    is_recurrent = any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values())
+    if is_recurrent or not setting.gptq:
+        correct_means(segment, quant_inputs, means)
+    else:
+        steps.pop()()
     if setting.iterations:
         steps.append(partial(learn_rounding, segment, float_inputs, quant_inputs, targets, setting, generator))
     if setting.iterations and means:
@@ -165,10 +171,14 @@ def _reconstruct_(
 
 
 def _apply_gptq_(
-    segment: Segment, float_inputs: list[Values], quant_inputs: list[Values], means: Mapping[str, Tensor], setting: GPTQ
+    segment: Segment,
+    float_segment: Segment,
+    float_inputs: list[Values],
+    quant_inputs: list[Values],
+    means: Mapping[str, Tensor],
+    setting: GPTQ,
 ) -> None:
     """Apply GPTQ to the layers of a segment in order, and correct the bias of each before the next one."""
-    float_segment = copy.deepcopy(segment)
     for path, layer in segment.layers.items():
         centred = path in means
         for place, weight in enumerate(weights_of(layer)):

@@ -27,19 +27,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat import convert_export
+from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import ptq
+from fxqat.utils.contexts import hooked
 
 RATE, WINDOW, HOP, CHANNELS, FRAMES = 16000, 400, 160, 40, 160
 VOICES, PIECES = 512, 1024
 """Synthesised voices and pieces of real speech to calibrate and to train with."""
 CALIBRATION = 256
 """Of them, for calibration."""
-RATES = {8: 1e-3, 4: 3e-3}
-"""Learning rate by bits, relative to the root mean square of each parameter."""
-SCALE_RATE, WARMUP, BATCH = 1e-3, 10, 16
+RATES = {8: 1e-4, 4: 3e-3}
+"""Learning rate by bits, relative to the root mean square of each parameter; of scales as well."""
+HIDDEN = {8: 0.0, 4: 1.0}
+"""Weight of the error of the hidden states of all layers and steps in the loss of QAT, by bits."""
+WARMUP, BATCH = 10, 16
 
 INPUT = {"match": {"node": "mels"}, "output": {"bit": 16, "observer": "Percentile"}}
+STATES = {"match": {"node": "re:lstm_layer_[0-9]_(output|hidden)"}, "output": {"bit": 16}}
+FIRST = {"match": {"node": "lstm_layer_0"}, "weight": {"bit": 8}}
 FOUR_BITS = {"w_qscheme": {"bit": 4}, "w_observer": "MSE"}
 PARTS = {8: 2, 4: 3}
 """Parts of the first layer's input weight, by bits."""
@@ -54,12 +60,22 @@ class Row:
         is_divided: the recipe for the input, see :class:`DividedInput`.
         method: reconstruction after calibration.
         is_trained: whether QAT follows.
+        states: whether the hidden states that a layer gives to the next one have 16 bits.
+        first: whether the weights of the first layer have 8 bits.
     """
 
     bits: int
     is_divided: bool
     method: str | None = None
     is_trained: bool = False
+    states: bool = False
+    first: bool = False
+
+    @property
+    def exceptions(self) -> list[str]:
+        """What has more bits than the row says."""
+        found = {"input": self.is_divided, "hidden states": self.states}
+        return [f"{name} A16" for name, is_given in found.items() if is_given] + ["first layer W8"] * self.first
 
 
 ROWS = [
@@ -67,10 +83,13 @@ ROWS = [
     Row(8, False, "GPTQ"),
     Row(8, True),
     Row(8, True, "GPTQ"),
-    Row(8, True, None, True),
+    Row(8, True, "GPTQ", states=True),
+    Row(8, True, "GPTQ", True),
+    Row(8, True, "GPTQ", True, states=True),
     Row(4, False, "GPTQ"),
     Row(4, True, "GPTQ"),
     Row(4, True, "GPTQ", True),
+    Row(4, True, "GPTQ", True, states=True, first=True),
 ]
 
 
@@ -87,6 +106,18 @@ class Encoder(nn.Module):
         _, (hidden, _) = self.lstm(mels)
         raw = torch.relu(self.linear(hidden[-1]))
         return raw / torch.norm(raw, dim=1, keepdim=True)
+
+    @torch.no_grad()
+    def hidden_states(self, mels: Tensor) -> list[Tensor]:
+        """The hidden states of each layer at all steps, each ``(N, frames, 256)``."""
+        found = []
+        for number in range(self.lstm.num_layers):
+            names = [f"{kind}_l" for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+            layer = nn.LSTM(mels.shape[2], self.lstm.hidden_size, batch_first=True)
+            layer.load_state_dict({f"{name}0": getattr(self.lstm, f"{name}{number}") for name in names})
+            mels, _ = layer(mels)
+            found.append(mels)
+        return found
 
 
 class DividedInput:
@@ -209,18 +240,19 @@ def voices(count: int, seed: int) -> Tensor:
     return torch.stack(found)
 
 
-def distill(gm: QuantGraphModule, inputs: Tensor, targets: Tensor, bits: int, steps: int) -> None:
-    """QAT without labels: the embeddings become those of the float model.
+def distill(gm: QuantGraphModule, network: Encoder, inputs: Tensor, targets: Tensor, bits: int, steps: int) -> None:
+    """QAT without labels: the embeddings, and with few bits the hidden states, become those of the float model.
 
     Each parameter has a learning rate relative to its root mean square: a step of a scale and a step of a weight must
     not be equally long. The rate falls to zero.
     """
     groups: list[dict[str, Any]] = []
     for name, parameter in gm.named_parameters():
-        rate = SCALE_RATE if name.endswith("scale") else RATES[bits]
         size = 10.0 if name.endswith("zero_point") else float(parameter.detach().square().mean().sqrt())
-        groups.append({"params": [parameter], "lr": rate * size})
+        groups.append({"params": [parameter], "lr": RATES[bits] * size})
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)] if HIDDEN[bits] else []
+    states: list[Tensor] = []
 
     def share(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
@@ -231,7 +263,13 @@ def distill(gm: QuantGraphModule, inputs: Tensor, targets: Tensor, bits: int, st
     for _ in range(steps):
         batch = torch.randint(len(inputs), (BATCH,), generator=generator)
         optimizer.zero_grad()
-        (1 - F.cosine_similarity(gm(inputs[batch]), targets[batch])).mean().backward()
+        states.clear()
+        with hooked(layers, lambda _, args, output: states.append(output[0][:, 0].transpose(0, 1))):
+            embeddings = gm(inputs[batch])
+        loss = (1 - F.cosine_similarity(embeddings, targets[batch])).mean()
+        for ours, theirs in zip(states, network.hidden_states(inputs[batch]) if states else (), strict=True):
+            loss = loss + HIDDEN[bits] * (ours - theirs).square().mean() / theirs.square().mean()
+        loss.backward()
         optimizer.step()
         schedule.step()
     gm.eval()
@@ -257,7 +295,9 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
         "* *Input*: ``8 bits`` is the power of the sound in 40 bands as it comes. ``16 bits, divided``: 16 bits with",
         "  the observer ``Percentile``, divided per band, and the first layer's input weight in two parts (W4: three),",
         "  each of the bits of the row. In float this is the same function.",
-        "* *QAT*: no labels; the embeddings of the float model are the target.",
+        "* *Bits*: what has more bits is named in brackets. ``hidden states``: those that a layer gives to the next;",
+        "  inside a layer they are float in every row.",
+        "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
         "* *File*: its size as a share of the float parameters. Biases are int32, and scales of rows are float32.",
         "",
         ".. list-table::",
@@ -270,20 +310,27 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
     return "\n".join([*lines, ""])
 
 
+def rows_of(page: str) -> list[tuple[str, ...]]:
+    """The rows of the table of a page that :func:`page` wrote, without the heading."""
+    rows = page.partition(":header-rows: 1")[2].split("\n   * - ")[1:]
+    return [tuple(cell.strip() for cell in row.split("\n     - ")) for row in rows][1:]
+
+
 def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], steps: int) -> tuple[str, ...]:
     """The cells of one row of the table."""
     start = time.process_time()
     with torch.no_grad():
         targets = torch.cat([model(batch) for batch in data.split(64)])
         references = {name: model(mels) for name, mels in tests.items()}
-    divided = DividedInput(model, data, row.bits) if row.is_divided else None
+    divided = DividedInput(model, data, 8 if row.first else row.bits) if row.is_divided else None
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
-    config = {"overrides": [INPUT] if row.is_divided else [], "extra_qconfig_dict": {} if row.bits == 8 else FOUR_BITS}
+    overrides = [INPUT] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
+    config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else FOUR_BITS}
     batches = [(batch,) for batch in data[:CALIBRATION].split(BATCH)]
     gm = ptq(network, batches, "Experimental", config, reconstruct=row.method, compare=False)
     if row.is_trained:
-        distill(gm, data, targets, row.bits, steps)
+        distill(gm, network, data, targets, row.bits, steps)
     cells = []
     for name, mels in tests.items():
         with torch.no_grad():
@@ -297,7 +344,8 @@ def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], st
     method = (row.method or "nearest") + (f", QAT, {steps} steps" if row.is_trained else "")
     took, verdict = f"{time.process_time() - start:.0f}", "passed" if report.certificate.passed else "FAILED"
     kind = "16 bits, divided" if row.is_divided else "8 bits"
-    return f"W{row.bits}A8", kind, method, *cells, f"{share:.3f}", took, verdict
+    bits = f"W{row.bits}A8" + (f" ({', '.join(row.exceptions)})" if row.exceptions else "")
+    return bits, kind, method, *cells, f"{share:.3f}", took, verdict
 
 
 def main() -> None:
@@ -309,6 +357,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of QAT")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="numbers of rows, from 0")
     parser.add_argument("--output", type=Path, help="page to write")
+    parser.add_argument("--keep", action="store_true", help="add the rows to those that the page has")
     arguments = parser.parse_args()
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     model = Encoder().eval()
@@ -324,7 +373,8 @@ def main() -> None:
         tests["real speech"] = torch.cat([windows(recorded(path)) for path in arguments.test_speech])
         if not len(tests["real speech"]):
             parser.error(f"no recording of --test-speech is as long as {FRAMES} frames")
-    rows: list[tuple[str, ...]] = []
+    is_kept = arguments.keep and arguments.output and arguments.output.exists()
+    rows = rows_of(arguments.output.read_text(encoding="utf-8")) if is_kept else []
     for number in arguments.rows:
         rows.append(measure(ROWS[number], model, data, tests, arguments.steps))
         print(*rows[-1], flush=True)

@@ -1,6 +1,7 @@
 """The weights of each layer with what they multiply; GPTQ and AdaRound on recurrent layers."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import split
 from fxqat.utils.contexts import hooked
 from tests.models import build, calibrate, inputs
+
+reconstruct_module = importlib.import_module(
+    "fxqat.tools.post_training.reconstruct"
+)  # the package has a function of this name
 
 STEPS, BATCH, FEATURES, HIDDEN = 6, 4, 5, 7
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
@@ -136,6 +141,64 @@ def test_the_result_is_exported(tmp_path):
     layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)]
     assert len(layers) == 2
     assert fxqat.convert_export(gm, batches[0], tmp_path / "model.onnx").certificate.passed
+
+
+class LastState(nn.Module):
+    """A recurrent module of two layers, and its last hidden state."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.rnn = kind(FEATURES, 16, 2)
+
+    def forward(self, x):
+        return self.rnn(x)[0][-1]
+
+
+def loud_sequences(seed, count=6):
+    """Correlated inputs of very different loudness, the loudest of which an observer cuts off."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(FEATURES, FEATURES, generator=torch.Generator().manual_seed(99))
+    sizes = (1.5 * torch.randn(count, 30, 16, 1, generator=generator)).exp()
+    return [(x,) for x in torch.randn(count, 30, 16, FEATURES, generator=generator) @ mixed * sizes]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gptq_of_recurrent_layers_does_not_make_up_for_clipped_inputs(kind):
+    torch.manual_seed(0)
+    model = LastState(KINDS[kind]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    clipped = {"match": {"node": "x"}, "output": {"bit": 16, "observer": "Percentile"}}
+    shares = {}
+    for method in (None, "GPTQ"):
+        gm = fxqat.prepare_by_platform(
+            model, "Experimental", {"overrides": [clipped]}, example_inputs=(torch.randn(30, 16, FEATURES),)
+        )
+        batches = loud_sequences(1)
+        calibrate(gm, *batches).eval()
+        if method:
+            reconstruct(gm, batches, method)
+        shares[method] = [error(gm, model, given) for given in (batches, loud_sequences(2))]
+    assert all(a < 1.1 * b for a, b in zip(shares["GPTQ"], shares[None], strict=True)), shares
+
+
+def test_a_layer_stays_rounded_to_the_nearest_where_gptq_is_worse(monkeypatch):
+    torch.manual_seed(0)
+    gm = fxqat.prepare_by_platform(LastState(nn.LSTM).eval(), "TSQAT", LOW_BITS, example_inputs=loud_sequences(1)[0])
+    calibrate(gm, *loud_sequences(1)).eval()
+    before = copy.deepcopy(gm.state_dict())
+    monkeypatch.setattr(reconstruct_module, "gptq_weight", worse_weight)
+    found = reconstruct(gm, loud_sequences(1), "GPTQ")
+    assert set(found) == {"rnn.layer_0", "rnn.layer_1"}
+    assert all(first == least > 0 for first, least in found.values())
+    assert all(torch.equal(value, before[name]) for name, value in gm.state_dict().items())
+
+
+def worse_weight(segment, path, *args, place, **kwargs):
+    """Zeros, which are worse than any rounding."""
+    weight = weights_of(segment.layers[path])[place]
+    return torch.zeros_like(weight.value()), weight.quant.qparams()[0]
 
 
 def test_the_biases_of_other_layers_are_corrected():
