@@ -25,7 +25,11 @@ GEMM = Rule(
     output=False, reason="QGemm or MatMulIntegerToFloat: integers in", why_float_output="the kernel gives floats"
 )
 ADD = Rule(scale_bits=SCALE_BITS_OF_SUMS, reason="QLinearAdd: integers in and out")
-AVERAGE = Rule(reason="QLinearGlobalAveragePool or QLinearAveragePool: integers in and out")
+MUL = Rule(scale_bits=SCALE_BITS_OF_SUMS, reason="QLinearMul: integers in and out")
+SIGMOID = Rule(reason="QLinearSigmoid: a table of 256 integers")
+AVERAGE = Rule(
+    scale_bits=SCALE_BITS_OF_SUMS, reason="QLinearGlobalAveragePool or QLinearAveragePool: integers in and out"
+)
 CONCAT = Rule(
     share="all",
     keeps_relu_apart=True,
@@ -45,6 +49,8 @@ ONNXRUNTIME = BackendSpec(
             "linear": GEMM,
             "matmul": GEMM,
             "add": ADD,
+            "mul": MUL,
+            "sigmoid": SIGMOID,
             "adaptive_avg_pool2d": AVERAGE,
             "avg_pool2d": AVERAGE,
             "concat": CONCAT,
@@ -53,11 +59,13 @@ ONNXRUNTIME = BackendSpec(
             "identity": MOVES,
         }
     ),
+    split=frozenset({"silu"}),
     left_float=MappingProxyType(
         dict.fromkeys(
             ("weighted", "binary", "pool", "activation", "norm", "math", "resize", "recurrent"),
             "ONNX Runtime has no int8 kernel for it that is faster than float, Q/DQ included",
         )
+        | {"silu": "split into sigmoid and mul, which are integer operators"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     legal_weights=(LegalSchemes(UP_TO_8_BITS),),
