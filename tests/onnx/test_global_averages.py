@@ -40,7 +40,8 @@ def model_of(
 
 @pytest.mark.parametrize("opset", [13, 18, 21])
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((2, 64, 7, 7), [2, 3]), ((2, 64, 8, 6), [-1, -2]), ((1, 64, 9), [2]), ((1, 8, 3, 4, 5), [2, 3, 4])]
+    ("shape", "axes"),
+    [((2, 64, 7, 7), [2, 3]), ((2, 64, 8, 6), [-1, -2]), ((1, 64, 9), [2]), ((1, 64, 3, 4, 5), [2, 3, 4])],
 )
 def test_the_integers_are_the_same_on_an_integer_operator(shape, axes, opset, tmp_path):
     before = model_of(shape, axes, opset)
