@@ -24,6 +24,7 @@ from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.gather_integers import GatherIntegers
+from fxqat.onnx.global_averages import GlobalAverages
 from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
@@ -200,8 +201,8 @@ def convert_export(
         WriteClamps(),
         *for_runtime,
     ]
-    if weights == "integer" and "onnxruntime" in (runtime, gm.provenance.runtime):
-        passes.append(FoldableWeights(lowered.weights_only))
+    if "onnxruntime" in (runtime, gm.provenance.runtime):
+        passes += [GlobalAverages(), *([FoldableWeights(lowered.weights_only)] if weights == "integer" else [])]
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
     constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]

@@ -151,7 +151,7 @@ class BackendSpec:
             >>> chip.rules["conv2d"].reason
             'as on ONNXRuntime: QLinearConv: integers in and out'
             >>> chip.rules["mul"].reason, "where" in chip.rules, ONNXRUNTIME.least_work, chip.least_work
-            ('table 7', False, 128, 0)
+            ('table 7', False, 64, 0)
         """
         taken = {key: _taken_over(rule, self.name) for key, rule in self.rules.items()} | dict(rules or {})
         return BackendSpec(

@@ -40,7 +40,7 @@ def conv(cin, cout, size=1, **options):
     ],
 )
 def test_work_is_for_each_value_converted(layer, work, shape):
-    model = nn.Sequential(nn.SiLU(), layer, nn.SiLU(), nn.Flatten(), nn.LazyLinear(1000))  # the last pays
+    model = nn.Sequential(nn.Hardswish(), layer, nn.Hardswish(), nn.Flatten(), nn.LazyLinear(1000))  # the last pays
     model(torch.randn(shape))
     row = statuses(model, int(work), shape=shape)["_1"]
     assert not is_float(row)
@@ -57,7 +57,7 @@ def test_without_float_neighbours_everything_is_on_integers():
 
 
 def test_one_float_layer_makes_the_next_ask_again():
-    model = nn.Sequential(conv(8, 8), nn.SiLU(), conv(8, 8), nn.ReLU(), conv(8, 8), nn.MaxPool2d(2), conv(8, 80))
+    model = nn.Sequential(conv(8, 8), nn.Hardswish(), conv(8, 8), nn.ReLU(), conv(8, 8), nn.MaxPool2d(2), conv(8, 80))
     rows = statuses(model, 9)
     # the first converts its result: 64 / 8; the second and the third what they read, one after the other
     assert all(is_float(rows[name]) for name in ("_0", "_2", "_4"))
@@ -73,7 +73,7 @@ class Adds(nn.Module):
         super().__init__()
         self.small = conv(8, 8)
         self.large = conv(8, 8, 5)
-        self.act = nn.SiLU()
+        self.act = nn.Hardswish()
         self.last = conv(8, 8, 5)
 
     def forward(self, x):
@@ -109,7 +109,7 @@ class Twice(nn.Module):
         self.other = conv(8, 8, 5)
 
     def forward(self, x):
-        return self.other(self.shared(torch.sigmoid(self.shared(self.other(x)))))
+        return self.other(self.shared(nn.functional.hardsigmoid(self.shared(self.other(x)))))
 
 
 def test_all_calls_of_a_layer_or_none():
@@ -123,13 +123,13 @@ def test_all_calls_of_a_layer_or_none():
 
 
 def test_where_no_layer_pays_all_compute_in_integers():
-    rows = statuses(nn.Sequential(nn.SiLU(), conv(8, 8), nn.SiLU()), 64)
+    rows = statuses(nn.Sequential(nn.Hardswish(), conv(8, 8), nn.Hardswish()), 64)
     assert rows["_1"].weight
     assert not is_float(rows["_1"])
 
 
 def test_the_user_can_have_everything_on_integers():
-    model = nn.Sequential(nn.SiLU(), conv(8, 8), nn.SiLU(), nn.Flatten(), nn.Linear(128, 1000))
+    model = nn.Sequential(nn.Hardswish(), conv(8, 8), nn.Hardswish(), nn.Flatten(), nn.Linear(128, 1000))
     gm = fxqat.prepare_by_platform(model, "ONNXRuntime")
     assert [row.node for row in gm.quant_report.rows if row.weight] == ["_4"]
     gm = fxqat.prepare_by_platform(model, "ONNXRuntime", {"extra_quantizer_dict": {"least_work": 0}})
@@ -173,9 +173,9 @@ class Light(nn.Module):
         self.last = conv(8, 8, 5)
 
     def forward(self, x):
-        x = self.small(nn.functional.silu(x))
-        x = nn.functional.silu(self.after(self.large(x)))
-        return self.last(nn.functional.silu(self.up(x)))
+        x = self.small(nn.functional.hardswish(x))
+        x = nn.functional.hardswish(self.after(self.large(x)))
+        return self.last(nn.functional.hardswish(self.up(x)))
 
 
 def decided(gm):
@@ -249,6 +249,6 @@ def test_for_size_without_effect_is_told(backend, caplog):
 
 
 def test_other_backends_quantize_what_they_can():
-    model = nn.Sequential(nn.SiLU(), conv(8, 8), nn.SiLU())
+    model = nn.Sequential(nn.Hardswish(), conv(8, 8), nn.Hardswish())
     gm = fxqat.prepare_by_platform(model, "QNN")
     assert {row.node for row in gm.quant_report.rows if row.weight} == {"_1"}

@@ -106,8 +106,8 @@ class Light(nn.Module):
         self.last = nn.Linear(8, 500)
 
     def forward(self, x):
-        x = nn.functional.silu(self.up(self.shared(nn.functional.silu(self.shared(x)))))
-        return self.last(nn.functional.silu(self.fc(x.mean((2, 3)))))
+        x = nn.functional.hardswish(self.up(self.shared(nn.functional.hardswish(self.shared(x)))))
+        return self.last(nn.functional.hardswish(self.fc(x.mean((2, 3)))))
 
 
 @pytest.mark.parametrize("backend", ["ONNXRuntime", "TSQAT"])

@@ -10,7 +10,7 @@ from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.scheme import TensorQConfig
 
 COMPUTES = Rule(reason="in the op table: computed in integers")
-ADD = replace(COMPUTES, scale_bits=SCALE_BITS_OF_SUMS)
+SUMS = replace(COMPUTES, scale_bits=SCALE_BITS_OF_SUMS)
 RECURRENT = Rule(reason="one operator with integer weights, input, states and output; computed in float inside")
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
@@ -27,7 +27,8 @@ WHOLE_OP_TABLE = MappingProxyType(
         "weighted": COMPUTES,
         "lookup": LOOKS_UP,
         "matmul": COMPUTES,
-        "add": ADD,
+        "add": SUMS,
+        "adaptive_avg_pool2d": SUMS,
         "binary": COMPUTES,
         "pool": COMPUTES,
         "activation": COMPUTES,

@@ -26,11 +26,11 @@ def optimized_run(model, inputs, folder):
     return found, Counter(node.op_type for node in onnx.load(folder / "optimized.onnx").graph.node)
 
 
-def wrong_sums(scales, zero_points, folder):
-    """How many of the sums of all pairs of integers are not those of the fake-quant."""
-    model, inputs, expected = all_pairs("Add", scales, zero_points)
+def wrong_sums(scales, zero_points, folder, op="Add"):
+    """How many of the sums, or products, of all pairs of integers are not those of the fake-quant."""
+    model, inputs, expected = all_pairs(op, scales, zero_points)
     found, ops = optimized_run(model, inputs, folder)
-    assert ops["QLinearAdd"] == 1
+    assert ops[f"QLinear{op}"] == 1
     return int((found != expected).sum())
 
 
@@ -52,6 +52,45 @@ def test_sums_on_the_scales_of_a_table_are_exact(spec, tmp_path):
         even = 2 * random.integers(30, 98, 3)
         zero_points = [128] * 3 if activation.symmetric else even  # as runtime="onnxruntime" stores int8
         assert wrong_sums((*few, many), zero_points, tmp_path) <= 0.0005 * 256**2
+
+
+def test_products_on_the_scales_of_the_table_are_exact(tmp_path):
+    few, many = ONNXRUNTIME.activation.scheme.scale_bits, ONNXRUNTIME.rules["mul"].scale_bits
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        a, b, o = (torch.tensor(value) for value in (*random.uniform(0.02, 0.05, 2), random.uniform(0.05, 0.1)))
+        scales = [numerics.valid_scale(s, bits).item() for s, bits in ((a, few), (b, few), (o, many))]
+        assert wrong_sums(scales, 2 * random.integers(0, 127, 3), tmp_path, "Mul") <= 0.0005 * 256**2
+
+
+class Gated(nn.Module):
+    """SiLU between convolutions, a squeeze-excite block, and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.mid = (nn.Sequential(nn.Conv2d(i, 8, 3, padding=1), nn.SiLU()) for i in (3, 8))
+        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 4, 1), nn.SiLU(), nn.Conv2d(4, 8, 1))
+        self.last = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.mid(x)
+        return self.last(y * torch.sigmoid(self.squeeze(y)) + x)
+
+
+def test_silu_and_its_convolutions_run_on_integers(tmp_path):
+    """With the ``least_work`` of the table."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    gm = calibrate(prepare_by_platform(Gated().eval(), "ONNXRuntime", example_inputs=(x,)), (x,))
+    convert_export(gm, (x,), tmp_path / "model.onnx", verify=False)
+    found, ops = optimized_run(str(tmp_path / "model.onnx"), (x.numpy(),), tmp_path)
+    integer = [ops[f"QLinear{name}"] for name in ("Conv", "Sigmoid", "Mul", "Add", "GlobalAveragePool")]
+    assert integer == [5, 4, 4, 1, 1]
+    assert ops["Conv"] == ops["Sigmoid"] == ops["Mul"] == ops["QuickGelu"] == ops["ReduceMean"] == 0
+    expected = gm(x).detach().numpy()
+    assert np.mean(found != expected) < 0.01
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
 
 
 class Inception(nn.Module):
