@@ -109,8 +109,8 @@ ratios are exact, and so are sums of products in float32: there no order of comp
 
 *two largest equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output.
 
-QNN runs on {SIMULATED_PHOTOS} photos only: its simulator takes seconds for each. Where *same class* is below 99 %, compare
-it with *in float64* and *one input value off*: how seldom the fake-quant model agrees with itself."""
+QNN runs on {SIMULATED_PHOTOS} photos only: its simulator takes seconds for each. Where *same class* is below 99 %,
+compare it with *in float64* and *one input value off*: how seldom the fake-quant model agrees with itself."""
 
 SLOWER = 1.02
 """Ratios of latencies from which a file counts as slower."""

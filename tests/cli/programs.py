@@ -34,7 +34,7 @@ def net() -> nn.Module:
 
 
 def light() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 64, 3))
+    return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Hardsigmoid(), nn.Conv2d(2, 64, 3))
 
 
 def broken() -> nn.Module:
