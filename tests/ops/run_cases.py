@@ -11,6 +11,7 @@ from fxqat import convert_export, enable_calibration, enable_quantization, prepa
 from fxqat.onnx.verify import ParityCertificate
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import ReportRow
+from fxqat.quantization.split_ops import SPLITS
 from fxqat.utils.contexts import collector_paused
 from tests.models import EVERY_LAYER
 from tests.ops.cases import Case, build
@@ -24,7 +25,7 @@ class Spelled:
         case: its case.
         text: its text.
         branch: the path of its branch in the model.
-        rows: the rows of the report with the op of the case.
+        rows: the rows of the report with the op of the case; if it is split, that of the last op that it becomes.
         nodes: all rows of its branch, in execution order.
     """
 
@@ -80,6 +81,8 @@ def spellings_of(cases: Sequence[Case], gm: QuantGraphModule) -> list[Spelled]:
         nodes = tuple(row for row in gm.quant_report if branches.get(row.node) == branch)
         rows = tuple(row for row in nodes if row.op == case.op and row.target not in around)
         rows = tuple(row for row in rows if not row.node.endswith("_output"))  # of a recurrent layer
+        if not rows and case.op in SPLITS:  # of what it is split into, the op that computes its value
+            rows = tuple(row for row in nodes if row.target not in around)[-1:]
         found.append(Spelled(case, text, branch, rows, nodes))
     return found
 
