@@ -19,7 +19,7 @@ from fxqat.convert_export import ExportReport
 
 BOXES, MAPS = "boxes", [f"map_{stride}" for stride in STRIDES]
 ABOUT = "yolov5_example"  # key of an ONNX file's metadata
-MAPS_IN_INTEGERS = ("TSQAT", "Experimental", "QNN", "QNN_A16", "Vitis", "LiteRT")
+MAPS_IN_INTEGERS = ("TSQAT", "Experimental", "QNN", "QNN_A16", "Vitis", "LiteRT", "ONNXRuntime", "ONNXRuntime_AVX2")
 """Backends that quantize the maps; the others return float maps, or keep the last layers float if that is faster."""
 
 

@@ -123,6 +123,7 @@ import pytest
 from tests.cli.test_main import call
 
 os.chdir(sys.argv[1])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
 
 

@@ -37,7 +37,8 @@ def test_a_weight_whose_layer_is_float_counts_as_float() -> None:
 
 
 def test_reasons_that_differ_in_numbers_are_one_row() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Sigmoid(), nn.Conv2d(2, 40, 1), nn.Sigmoid(), nn.Conv2d(40, 64, 3))
+    layers = (nn.Conv2d(1, 2, 1), nn.Hardswish(), nn.Conv2d(2, 40, 1), nn.Hardswish(), nn.Conv2d(40, 64, 3))
+    model = nn.Sequential(*layers)
     x = torch.zeros(1, 1, 6, 6)
     found = coverage(prepare_by_platform(model, "ONNXRuntime", example_inputs=(x,)), x)
     (group,) = [group for group in found.float_groups if "conv2d" in group.ops]
