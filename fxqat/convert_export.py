@@ -202,7 +202,9 @@ def convert_export(
         *for_runtime,
     ]
     if "onnxruntime" in (runtime, gm.provenance.runtime):
-        passes += [GlobalAverages(), *([FoldableWeights(lowered.weights_only)] if weights == "integer" else [])]
+        passes.append(GlobalAverages())
+        if weights == "integer":
+            passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
     constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]

@@ -154,15 +154,16 @@ def _reconstruct_(
 
     ``means`` has the channel means of the float model for the layers whose biases are corrected.
     """
+    float_segment = copy.deepcopy(segment) if setting.gptq else segment  # before its biases are corrected
+    round_by_gptq = partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, means, setting)
     steps: list[Callable[[], object]] = []
-    if setting.gptq:
-        float_segment = copy.deepcopy(segment)  # before its biases are corrected
-        steps.append(partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, means, setting))
-    is_recurrent = any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values())
-    if is_recurrent or not setting.gptq:
+    if not setting.gptq:
         correct_means(segment, quant_inputs, means)
+    elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values()):
+        correct_means(segment, quant_inputs, means)
+        steps.append(round_by_gptq)  # may be worse than nearest
     else:
-        steps.pop()()
+        round_by_gptq()
     if setting.iterations:
         steps.append(partial(learn_rounding, segment, float_inputs, quant_inputs, targets, setting, generator))
     if setting.iterations and means:

@@ -17,9 +17,8 @@ from fxqat.tools.post_training.segments import split
 from fxqat.utils.contexts import hooked
 from tests.models import build, calibrate, inputs
 
-reconstruct_module = importlib.import_module(
-    "fxqat.tools.post_training.reconstruct"
-)  # the package has a function of this name
+# the package has a function of this name, too
+reconstruct_module = importlib.import_module("fxqat.tools.post_training.reconstruct")
 
 STEPS, BATCH, FEATURES, HIDDEN = 6, 4, 5, 7
 KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
