@@ -36,7 +36,7 @@ from fxqat.fake_quantize.state import named_fake_quants, require_calibrated
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
-from fxqat.onnx.runtimes import passes_for
+from fxqat.onnx.runtimes import check_runtime
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
@@ -97,7 +97,7 @@ def save_checkpoint(
     if onnx_path is None and not (runtime is None and example_inputs is None):
         option = "example_inputs" if runtime is None else f"runtime={runtime!r}"
         raise CheckpointError(f"{option} needs file_path_onnx or file_path_json: it is for the ONNX file")
-    passes_for(runtime)
+    check_runtime(runtime)
     paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": onnx_path}
     check_distinct(paths, CheckpointError)
     sharded = _is_sharded(gm)

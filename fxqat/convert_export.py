@@ -24,7 +24,6 @@ from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.gather_integers import GatherIntegers
-from fxqat.onnx.global_averages import GlobalAverages
 from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
@@ -32,7 +31,7 @@ from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
-from fxqat.onnx.runtimes import RUNTIMES, passes_for
+from fxqat.onnx.runtimes import RUNTIMES, check_runtime, passes_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
@@ -65,7 +64,7 @@ class ExportReport:
             ONNX Runtime that fails. All are logged.
         buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
             has no state: each run starts from the values that they had at the export.
-        runtime: the runtime that was asked for, None if the file has the form of its backend.
+        runtime: the runtime that the file is written for, None if it is for the chips of its backend.
         written_for: what runs the file, in words.
     """
 
@@ -140,7 +139,8 @@ def convert_export(
             channel (dimension 1). The file normalizes in integers where they are exact, see
             :mod:`fxqat.quantization.raw_inputs`.
         runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
-            the form that it runs fast and right. None keeps the form of the backend.
+            the form that it runs fast and right. None is the runtime that the backend's table names; where it names
+            none, the file is for the chips of the backend.
         custom_translation_table: for operators of your own (``torch.library``) a function of ONNX operators each, as in
             ``torch.onnx.export``. What ONNX Runtime cannot run cannot be verified: it is refused unless ``verify`` is
             False.
@@ -165,7 +165,8 @@ def convert_export(
         check_opset(opset_version)
     check_weights(weights)
     check_names(input_names, output_names)
-    for_runtime = passes_for(runtime)
+    check_runtime(runtime)
+    runtime = runtime or gm.provenance.runtime or None
     check_paths(file_path, file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
@@ -199,12 +200,10 @@ def convert_export(
         IntegerProducts(),
         DynamicLSTM(),
         WriteClamps(),
-        *for_runtime,
+        *passes_for(runtime or ""),
     ]
-    if "onnxruntime" in (runtime, gm.provenance.runtime):
-        passes.append(GlobalAverages())
-        if weights == "integer":
-            passes.append(FoldableWeights(lowered.weights_only))
+    if runtime == "onnxruntime" and weights == "integer":
+        passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
     constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]
@@ -237,9 +236,8 @@ def convert_export(
 
 
 def _written_for(gm: QuantGraphModule, runtime: str | None) -> str:
-    own = gm.provenance.runtime
-    if runtime is not None or own:
-        return f"the runtime {runtime or own}"
+    if runtime is not None:
+        return f"the runtime {runtime}"
     others = " or ".join(map(repr, RUNTIMES))
     return f"the chips of {gm.provenance.backend}; runtime={others} has the same integers in a form for that runtime"
 

@@ -300,8 +300,9 @@ def quantized_values(model: onnx.ModelProto, inputs: Sequence[Tensor]) -> dict[s
     work = onnx.ModelProto()
     work.CopyFrom(model)
     scales = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
-    readers = {node.input[0]: node for node in work.graph.node if node.op_type == "DequantizeLinear"}
+    readers = {node.input[0]: node for node in work.graph.node if node.op_type in ("DequantizeLinear", "Clip")}
     wanted = {n.input[0]: readers[n.output[0]] for n in work.graph.node if n.op_type == "QuantizeLinear"}
+    wanted = {name: readers[n.output[0]] if n.op_type == "Clip" else n for name, n in wanted.items()}  # of a runtime
     known = {value.name for value in work.graph.output}
     for node in wanted.values():
         if node.output[0] not in known:

@@ -179,6 +179,8 @@ EXACT_RATIOS = (
     Case("openvino", "OpenVINO", "openvino", "f32", scales="pot"),
     Case("onnxruntime", "ONNXRuntime", scales="pot"),
     Case("onnxruntime", "TSQAT", "onnxruntime", scales="pot"),
+    Case("litert", "LiteRT", scales="pot"),
+    Case("qnn", "QNN", scales="pot"),
 )
 """Scales of activations that are powers of two, for models with real weights and labels only."""
 
@@ -301,7 +303,7 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
             certificate = fxqat.export_tflite(gm, (found.example,), path.with_suffix(".tflite")).certificate
             assert certificate is not None
             compiled = engine.compile(path.with_suffix(".tflite").read_bytes())
-            result, output = tflite_figures(certificate, compiled), ""
+            result, output = tflite_figures(certificate, compiled, found.model), ""
         else:
             result = figures(engines.verify(path, found.example.numpy(), engine))
             compiled, output = engine.compile(content), onnx.load(path).graph.output[0].name
@@ -313,10 +315,11 @@ def compare(name: str, case: Case, data: Path | None) -> dict[str, Any]:
     return result | {"version": engine.version}
 
 
-def tflite_figures(certificate: Any, compiled: engines.CompiledFile) -> dict[str, Any]:
+def tflite_figures(certificate: Any, compiled: engines.CompiledFile, model: nn.Module) -> dict[str, Any]:
     """What the page shows of LiteRT's certificate, default kernels; it compares *alone* only."""
     tensors = certificate.kernels["default"].tensors
-    result = shares_of([(t.step, t.name, (), t.size) for t in tensors])
+    layers = {name: type(layer).__name__ for name, layer in model.named_modules()}
+    result = shares_of([(t.step, t.name, (layers.get(t.name, t.name),), t.size) for t in tensors])
     kinds = {
         way: Counter(op.kind for op in compiled.operators() if op.integers == (way == "in_integers")) for way in WAYS
     }

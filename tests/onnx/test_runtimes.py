@@ -4,7 +4,7 @@ import onnx_ir as ir
 import pytest
 
 from fxqat.errors import ExportError
-from fxqat.onnx.runtimes import RUNTIMES, passes_for
+from fxqat.onnx.runtimes import RUNTIMES, check_runtime, passes_for
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -15,12 +15,13 @@ def test_every_runtime_has_passes_of_its_own(runtime: str) -> None:
     assert not set(map(id, first)) & set(map(id, second))
 
 
-def test_without_a_runtime_nothing_is_rewritten() -> None:
-    assert passes_for(None) == []
+@pytest.mark.parametrize("runtime", ["", "tensorrt"])
+def test_a_file_for_a_chip_is_not_rewritten(runtime: str) -> None:
+    assert passes_for(runtime) == []
 
 
 @pytest.mark.parametrize("runtime", ["tensorrt", "ONNXRuntime", "", 1, ["openvino"]])
 def test_an_unknown_runtime_names_the_known_ones(runtime: object) -> None:
     with pytest.raises(ExportError, match="None or one of 'onnxruntime', 'openvino'") as caught:
-        passes_for(runtime)
+        check_runtime(runtime)
     assert repr(runtime) in str(caught.value)

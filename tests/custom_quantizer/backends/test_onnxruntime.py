@@ -125,6 +125,19 @@ def test_every_convolution_beside_concat_and_add_runs_on_integers(backend, runti
     np.testing.assert_array_equal(found, gm(x).detach().numpy())
 
 
+def test_a_convolution_whose_relu6_ends_between_integers_runs_on_integers(tmp_path):
+    """As with power-of-two scales: the range 8 is larger than 6. ONNX Runtime keeps such a Clip in float."""
+    torch.manual_seed(0)
+    x = 8 * torch.randn(4, 3, 8, 8)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.Conv2d(8, 8, 3), nn.ReLU6())
+    config = {**EVERY_LAYER, "extra_qconfig_dict": {"a_qscheme": {"pot_scale": True}}}
+    gm = calibrate(prepare_by_platform(model.eval(), "ONNXRuntime", config, example_inputs=(x,)), (x,))
+    assert convert_export(gm, (x,), tmp_path / "model.onnx").runtime == "onnxruntime"
+    found, ops = optimized_run(str(tmp_path / "model.onnx"), (x.numpy(),), tmp_path)
+    assert (ops["QLinearConv"], ops["Conv"], ops["FusedConv"]) == (2, 0, 0)
+    np.testing.assert_array_equal(found, gm(x).detach().numpy())
+
+
 @pytest.mark.parametrize(
     ("scheme", "legal"),
     [({}, True), ({"signed": True}, True), ({"bit_width": 7}, False), ({"bit_width": 16}, False)],
