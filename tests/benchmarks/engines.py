@@ -801,14 +801,13 @@ def cause(line: dict[str, Any], timed: dict[str, Any], backend: str) -> str:
             more[operator] += row[2][1] - row[other][1]  # type: ignore[assignment]
             counts[operator, True] += row[2][0]
             counts[operator, False] += row[other][0]
+    most = more.most_common(4)
     words = [
         f"{operator} ({counts[operator, True]} against {counts[operator, False]}, {share:+.1%})"
-        for operator, share in more.most_common(4)
-        if share >= MIN_SHARE
+        for operator, share in [each for each in most if each[1] >= MIN_SHARE] or most[:1]
     ]
     ratios = f"{timed['to_float'][backend]:.3f} of float, {timed['to_peer'][backend]:.3f} of the own quantizer"
-    where = f"more time than {name} in {', '.join(words)}" if words else f"no operator takes much more time than {name}"
-    return f"* {line['model']}, {backend} on {line['engine']}: {ratios}; {where}."
+    return f"* {line['model']}, {backend} on {line['engine']}: {ratios}; more time than {name} in {', '.join(words)}."
 
 
 def causes_table(results: list[tuple[dict[str, Any], str]]) -> str:
