@@ -16,6 +16,16 @@ from torch import Tensor, nn
 
 EXPORTER_OPSET = 18  # the oldest opset that torch's exporter writes; converting to an older one often fails
 LATENCY_WARMUP, LATENCY_RUNS, LATENCY_SECONDS = 10, 300, 20.0
+RUNTIMES = ("auto", "onnxruntime", "openvino", "none")
+RUNTIME_HELP = (
+    "write the quantized file for this runtime: the same integers in the form that it runs fast. auto: that of the "
+    "backend, or onnxruntime, which measures the latency here; none: that of the backend, or its chips (default: auto)"
+)
+
+
+def runtime_for(gm: nn.Module, asked: str) -> str | None:
+    """The ``runtime`` of ``convert_export`` for one of ``RUNTIMES``."""
+    return {"auto": gm.provenance.runtime or "onnxruntime", "none": None}.get(asked, asked)
 
 
 class OnnxModel:

@@ -7,6 +7,7 @@ from pathlib import Path
 from argument_types import OPSETS, SWITCH, integer, number
 from distillation import METHODS
 from logs import LOG_LEVELS
+from onnx_files import RUNTIME_HELP, RUNTIMES
 from recipes import DIGITS_FLOAT, DIGITS_QAT
 from schedules import SCHEDULES
 
@@ -120,12 +121,7 @@ def add_quantization(add: Callable[..., object]) -> None:
         type=integer(*OPSETS),
         help="opset of the exported ONNX files, 13 or later (default: 18, or 21 if a tensor needs it)",
     )
-    add(
-        "--runtime",
-        choices=["onnxruntime", "openvino", "none"],
-        help="write the quantized file for this runtime: the same integers in the form that it runs fast; none keeps "
-        "the form of the backend (default: onnxruntime, which measures the latency here)",
-    )
+    add("--runtime", choices=RUNTIMES, help=RUNTIME_HELP)
     add("--profile", **SWITCH, help="compare every layer with the float model, in a CSV table and an HTML page")
 
 

@@ -102,7 +102,7 @@ DEFAULTS: Mapping[str, Any] = {
     "temperature": 6.0,
     "backend": "TSQAT",
     "onnx_batch": 1,
-    "runtime": "onnxruntime",
+    "runtime": "auto",
     "world_size": -1,
     "rank": -1,
     "print_freq": 100,

@@ -12,7 +12,7 @@ from float_job import float_baseline
 from job import Job
 from logs import LOG, shows_progress
 from model_zoo import build_model, load_weights
-from onnx_files import EXPORTER_OPSET, export_float, measure_latency
+from onnx_files import EXPORTER_OPSET, export_float, measure_latency, runtime_for
 from summary import Row
 from torch import nn
 
@@ -123,7 +123,7 @@ def export_quantized(job: Job, gm: Any) -> list[Path]:
         path,
         path.with_suffix(".json"),
         opset_version=options.opset_version,
-        runtime=None if options.runtime == "none" else options.runtime,
+        runtime=runtime_for(gm, options.runtime),
     )
     parity = report.certificate
     first = f", the first one in {parity.first_diverging}" if parity.first_diverging else ""

@@ -13,6 +13,7 @@ from errors import UserError
 from hyperparameters import FOLDER, Hyperparameters, read_hyperparameters
 from logs import LOG_LEVELS
 from model import GENERATIONS, SIZES
+from onnx_files import RUNTIME_HELP, RUNTIMES
 
 from fxqat import BackendType
 
@@ -139,12 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--with-decode", **switch, help="the ONNX file returns boxes (default: maps)")
     add("--opset-version", type=integer(*OPSETS), help="opset of the ONNX file (default: 18, or 21 if needed)")
-    add(
-        "--runtime",
-        choices=["onnxruntime", "openvino", "none"],
-        help="write the ONNX file for this runtime: the same integers in the form that it runs fast; none keeps the "
-        "form of the backend (default: onnxruntime)",
-    )
+    add("--runtime", choices=RUNTIMES, help=RUNTIME_HELP)
     add("--device", help="cpu, cuda, 0, or 0,1,2 for one process on each GPU (default: cuda if available)")
     add("--print-freq", type=integer(1), help="steps between two log lines (default: 20)")
     add("--log-level", type=int, choices=tuple(LOG_LEVELS), help="0 debug, 1 info, 2 warning, 3 error (default: 1)")
@@ -222,7 +218,7 @@ def fill(given: dict[str, Any], hyp: Hyperparameters) -> Options:
         **dict.fromkeys(("quantize", "distill", "amp", "with_decode", "multiprocessing_distributed"), False),
         **{"size": "n", "generation": "v6.0", "img": 160 if embedded else 640, "epochs": 10 if quantize else 30},
         **{"batch_size": 16, "workers": 0 if embedded else 4, "seed": 0, "backend": "TSQAT", "calib_pictures": 64},
-        **{"runtime": "onnxruntime", "print_freq": 20, "log_level": 1, "output_dir": CHECKPOINTS, "hyp": hyp},
+        **{"runtime": "auto", "print_freq": 20, "log_level": 1, "output_dir": CHECKPOINTS, "hyp": hyp},
     }
     options = {**defaults, **given}
     numbers = options["device"].split(",") if options["device"] else []

@@ -14,6 +14,7 @@ from distributed import Process, gather, load_in_first
 from fit import Fit
 from logs import LOG, Board, shows_progress
 from model import Yolo
+from onnx_files import runtime_for
 from options import Options
 from task import Detection, evaluate
 from torch import nn
@@ -136,7 +137,7 @@ class Run:
         if not self.process.is_first:
             return []
         options = self.options
-        runtime = None if options.runtime == "none" else options.runtime
+        runtime = runtime_for(gm, options.runtime)
         report = export(
             gm, self.files.onnx, options.img, self.names, options.with_decode, options.opset_version, runtime
         )

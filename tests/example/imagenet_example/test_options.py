@@ -100,7 +100,7 @@ def test_defaults_for_an_image_folder(parse):
     assert (options.world_size, options.rank, options.log_level, options.backend) == (-1, -1, 1, "TSQAT")
     assert (options.optim, options.distill_method, options.distill_alpha, options.temperature) == ("sgd", None, 0.95, 6)
     assert (options.onnx_batch, options.opset_version) == (1, None)  # 18, or what the widths need
-    assert options.runtime == "onnxruntime"
+    assert options.runtime == "auto"
     first = options.float_first
     assert (first.epochs, first.lr, first.optim) == (90, 0.1, "sgd")
 
