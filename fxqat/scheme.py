@@ -43,6 +43,9 @@ class QuantizeScheme:
             before it rounds halves to even then rounds the same way as QuantizeLinear, which adds it afterwards.
         nonnegative: of an asymmetric scheme, no value is negative (the result of a ReLU), and the zero point is fixed
             at the smallest integer. Engines fuse a ReLU only then.
+        flat_outside: the real range ``(low, high)`` outside of which what reads the value is flat, such as SiLU below
+            -8. An observer sees the value clamped to it. Two schemes that differ in it are equal: their integers mean
+            the same.
 
     Raises:
         ConfigError: ``bit_width`` is no integer from 2 to 16, ``scale_bits`` none from 1 to 24, or ``fixed_range`` is
@@ -66,6 +69,7 @@ class QuantizeScheme:
     fixed_range: tuple[float, float] | None = None
     even_zero_point: bool = False
     nonnegative: bool = False
+    flat_outside: tuple[float, float] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         limits = {"bit_width": (MIN_BIT_WIDTH, MAX_BIT_WIDTH), "scale_bits": (1, FLOAT32_BITS)}

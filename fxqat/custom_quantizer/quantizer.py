@@ -121,7 +121,7 @@ class BackendQuantizer:
         groups = share_scales(requests, values, left_float, nonnegative)
         _drop_unused(values, kinds)
         check_additions(requests, values.keys(), config.additional)
-        self._number_groups(values, asked, groups, requests, untrained(gm), nonnegative)
+        self._number_groups(values, asked, groups, requests, untrained(gm), nonnegative, kinds)
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():
             if node.op != "output":
@@ -294,6 +294,7 @@ class BackendQuantizer:
         requests: Requests,
         untrained: set[fx.Node],
         nonnegative: set[fx.Node],
+        kinds: dict[fx.Node, Kind],
     ) -> None:
         """Give the values of each group one configuration and a number, in execution order."""
         members: dict[str, list[fx.Node]] = {}
@@ -302,7 +303,7 @@ class BackendQuantizer:
         for number, nodes in enumerate(members.values()):
             of_group = {node: values[node] for node in nodes}
             of_nodes = [asked[node] for node in nodes if node in asked]
-            config = group_config(of_group, of_nodes, untrained, nonnegative)
+            config = group_config(of_group, of_nodes, untrained, nonnegative, kinds)
             if not self._asks_scale_bits(max(rank for _, rank in of_nodes)):
                 rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
                 bits = [config.scheme.scale_bits, *(rule.scale_bits for rule in rules if rule is not None)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from torch import fx
 
+from fxqat.custom_quantizer.flat_reads import flat_outside
 from fxqat.custom_quantizer.float_reads import Read
 from fxqat.custom_quantizer.requests import RankedConfig, Request, precedence
 from fxqat.fake_quantize.fake_quantizes import not_learned
@@ -16,6 +17,7 @@ from fxqat.ops.identify import operands
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import node_inputs
+from fxqat.utils.node_meta import Kind
 
 
 class Groups:
@@ -132,11 +134,13 @@ def group_config(
     asked: list[RankedConfig],
     untrained: set[fx.Node],
     nonnegative: set[fx.Node],
+    kinds: Mapping[fx.Node, Kind],
 ) -> TensorQConfig:
     """The one configuration of the values of a group: the request with the highest precedence.
 
-    A known range holds for a value alone. A scale is learned where training moves a value: the range of the model's
-    input is that of the data, and a gradient for its scale would cost a backward pass through the first layer.
+    A known range holds for a value alone, and so does one outside of which its readers are flat. A scale is learned
+    where training moves a value: the range of the model's input is that of the data, and a gradient for its scale would
+    cost a backward pass through the first layer.
     The zero point of values that are never negative is the smallest integer, whatever is learned.
     """
     config, rank = max(asked, key=precedence)
@@ -145,4 +149,7 @@ def group_config(
     if rank == 0 and untrained.issuperset(sources):
         config = not_learned(config)
     positive = not config.scheme.symmetric and nonnegative.issuperset(sources)
-    return config.with_scheme(fixed_range=alone, nonnegative=positive)
+    flat = None
+    if len(sources) == 1:
+        flat = flat_outside(sources[0], values[sources[0]].readers, kinds, config.scheme.bit_width)
+    return config.with_scheme(fixed_range=alone, nonnegative=positive, flat_outside=flat)

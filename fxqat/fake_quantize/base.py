@@ -133,8 +133,11 @@ class FakeQuantizeBase(KeepsDtype):
             same_pass: as in :meth:`forward`.
         """
         if self.scheme.fixed_range is None:
+            target = self.target(x)
+            if self.scheme.flat_outside is not None:
+                target = target.clamp(*self.scheme.flat_outside)
             # an observer of a user's own may take the tensor only
-            self.observer(self.target(x), **({"same_pass": True} if same_pass else {}))
+            self.observer(target, **({"same_pass": True} if same_pass else {}))
             self.update_from_observer()
 
     def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:

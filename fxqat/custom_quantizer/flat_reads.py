@@ -1,0 +1,101 @@
+"""Where the ops that read a value are flat, so that its range need not go further.
+
+SiLU of -8 and of -80 are both 0 to within half a step, but a range down to -80 makes the steps of the values ten times
+as coarse. Of a value that only such ops read, the observer therefore sees what lies where they are not flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping
+from functools import cache
+from types import MappingProxyType
+
+from torch import fx
+
+from fxqat.custom_quantizer.value_kinds import reads_sizes_only
+from fxqat.ops.identify import identify
+from fxqat.utils.node_meta import Kind
+
+Range = tuple[float, float]
+
+EXACT: Mapping[str, Range] = MappingProxyType({"hardsigmoid": (-3.0, 3.0), "hardswish": (-3.0, math.inf)})
+"""Ops that are constant outside of a range, or below it."""
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+SMOOTH: Mapping[str, tuple[Callable[[float], float], float, float | None]] = MappingProxyType(
+    {
+        "sigmoid": (_sigmoid, 0.0, 1.0),
+        "tanh": (math.tanh, -1.0, 1.0),
+        "silu": (lambda x: x * _sigmoid(x), 0.0, None),
+        "gelu": (lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2, 0.0, None),
+        "mish": (lambda x: x * math.tanh(math.log1p(math.exp(x))), 0.0, None),
+    }
+)
+"""The function of an op, and its limits at minus and plus infinity; None if it has none."""
+
+GRID, FARTHEST = 1 / 64, 40
+
+
+@cache
+def flat_outside_of(name: str, bit_width: int) -> Range | None:
+    """The range outside of which an op is flat: closer to its limit than half a step of a result in [0, 1].
+
+    Args:
+        name: the op.
+        bit_width: of the result.
+
+    Returns:
+        ``(low, high)`` around 0, where one of them may be infinite; None if the op is flat nowhere.
+
+    Example:
+        >>> flat_outside_of("silu", 8), flat_outside_of("hardswish", 8), flat_outside_of("relu", 8)
+        ((-8.390625, inf), (-3.0, inf), None)
+    """
+    if name not in SMOOTH:
+        return EXACT.get(name)
+    function, below, above = SMOOTH[name]
+
+    def end(sign: int, limit: float | None) -> float:
+        if limit is None:
+            return sign * math.inf
+        grid = (step * GRID for step in range(int(FARTHEST / GRID), 0, -1))
+        return sign * next(x for x in grid if abs(function(sign * x) - limit) > 2.0 ** -(bit_width + 1))
+
+    return end(-1, below), end(1, above)
+
+
+def flat_outside(
+    node: fx.Node, readers: Container[str] | None, kinds: Mapping[fx.Node, Kind], bit_width: int
+) -> Range | None:
+    """The range outside of which every op that reads a value is flat.
+
+    Args:
+        node: the value.
+        readers: names of the nodes that read its quantized form; None for all.
+        kinds: of the nodes; a reader that only takes sizes does not count.
+        bit_width: of the values.
+
+    Returns:
+        ``(low, high)``; None if a reader is flat nowhere, or if there is none.
+    """
+    reading = [user for user in node.users if readers is None or user.name in readers]
+    reading = [user for user in reading if user.op == "output" or not reads_sizes_only(user, kinds)]
+    found = [flat_outside_of(_read_as(user, node), bit_width) for user in reading]
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _read_as(user: fx.Node, value: fx.Node) -> str:
+    """The op by which a node reads a value; ``x * sigmoid(x)`` reads x as SiLU."""
+    name = identify(user).name
+    others = [operand for operand in user.all_input_nodes if operand is not value]
+    if name == "mul" and len(others) == 1 and identify(others[0]).name == "sigmoid":
+        return "silu" if others[0].all_input_nodes == [value] else name
+    return name
