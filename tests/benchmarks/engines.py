@@ -180,7 +180,6 @@ EXACT_RATIOS = (
     Case("onnxruntime", "ONNXRuntime", scales="pot"),
     Case("onnxruntime", "TSQAT", "onnxruntime", scales="pot"),
     Case("litert", "LiteRT", scales="pot"),
-    Case("qnn", "QNN", scales="pot"),
 )
 """Scales of activations that are powers of two, for models with real weights and labels only."""
 
