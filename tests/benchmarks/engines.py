@@ -105,7 +105,8 @@ same file in float32. *in float64*: the fake-quant model, computed in float64. *
 model, when a single one of the 150528 integers of the photo is one step off. Such an error is all that a tie makes, a
 value exactly between two steps: an engine multiplies by the ratio of scales where the file divides, and the ratio is
 rounded. In 53 layers a few of them become many. With scales of activations that are powers of two (*scales* pot) the
-ratios are exact, and so are sums of products in float32: there no order of computation makes a difference.
+ratios are exact, and so are sums of products in float32: there no order of computation makes a difference. But many
+sums of two values are then ties, which LiteRT, unlike the others, rounds to another side than ONNX.
 
 *two largest equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output.
 
