@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import CheckpointError, ConfigError
-from fxqat.fake_quantize.straight_through import FakeQuantizeSTE
+from fxqat.fake_quantize.straight_through import fake_quantize_ste
 from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
 from fxqat.scheme import QuantizeScheme
 from fxqat.utils.torch_compat import KeepsDtype
@@ -218,7 +218,7 @@ class FakeQuantizeBase(KeepsDtype):
         """
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
-        return FakeQuantizeSTE.apply(  # type: ignore[no-any-return]
+        return fake_quantize_ste(
             self.target(x, factor, used_scale),
             self.scale,
             zero_point,
