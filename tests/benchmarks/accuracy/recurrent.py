@@ -46,7 +46,7 @@ LANGUAGE_MODEL = "LSTM, next character"
 LENGTH, FOLDS, SEEDS = 16, 3, 5
 RATE, DISTILL_RATE, TEMPERATURE, QAT_EPOCHS = 1e-2, 5e-5, 2.0, 5
 COLUMNS = ("float", "PTQ", "QAT")
-HEADING = ("network", "form", *COLUMNS, "QAT - float", "standard error", "changed", "file equals the model")
+HEADING = ("network", "form", "trained", *COLUMNS, "QAT - float", "standard error", "changed", "file equals the model")
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 """Inputs and labels to train on, and to test on."""
@@ -166,7 +166,7 @@ def row(name: str, form: str, parts: list[dict[str, Any]]) -> tuple[str, ...]:
     cells = (f"{mean[k]:.2f}" for k in COLUMNS)
     gain = f"{mean['QAT'] - mean['float']:+.2f}"
     verdict = "passed" if all(part["passed"] for part in parts) else "FAILED"
-    return name, form, *cells, gain, error, f"{mean['changed']:.2f}", verdict
+    return name, form, str(len(parts)), *cells, gain, error, f"{mean['changed']:.2f}", verdict
 
 
 def rows_of(page: str) -> list[tuple[str, ...]]:
@@ -186,10 +186,11 @@ def page(rows: list[tuple[str, ...]], sizes: tuple[int, int]) -> str:
         "Accuracy of recurrent layers",
         "============================",
         "",
-        f"scikit-learn's {sizes[0]} digits, read row by row and tested in {FOLDS} parts, each by {SEEDS} networks that",
-        f"were trained on the others (one wrong image of one network is {100 / sizes[0] / SEEDS:.3f} points); and the",
-        f"next character of its texts, {sizes[1]} in the test of {SEEDS} networks (one wrong character of one network",
-        f"is {100 / sizes[1] / SEEDS:.3f} points). ``unrolled`` is measured with the first of the {SEEDS} seeds.",
+        f"scikit-learn's {sizes[0]} digits, read row by row and tested in {FOLDS} parts, each by networks that were",
+        f"trained on the others; and the next character of its texts, {sizes[1]} in the test. ``trained``: how many",
+        f"networks the row averages over, the {FOLDS} parts of the digits with up to {SEEDS} seeds; ``unrolled`` is",
+        f"measured with the first seed. With one seed a wrong answer is {100 / sizes[0]:.3f} points of the digits and",
+        f"{100 / sizes[1]:.3f} of the texts; with more seeds it is as many times less.",
         f"Weights and activations of 8 bits (TSQAT). QAT: {QAT_EPOCHS} epochs with the training inputs, "
         "without labels: the",
         f"float network teaches its logits. Its learning rate, {DISTILL_RATE}, was chosen with networks of another "
