@@ -10,11 +10,11 @@ from torch import fx
 from fxqat.config.config import PrepareConfig
 from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
-from fxqat.custom_quantizer.requests import RankedConfig, Request, weight_of
+from fxqat.custom_quantizer.requests import RankedConfig, Request, layer_of_result, weight_of
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import LAYER, WHOLE
-from fxqat.ops.families import LOOKUP, WEIGHTED, WITH_WEIGHT
+from fxqat.ops.families import LOOKUP, RECURRENT, WEIGHTED, WITH_WEIGHT
 from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import ValueQuant
 from fxqat.scheme import QConfig, TensorQConfig
@@ -40,16 +40,9 @@ class Overrides:
     def apply(self, node: fx.Node, request: Request) -> Request:
         """Change the request of a node; ``"value"`` waits for :meth:`value_config`."""
         for rank, override in enumerate(self.overrides, start=1):
-            idle = request.rule is None and request.weight is None
-            if not override.match(node) or (override.function is not None and idle):
-                continue
             weight, activation = self.spec.weight_of(request.op.name), self.spec.activation
             defaults = {"weight": weight, "activation": activation, "output": activation}
-            changes = override.changes_of(node, QConfig(request.weight, request.activation, request.output))
-            if override.function is not None and changes:
-                answer = Override(replace(override.match, node=node.name), changes)
-                self._answers.setdefault(rank, []).append(answer)
-            for tensor, change in changes.items():
+            for tensor, change in self._changes(rank, override, node, request).items():
                 is_dynamic = change is not None and change.dynamic
                 if tensor == "value" or not can_change(request, tensor, node) or (is_dynamic and not request.weight):
                     continue
@@ -64,6 +57,24 @@ class Overrides:
                 self._note(node, request, rank, tensor, change)
         return request
 
+    def _changes(
+        self, rank: int, override: Override, node: fx.Node, request: Request
+    ) -> dict[str, TensorChange | None]:
+        """What an override changes of a node; the output of a recurrent layer is that of its results."""
+        changes: dict[str, TensorChange | None] = {}
+        layer = layer_of_result(node)
+        for answer in self._answers.get(rank, [override]):
+            if layer is not None and answer.match(layer) and "output" in answer.changes:
+                changes["output"] = answer.changes["output"]
+        idle = request.rule is None and request.weight is None
+        if not override.match(node) or (override.function is not None and idle):
+            return changes
+        own = override.changes_of(node, QConfig(request.weight, request.activation, request.output))
+        if override.function is not None and own:
+            answer = Override(replace(override.match, node=node.name), own)
+            self._answers.setdefault(rank, []).append(answer)
+        return {**changes, **own}
+
     def value_config(self, node: fx.Node, request: Request, asked: RankedConfig) -> RankedConfig:
         """How a value that is quantized is quantized, after the later overrides of ``"value"``.
 
@@ -73,10 +84,11 @@ class Overrides:
             asked: how the value is to be quantized, and who asks for it.
         """
         config, rank = asked
+        layer = layer_of_result(node)
         for number, override in enumerate(self.overrides, start=1):
             for answer in self._answers.get(number, [override]):
                 change = answer.changes.get("value")
-                if change is None or not answer.match(node):
+                if change is None or not (answer.match(node) or (layer is not None and answer.match(layer))):
                     continue
                 self._note(node, request, number, "value", change if number > rank else None)
                 if number > rank:
@@ -267,4 +279,5 @@ def can_change(request: Request, tensor: str, node: fx.Node) -> bool:
         return True
     if request.rule is None:
         return False
-    return tensor != "output" or not request.moves_values
+    is_layer = request.op.family == RECURRENT and request.op.gives_tuple  # its results are nodes of their own
+    return tensor != "output" or not (request.moves_values or is_layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -9,6 +10,7 @@ from torch import fx
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.nn.embedding import TABLES, Table, why_table_stays_float
 from fxqat.nn.fused import FusedLayer
+from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
 from fxqat.ops.identify import identify
@@ -102,6 +104,14 @@ def is_layer_output_for(operand: fx.Node, reader: fx.Node) -> bool:
             return False
         operand, reader = operand.args[0], operand
     return False
+
+
+def layer_of_result(node: fx.Node) -> fx.Node | None:
+    """The call of a recurrent layer of whose results a node is one; None if it is something else."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if isinstance(source, fx.Node) and isinstance(called_module(source), RecurrentLayer):
+        return source
+    return None
 
 
 def why_weight_stays_float(node: fx.Node) -> str:

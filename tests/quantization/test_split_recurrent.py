@@ -23,6 +23,14 @@ class Net(nn.Module):
         return self.last(self.rnn(x)[0])
 
 
+class NetWithStates(Net):
+    """It returns the states as well."""
+
+    def forward(self, x):
+        y, (h, c) = self.rnn(x)
+        return self.last(y), h, c
+
+
 class Chain(nn.Module):
     """Two modules; the second gets the states of the first, and is called twice."""
 
@@ -93,6 +101,29 @@ def test_an_override_and_an_exclusion_find_the_layers_of_a_module():
     assert [rows.row(f"rnn.layer_{number}").weight for number in range(2)] == ["int4 sym per-channel narrow"] * 2
     rows = quantized(net, x, extra_quantizer_dict={"exclude_module_name": ["rnn.layer_1"]}).quant_report
     assert [rows.row(f"rnn.layer_{number}").status for number in range(2)] == ["quantized", "float"]
+
+
+@pytest.mark.parametrize("tensor", ["output", "value"])
+@pytest.mark.parametrize("match", [{"node": "rnn_1"}, {"module": "rnn"}])
+def test_the_output_of_a_layer_is_that_of_its_results(tensor, match, tmp_path):
+    x, net = torch.randn(4, 3, 5), NetWithStates(nn.LSTM(5, 6))
+    gm = quantized(net, x, overrides=[{"match": match, tensor: {"bit": 16}}])
+    rows = gm.quant_report
+    results = {row.node: row.output for row in rows if row.node.startswith("rnn_1_")}
+    assert {"rnn_1_output", "rnn_1_hidden", "rnn_1_cell"} == set(results)
+    assert set(results.values()) == {"int16 sym per-tensor"}
+    assert rows.row("rnn").output == ""
+    assert convert_export(gm, (x,), tmp_path / "net.onnx").certificate.passed
+
+
+def test_a_function_answers_for_a_layer_and_for_its_results():
+    x, net = torch.randn(4, 3, 5), NetWithStates(nn.LSTM(5, 6))
+    answers = {"rnn": {"output": {"bit": 16}}, "rnn_1_cell": {"output": {"bit": 6}}}
+    gm = quantized(net, x, overrides=[lambda path, current: answers.get(path)])
+    found = {row.node: row.output.split()[0] for row in gm.quant_report if row.node.startswith("rnn_1_")}
+    assert found == {"rnn_1_output": "int16", "rnn_1_hidden": "int16", "rnn_1_cell": "int6"}
+    again = prepare_by_platform(net, "TSQAT", effective_config(gm), example_inputs=(x,)).quant_report
+    assert [(row.node, row.output) for row in again] == [(row.node, row.output) for row in gm.quant_report]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ quantized model, one column per sample::
 
 Columns are taken in order of decreasing ``H_jj``. The start is not the weight but ``W*``, which best reproduces the
 float model's outputs (:mod:`fxqat.tools.post_training.input_moments`). Li et al. 2025 (GPTAQ, arXiv:2504.02692) pursue
-the same target column by column. A recurrent layer starts at the weight: its gates saturate, so that large inputs that
-were clipped would count far too much, and its states change with its weights.
+the same target column by column. For a recurrent layer both starts are tried, and the better result is kept
+(:mod:`fxqat.tools.post_training.reconstruct`): ``W*`` makes up for coarse inputs; but the gates saturate, so that large
+inputs that were clipped count far too much in it, and the states change with the weights.
 
 Several multiples of each scale (:data:`SCALE_FACTORS`) are tried, and the one with the least error
 ``(Q - W*) H (Q - W*)^T`` is kept, where ``Q`` is the quantized weight. Coordinate descent follows (Behdin et al. 2023,
@@ -74,6 +75,7 @@ def gptq_weight(
     damping: float,
     centred: bool,
     place: int = 0,
+    towards_float: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Find a folded weight whose nearest rounding is the solution of GPTQ, and its scale.
 
@@ -87,6 +89,7 @@ def gptq_weight(
         centred: whether the layer's bias is corrected afterwards.
         place: which of the layer's weights, in the order of
             :func:`~fxqat.tools.post_training.layer_weights.weights_of`.
+        towards_float: whether the start is ``W*``; otherwise it is the weight.
 
     Returns:
         Each element of the weight as it was just before it was rounded, of the weight's shape; and the used scale, of
@@ -97,7 +100,7 @@ def gptq_weight(
     first, second = moments_of_halves(segment, path, float_segment, quant_inputs, float_inputs, place)
     gram, _ = (first + second).averages(centred)
     target = weight_to_matrices(op, weight).double()
-    if found.outputs_are_products:
+    if towards_float:
         target = weight_towards_float(target, first, second, centred)
     error = QuadraticError.of(target, damped(gram, damping))
     scale, zero_point = quant.qparams()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ class LayerWeight(ABC):
         attribute: the name of the weight's fake-quant in it.
         op: how the weight becomes matrices, see :mod:`fxqat.tools.post_training.layer_matrices`.
     """
-
-    outputs_are_products: ClassVar[bool] = True
-    """Whether the layer's outputs are the products of its weight, and its inputs do not depend on them."""
 
     def __init__(self, layer: Layer, attribute: str, op: WeightedOp) -> None:
         self.layer = layer
@@ -113,7 +110,6 @@ class FoldedWeight(LayerWeight):
 class RecurrentWeight(LayerWeight):
     """``W`` or ``R`` of a recurrent layer; each direction is a group."""
 
-    outputs_are_products = False
     layer: QATRecurrentLayer
     place: int
 

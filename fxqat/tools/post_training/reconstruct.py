@@ -17,9 +17,12 @@ hardly correct. So the biases of a segment can be corrected (:mod:`fxqat.tools.p
 learning, and again after it.
 
 Of three states of a segment (before learning, after it, after the last bias correction) the one with the least error is
-kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned. A
-segment with a recurrent layer has a fourth, rounded to the nearest: GPTQ looks at the products of a layer, and the
-states of a recurrent layer change with its weights.
+kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned.
+
+GPTQ looks at the products of a layer, but the states of a recurrent layer change with its weights, and its gates
+saturate. So a segment with a recurrent layer is tried in three ways: rounded to the nearest, by GPTQ that starts at the
+weight, and by GPTQ that starts at the weight that best reproduces the float model's products. The one with the least
+error of the segment's outputs, with the inputs that it has in the quantized model, is kept before learning.
 """
 
 from __future__ import annotations
@@ -161,7 +164,10 @@ def _reconstruct_(
         correct_means(segment, quant_inputs, means)
     elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values()):
         correct_means(segment, quant_inputs, means)
-        steps.append(round_by_gptq)  # may be worse than nearest
+        nearest = copy.deepcopy(segment.module.state_dict())
+        at_weight, at_float = (partial(round_by_gptq, towards_float=choice) for choice in (False, True))
+        back = partial(segment.module.load_state_dict, nearest)
+        _keep_best_(segment, quant_inputs, targets, [at_weight, lambda: (back(), at_float())])
     else:
         round_by_gptq()
     if setting.iterations:
@@ -178,13 +184,26 @@ def _apply_gptq_(
     quant_inputs: list[Values],
     means: Mapping[str, Tensor],
     setting: GPTQ,
+    towards_float: bool = True,
 ) -> None:
-    """Apply GPTQ to the layers of a segment in order, and correct the bias of each before the next one."""
+    """Apply GPTQ to the layers of a segment in order, and correct the bias of each before the next one.
+
+    ``towards_float`` says where the weights of recurrent layers start, see :func:`gptq_weight`.
+    """
     for path, layer in segment.layers.items():
         centred = path in means
+        to_float = towards_float or not isinstance(layer, QATRecurrentLayer)
         for place, weight in enumerate(weights_of(layer)):
+            inputs = (quant_inputs, float_inputs)
             found, scale = gptq_weight(
-                segment, path, float_segment, quant_inputs, float_inputs, setting.damping, centred=centred, place=place
+                segment,
+                path,
+                float_segment,
+                *inputs,
+                setting.damping,
+                centred=centred,
+                place=place,
+                towards_float=to_float,
             )
             weight.write_(found)
             weight.quant.set_qparams(scale, weight.quant.qparams()[1])

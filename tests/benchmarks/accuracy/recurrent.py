@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from importlib import resources
 from itertools import product
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ DIGITS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
     "GRU, three layers, both directions": (nn.GRU, {"num_layers": 3, "bidirectional": True}),
 }
 LANGUAGE_MODEL = "LSTM, next character"
-LENGTH, FOLDS, SEEDS = 16, 3, 3
+LENGTH, FOLDS, SEEDS = 16, 3, 5
 RATE, DISTILL_RATE, TEMPERATURE, QAT_EPOCHS = 1e-2, 5e-5, 2.0, 5
 COLUMNS = ("float", "PTQ", "QAT")
+HEADING = ("network", "form", "trained", *COLUMNS, "QAT - float", "standard error", "changed", "file equals the model")
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 """Inputs and labels to train on, and to test on."""
@@ -127,26 +129,28 @@ def train(model: nn.Module, images: Tensor, labels: Tensor | nn.Module, epochs: 
     model.eval()
 
 
+def percent(hits: Tensor) -> float:
+    """The share of what is true."""
+    return 100 * hits.float().mean().item()
+
+
 @torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Percent."""
-    return 100 * (model(images).argmax(1) == labels).float().mean().item()
-
-
 def measure(form: str, trained: nn.Module, data: Data, epochs: int) -> dict[str, Any]:
-    """Percent in float, after PTQ and after QAT, and the verdict on the file."""
+    """Percent in float, after PTQ and after QAT, the share of answers that QAT changes, and the verdict on the file."""
     images, _, test_images, test_labels = data
     config = {"overrides": FORMS[form]} if FORMS[form] else None
     gm = prepare_by_platform(copy.deepcopy(trained), "TSQAT", config, example_inputs=(images[:4],))
     gm.eval()
     enable_calibration(gm)
-    with torch.no_grad():
-        for batch in images[:400].split(100):
-            gm(batch)
+    for batch in images[:400].split(100):
+        gm(batch)
     enable_quantization(gm)
-    found = {"float": accuracy(trained, test_images, test_labels), "PTQ": accuracy(gm, test_images, test_labels)}
-    train(gm, images, trained, epochs, DISTILL_RATE)
-    found["QAT"] = accuracy(gm, test_images, test_labels)
+    answers = {"float": trained(test_images).argmax(1), "PTQ": gm(test_images).argmax(1)}
+    with torch.enable_grad():
+        train(gm, images, trained, epochs, DISTILL_RATE)
+    answers["QAT"] = gm(test_images).argmax(1)
+    found = {name: percent(given == test_labels) for name, given in answers.items()}
+    found["changed"] = percent(answers["QAT"] != answers["float"])
     with tempfile.TemporaryDirectory() as folder:
         report = convert_export(gm, (test_images[:64],), Path(folder) / "net.onnx", dynamic_batch=True)
     assert report.certificate is not None
@@ -154,10 +158,21 @@ def measure(form: str, trained: nn.Module, data: Data, epochs: int) -> dict[str,
 
 
 def row(name: str, form: str, parts: list[dict[str, Any]]) -> tuple[str, ...]:
-    """One row of the table, over all parts of the test."""
+    """One row of the table, over all networks and parts of the test."""
     count = sum(part["count"] for part in parts)
-    cells = (f"{sum(part[k] * part['count'] for part in parts) / count:.2f}" for k in COLUMNS)
-    return name, form, *cells, "passed" if all(part["passed"] for part in parts) else "FAILED"
+    mean = {k: sum(part[k] * part["count"] for part in parts) / count for k in (*COLUMNS, "changed")}
+    gains = [part["QAT"] - part["float"] for part in parts]
+    error = f"{stdev(gains) / math.sqrt(len(gains)):.2f}" if len(gains) > 1 else ""
+    cells = (f"{mean[k]:.2f}" for k in COLUMNS)
+    gain = f"{mean['QAT'] - mean['float']:+.2f}"
+    verdict = "passed" if all(part["passed"] for part in parts) else "FAILED"
+    return name, form, str(len(parts)), *cells, gain, error, f"{mean['changed']:.2f}", verdict
+
+
+def rows_of(page: str) -> list[tuple[str, ...]]:
+    """The rows of the table of a page that :func:`page` wrote, without the heading."""
+    rows = page.partition(":header-rows: 1")[2].split("\n   * - ")[1:]
+    return [tuple(cell.strip() for cell in row.split("\n     -")) for row in rows][1:]
 
 
 def page(rows: list[tuple[str, ...]], sizes: tuple[int, int]) -> str:
@@ -171,24 +186,28 @@ def page(rows: list[tuple[str, ...]], sizes: tuple[int, int]) -> str:
         "Accuracy of recurrent layers",
         "============================",
         "",
-        f"scikit-learn's {sizes[0]} digits, read row by row and tested in {FOLDS} parts, each by {SEEDS} networks that",
-        f"were trained on the others (one wrong image of one network is {100 / sizes[0] / SEEDS:.3f} points); and the",
-        f"next character of its texts, {sizes[1]} in the test of {SEEDS} networks (one wrong character of one network",
-        f"is {100 / sizes[1] / SEEDS:.3f} points). ``unrolled`` is measured with the first of the {SEEDS} seeds.",
+        f"scikit-learn's {sizes[0]} digits, read row by row and tested in {FOLDS} parts, each by networks that were",
+        f"trained on the others; and the next character of its texts, {sizes[1]} in the test. ``trained``: how many",
+        f"networks the row averages over, the {FOLDS} parts of the digits with up to {SEEDS} seeds; ``unrolled`` is",
+        f"measured with the first seed. With one seed a wrong answer is {100 / sizes[0]:.3f} points of the digits and",
+        f"{100 / sizes[1]:.3f} of the texts; with more seeds it is as many times less.",
         f"Weights and activations of 8 bits (TSQAT). QAT: {QAT_EPOCHS} epochs with the training inputs, "
         "without labels: the",
         f"float network teaches its logits. Its learning rate, {DISTILL_RATE}, was chosen with networks of another "
         "seed by",
         "the difference of logits to float, on digits that they were not trained on; no label was used.",
         "``layer``: one ONNX operator for each layer; ``unrolled``: every operation quantized, states of 16 bits.",
+        "``standard error``: of ``QAT - float``, from how much it varies over the networks. ``changed``: the",
+        "percentage of test inputs to which the network after QAT gives another answer than in float, right or wrong.",
         "Written by ``tests/benchmarks/accuracy/recurrent.py``.",
         "",
         ".. list-table::",
         "   :header-rows: 1",
         "",
     ]
-    for cells in (("network", "form", *COLUMNS, "file equals the model"), *rows):
-        lines += [f"   {'* -' if place == 0 else '  -'} {cell}" for place, cell in enumerate(cells)]
+    order = [LANGUAGE_MODEL, *DIGITS]
+    for cells in (HEADING, *sorted(rows, key=lambda row: (row[1], order.index(row[0])))):
+        lines += [f"   {'* -' if place == 0 else '  -'} {cell}".rstrip() for place, cell in enumerate(cells)]
     return "\n".join([*lines, ""])
 
 
@@ -198,12 +217,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--only", nargs="*", default=[LANGUAGE_MODEL, *DIGITS], help="the networks to measure")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that the page has of other networks")
     arguments = parser.parse_args()
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     folds, text = list(digits()), texts()
     alphabet = 1 + max(int(tensor.max()) for tensor in text)
     sizes = sum(data[3].numel() for data in folds), text[3].numel()
-    rows, networks = [], {}
+    is_kept = arguments.keep and arguments.output.exists()
+    rows = rows_of(arguments.output.read_text(encoding="utf-8")) if is_kept else []
+    rows = [cells for cells in rows if cells[0] not in arguments.only]
+    networks: dict[str, list[tuple[nn.Module, Data]]] = {}
     for name in arguments.only:
         kind, options = DIGITS.get(name, (nn.LSTM, {}))
         networks[name] = trained = []

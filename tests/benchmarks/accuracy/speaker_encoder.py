@@ -77,6 +77,16 @@ class Row:
         found = {"input": self.is_divided, "hidden states": self.states}
         return [f"{name} A16" for name, is_given in found.items() if is_given] + ["first layer W8"] * self.first
 
+    def labels(self, steps: int) -> tuple[str, str, str]:
+        """The first cells: bits, input and method.
+
+        Args:
+            steps: of QAT.
+        """
+        bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
+        kind = "16 bits, divided" if self.is_divided else "8 bits"
+        return bits, kind, (self.method or "nearest") + (f", QAT, {steps} steps" if self.is_trained else "")
+
 
 ROWS = [
     Row(8, False),
@@ -341,11 +351,20 @@ def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], st
         report = convert_export(gm, (data[:2],), path)
         share = path.stat().st_size / (4 * sum(p.numel() for p in model.parameters()))
     assert report.certificate is not None
-    method = (row.method or "nearest") + (f", QAT, {steps} steps" if row.is_trained else "")
     took, verdict = f"{time.process_time() - start:.0f}", "passed" if report.certificate.passed else "FAILED"
-    kind = "16 bits, divided" if row.is_divided else "8 bits"
-    bits = f"W{row.bits}A8" + (f" ({', '.join(row.exceptions)})" if row.exceptions else "")
-    return bits, kind, method, *cells, f"{share:.3f}", took, verdict
+    return *row.labels(steps), *cells, f"{share:.3f}", took, verdict
+
+
+def in_order(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows in the order of :data:`ROWS`; of two with the same labels the later one."""
+    order = [row.labels(0) for row in ROWS]
+
+    def place(cells: tuple[str, ...]) -> tuple[int, int]:
+        method, _, steps = cells[2].partition("QAT, ")
+        count = int(steps.split()[0]) if steps else 0
+        return order.index((*cells[:2], f"{method}QAT, 0 steps" if steps else method)), count
+
+    return sorted({cells[:3]: cells for cells in rows}.values(), key=place)
 
 
 def main() -> None:
@@ -357,7 +376,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="of QAT")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="numbers of rows, from 0")
     parser.add_argument("--output", type=Path, help="page to write")
-    parser.add_argument("--keep", action="store_true", help="add the rows to those that the page has")
+    parser.add_argument("--keep", action="store_true", help="keep the other rows of the page")
     arguments = parser.parse_args()
     logging.getLogger("fxqat").setLevel(logging.ERROR)
     model = Encoder().eval()
@@ -379,7 +398,7 @@ def main() -> None:
         rows.append(measure(ROWS[number], model, data, tests, arguments.steps))
         print(*rows[-1], flush=True)
         if arguments.output:
-            text = page(list(tests), arguments.speech, arguments.test_speech, rows)
+            text = page(list(tests), arguments.speech, arguments.test_speech, in_order(rows))
             arguments.output.write_text(text, encoding="utf-8")
 
 

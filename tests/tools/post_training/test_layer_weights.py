@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import fxqat
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.tools import Reconstruction, correct_bias, reconstruct
+from fxqat.tools.post_training.gptq import gptq_weight
 from fxqat.tools.post_training.layer_matrices import weight_to_matrices
 from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import split
@@ -180,6 +182,32 @@ def test_gptq_of_recurrent_layers_does_not_make_up_for_clipped_inputs(kind):
             reconstruct(gm, batches, method)
         shares[method] = [error(gm, model, given) for given in (batches, loud_sequences(2))]
     assert all(a < 1.1 * b for a, b in zip(shares["GPTQ"], shares[None], strict=True)), shares
+
+
+@pytest.mark.parametrize(("name", "is_clipped"), [("lstm", False), ("rnn", False), ("gru", True), ("rnn", True)])
+def test_of_both_starts_of_gptq_the_one_with_the_better_outputs_is_kept(name, is_clipped, monkeypatch):
+    torch.manual_seed(0)
+    model = LastState(KINDS[name]).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    given = {"bit": 16, "observer": "Percentile"} if is_clipped else {"bit": 5, "observer": "MinMax"}
+    rules, errors = {"overrides": [{"match": {"node": "x"}, "output": given}]}, {}
+    for start in (None, False, True):
+        gm = fxqat.prepare_by_platform(model, "Experimental", rules, example_inputs=loud_sequences(1)[0])
+        calibrate(gm, *loud_sequences(1)).eval()
+        with monkeypatch.context() as patch:
+            if start is not None:
+                patch.setattr(reconstruct_module, "gptq_weight", partial(from_start, gptq_weight, start))
+            errors[start] = reconstruct(gm, loud_sequences(1), "GPTQ")["rnn.layer_0"]
+    nearest = errors[None][0]
+    assert errors[None][1] == min(nearest, errors[False][1], errors[True][1]) < nearest
+    assert (errors[False][1] < errors[True][1]) == is_clipped
+
+
+def from_start(function, start, *args, towards_float, **kwargs):
+    """GPTQ that always starts at the weight, or always at the one that best reproduces the float products."""
+    return function(*args, **kwargs, towards_float=start)
 
 
 def test_a_layer_stays_rounded_to_the_nearest_where_gptq_is_worse(monkeypatch):
