@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxqat import calibrate, enable_quantization, prepare_by_platform
+from fxqat import calibrate, convert_export, enable_quantization, prepare_by_platform
 from fxqat.custom_quantizer.flat_reads import EXACT, GRID, SMOOTH, flat_outside_of
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.scheme import QuantizeScheme
@@ -32,7 +32,8 @@ def test_outside_an_op_is_as_good_as_constant_and_inside_it_is_not(name, bits):
 
 
 def test_ops_that_are_flat_nowhere_have_no_range():
-    assert flat_outside_of("relu", 8) is flat_outside_of("conv2d", 8) is None
+    assert flat_outside_of("relu", 8) is None
+    assert flat_outside_of("conv2d", 8) is None
 
 
 class Reads(nn.Module):
@@ -75,11 +76,13 @@ def range_of(function, backend):
     ],
 )
 def test_the_range_ends_where_every_reader_is_flat(function, backend, low, high):
-    for found, end in zip(range_of(function, backend), (low, high), strict=True):
+    lowest, highest = range_of(function, backend)
+    assert lowest < 0 < highest
+    for found, end in ((lowest, low), (highest, high)):
         assert abs(found) > 20 if end is None else abs(end) - 0.3 <= abs(found) < 1.07 * abs(end)
 
 
-def test_silu_keeps_its_accuracy_beside_large_negative_values():
+def test_silu_keeps_its_accuracy_beside_large_negative_values(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 16, 16)
     model = Reads(F.silu).eval()
@@ -90,8 +93,10 @@ def test_silu_keeps_its_accuracy_beside_large_negative_values():
     enable_quantization(gm)
     error = (gm(x) - model(x)).square().mean().sqrt()
     assert error < 0.012  # 0.036 without it
+    assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
 
 
 def test_the_integers_of_a_scheme_do_not_depend_on_it():
     """A checkpoint that was saved without it loads."""
     assert QuantizeScheme(flat_outside=(-8.0, math.inf)) == QuantizeScheme()
+    assert QuantizeScheme(flat_outside=(-8.0, math.inf)) != QuantizeScheme(4)
