@@ -51,9 +51,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
     ``r = (x_hat - x) / s`` inside, which :mod:`~fxqat.fake_quantize.kernels` saves in 8 bits, to 1/504 of a step: the
     gradient of s is within ``sum(|g|) / 504`` of the exact one, and unbiased where x is spread over the step. Torch's
     operators save the ratios in 16 bits, to 1/4000 of a step, and ``x_hat / s`` outside; an element is inside if
-    ``|r| < 3/4``. They save a small x as it is, because more operations cost more than its memory. Under a
-    compiler they always do: it decides itself what is saved and what is computed again, and fewer operations compile in
-    less time.
+    ``|r| < 3/4``. They save a small x as it is, because more operations cost more than its memory.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
     Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
@@ -89,7 +87,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
         grid = used_scale if factor is None else used_scale / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max, zero_point_step)
         signed_scale = torch.copysign(used_scale, scale)
-        ctx.input_kept = input_kept or x.numel() <= SMALL or is_recorded()
+        ctx.input_kept = input_kept or (x.numel() <= SMALL and not is_recorded())
         if ctx.input_kept:
             x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
             # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
