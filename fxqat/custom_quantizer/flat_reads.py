@@ -54,7 +54,7 @@ def flat_outside_of(name: str, bit_width: int) -> Range | None:
 
     Example:
         >>> flat_outside_of("silu", 8), flat_outside_of("hardswish", 8), flat_outside_of("relu", 8)
-        ((-8.390625, inf), (-3.0, inf), None)
+        ((-8.359375, inf), (-3.0, inf), None)
     """
     if name not in SMOOTH:
         return EXACT.get(name)
