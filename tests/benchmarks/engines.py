@@ -106,7 +106,8 @@ model, when a single one of the 150528 integers of the photo is one step off. Su
 value exactly between two steps: an engine multiplies by the ratio of scales where the file divides, and the ratio is
 rounded. In 53 layers a few of them become many. With scales of activations that are powers of two (*scales* pot) the
 ratios are exact, and so are sums of products in float32: there no order of computation makes a difference. But many
-sums of two values are then ties, which LiteRT, unlike the others, rounds to another side than ONNX.
+sums of two values are then ties, which LiteRT, unlike the others, rounds to another side than ONNX. There sums keep
+other scales (*not of sums*), and scales of weights have 5 significant bits.
 
 *two largest equal*, *one step apart*: photos whose class in the fake-quant model hangs on one step of the output.
 
@@ -128,6 +129,10 @@ LATENCY = HERE / "results" / "engines_latency.jsonl"
 CAUSES = HERE / "results" / "engines_causes.jsonl"
 
 
+NOT_OF_SUMS = "pot, not of sums"
+"""Powers of two for activations except sums of two, and 5 significant bits for weights."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A backend's files on an engine.
@@ -138,7 +143,8 @@ class Case:
         runtime: the ``runtime`` of ``convert_export``, empty for none.
         precision: of what stays float in OpenVINO; empty for its default, which is bf16 where the processor has it.
         last: what the last layer writes: ``"16"`` bits or ``"float"``; empty for what the backend says.
-        scales: ``"pot"`` for activations whose scales are powers of two; empty for what the backend says.
+        scales: ``"pot"`` for activations whose scales are powers of two, or ``NOT_OF_SUMS``; empty for what the
+            backend says.
     """
 
     engine: str
@@ -154,6 +160,9 @@ class Case:
         config: dict[str, Any] = {"last": {"output": output[self.last]}} if self.last else {}
         if self.scales:
             config["extra_qconfig_dict"] = {"a_qscheme": {"pot_scale": True}}
+        if self.scales == NOT_OF_SUMS:
+            config["extra_qconfig_dict"]["w_qscheme"] = {"scale_bits": 5}
+            config["overrides"] = [{"match": {"function": "add"}, "output": {"scale_bits": 24}}]
         return config or None
 
     def load(self) -> engines.Engine:
@@ -181,6 +190,7 @@ EXACT_RATIOS = (
     Case("onnxruntime", "ONNXRuntime", scales="pot"),
     Case("onnxruntime", "TSQAT", "onnxruntime", scales="pot"),
     Case("litert", "LiteRT", scales="pot"),
+    Case("litert", "LiteRT", scales=NOT_OF_SUMS),
 )
 """Scales of activations that are powers of two, for models with real weights and labels only."""
 
