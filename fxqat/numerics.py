@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
 
@@ -68,8 +68,7 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
     """
     # without the sign bit, the bit patterns of float32 are integers in the order of the absolute values, and a carry
     # out of the mantissa increments the exponent
-    traced = torch.compiler.is_compiling() or type(scale) not in (Tensor, nn.Parameter)
-    half, mask = _rounding(bits, up) if traced else ROUNDING_TENSORS[bits, up]
+    half, mask = _rounding(bits, up) if torch.compiler.is_compiling() else ROUNDING_TENSORS[bits, up]
     pattern = torch.add(scale.float().view(torch.int32), half).bitwise_and_(mask).clamp_(*SCALE_PATTERNS)
     return pattern.view(torch.float32)
 

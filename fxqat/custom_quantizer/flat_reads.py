@@ -1,7 +1,7 @@
 """Where the ops that read a value are flat, so that its range need not go further.
 
-SiLU of -8 and of -80 are both 0 to within half a step, but a range down to -80 makes the steps of the values ten times
-as coarse. Of a value that only such ops read, the observer therefore sees what lies where they are not flat.
+SiLU gives almost 0 for -9 and for -90, but a range down to -90 makes the steps of the values much coarser. The observer
+of a value that only such ops read therefore sees the value clamped to the range in which their results differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Callable, Container, Mapping
 from functools import cache
 from types import MappingProxyType
 
-from torch import fx
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from fxqat.custom_quantizer.value_kinds import reads_sizes_only
 from fxqat.ops.identify import identify
@@ -23,17 +25,13 @@ EXACT: Mapping[str, Range] = MappingProxyType({"hardsigmoid": (-3.0, 3.0), "hard
 """Ops that are constant outside of a range, or below it."""
 
 
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-SMOOTH: Mapping[str, tuple[Callable[[float], float], float, float | None]] = MappingProxyType(
+SMOOTH: Mapping[str, tuple[Callable[[Tensor], Tensor], float, float | None]] = MappingProxyType(
     {
-        "sigmoid": (_sigmoid, 0.0, 1.0),
-        "tanh": (math.tanh, -1.0, 1.0),
-        "silu": (lambda x: x * _sigmoid(x), 0.0, None),
-        "gelu": (lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2, 0.0, None),
-        "mish": (lambda x: x * math.tanh(math.log1p(math.exp(x))), 0.0, None),
+        "sigmoid": (torch.sigmoid, 0.0, 1.0),
+        "tanh": (torch.tanh, -1.0, 1.0),
+        "silu": (F.silu, 0.0, None),
+        "gelu": (F.gelu, 0.0, None),
+        "mish": (F.mish, 0.0, None),
     }
 )
 """The function of an op, and its limits at minus and plus infinity; None if it has none."""
@@ -63,8 +61,8 @@ def flat_outside_of(name: str, bit_width: int) -> Range | None:
     def end(sign: int, limit: float | None) -> float:
         if limit is None:
             return sign * math.inf
-        grid = (step * GRID for step in range(int(FARTHEST / GRID), 0, -1))
-        return sign * next(x for x in grid if abs(function(sign * x) - limit) > 2.0 ** -(bit_width + 1))
+        ends = sign * torch.arange(0, FARTHEST, GRID, dtype=torch.float64)
+        return ends[(function(ends) - limit).abs() > 2.0 ** -(bit_width + 1)][-1].item()
 
     return end(-1, below), end(1, above)
 

@@ -133,11 +133,8 @@ class FakeQuantizeBase(KeepsDtype):
             same_pass: as in :meth:`forward`.
         """
         if self.scheme.fixed_range is None:
-            target = self.target(x)
-            if self.scheme.flat_outside is not None:
-                target = target.clamp(*self.scheme.flat_outside)
             # an observer of a user's own may take the tensor only
-            self.observer(target, **({"same_pass": True} if same_pass else {}))
+            self.observer(self.as_read(self.target(x)), **({"same_pass": True} if same_pass else {}))
             self.update_from_observer()
 
     def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:
@@ -182,6 +179,10 @@ class FakeQuantizeBase(KeepsDtype):
         Args: as :meth:`quantize`; the result is multiplied by ``factor`` as x is.
         """
         return x
+
+    def as_read(self, x: Tensor) -> Tensor:
+        """Clamp x to the scheme's ``flat_outside``: beyond it, the ops that read the value are flat."""
+        return x if self.scheme.flat_outside is None else x.clamp(*self.scheme.flat_outside)
 
     def qparams(self) -> tuple[Tensor, Tensor]:
         """The parameters in use, detached, whatever was trained.
@@ -266,7 +267,9 @@ class FakeQuantizeBase(KeepsDtype):
 
     def extra_repr(self) -> str:
         """Scheme and switches, for printing."""
-        return f"{self.scheme}, observer={self.observer_enabled}, fake_quant={self.fake_quant_enabled}"
+        switches = f"observer={self.observer_enabled}, fake_quant={self.fake_quant_enabled}"
+        flat = self.scheme.flat_outside
+        return f"{self.scheme}, {switches}" + ("" if flat is None else f", flat outside [{flat[0]:g}, {flat[1]:g}]")
 
     def initial_qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point before calibration: from the fixed range if there is one, else scale 1."""

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from fxqat.fake_quantize import kernels
 from fxqat.numerics import dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
-from fxqat.utils.torch_compat import has_saving_hooks, is_recorded
+from fxqat.utils.torch_compat import has_saving_hooks
 
 SMALL = 2**16
 """Up to this many elements, the input is saved for the backward pass as it is."""
@@ -87,7 +87,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
         grid = used_scale if factor is None else used_scale / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max, zero_point_step)
         signed_scale = torch.copysign(used_scale, scale)
-        ctx.input_kept = input_kept or (x.numel() <= SMALL and not is_recorded())
+        ctx.input_kept = input_kept or (x.numel() <= SMALL and not torch.compiler.is_compiling())
         if ctx.input_kept:
             x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
             # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
@@ -196,7 +196,7 @@ def _with_ratios(
 
 def _reused(out: Tensor | None) -> Tensor | None:
     """The tensor to write to; None for a compiler, which finds memory itself and refuses some layouts of ``out``."""
-    return None if is_recorded() else out
+    return None if torch.compiler.is_compiling() else out
 
 
 def _pass_inside(values: Tensor, x: Tensor, low: float, high: float, out: Tensor | None = None) -> Tensor:

@@ -1,10 +1,14 @@
 """The table of runtimes: every pass is one that changes no integer, and a name that is not in it is refused."""
 
+from pathlib import Path
+
 import onnx_ir as ir
 import pytest
 
+from fxqat import convert_export
 from fxqat.errors import ExportError
 from fxqat.onnx.runtimes import RUNTIMES, check_runtime, passes_for
+from tests.models import calibrated, inputs
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -13,6 +17,21 @@ def test_every_runtime_has_passes_of_its_own(runtime: str) -> None:
     assert first
     assert all(isinstance(each, ir.passes.InPlacePass) for each in first)
     assert not set(map(id, first)) & set(map(id, second))
+
+
+@pytest.mark.parametrize("backend", ["OpenVINO", "ONNXRuntime"])
+def test_the_runtime_of_a_table_is_the_default(backend: str, tmp_path: Path) -> None:
+    """The integers of a residual block have a Clip on OpenVINO; ONNX Runtime's ReLU is gone."""
+    x = inputs("residual")
+    gm = calibrated("residual", backend)
+    found = []
+    for runtime in (None, backend.lower()):
+        report = convert_export(gm, x, tmp_path / "model.onnx", tmp_path / "model.json", runtime=runtime)
+        assert report.runtime == backend.lower()
+        found.append((report.onnx_path.read_bytes(), (tmp_path / "model.json").read_text(encoding="utf-8")))
+    assert found[0] == found[1]
+    other = convert_export(gm, x, tmp_path / "other.onnx", runtime={"OpenVINO": "onnxruntime"}.get(backend, "openvino"))
+    assert other.onnx_path.read_bytes() != found[0][0]
 
 
 @pytest.mark.parametrize("runtime", ["", "tensorrt"])

@@ -165,9 +165,12 @@ def _reconstruct_(
     elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values()):
         correct_means(segment, quant_inputs, means)
         nearest = copy.deepcopy(segment.module.state_dict())
-        at_weight, at_float = (partial(round_by_gptq, towards_float=choice) for choice in (False, True))
-        back = partial(segment.module.load_state_dict, nearest)
-        _keep_best_(segment, quant_inputs, targets, [at_weight, lambda: (back(), at_float())])
+
+        def round_from(towards_float: bool) -> None:
+            segment.module.load_state_dict(nearest)
+            round_by_gptq(towards_float=towards_float)
+
+        _keep_best_(segment, quant_inputs, targets, [partial(round_from, False), partial(round_from, True)])
     else:
         round_by_gptq()
     if setting.iterations:

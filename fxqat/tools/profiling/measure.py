@@ -174,12 +174,12 @@ class _SideBySide(fx.Interpreter):
             x = tensor.layer.folded()[0]
         elif isinstance(exact, Tensor):
             x = exact
-            self.measurements.cumulative[tensor.name].add(x, rounded)
+            self.measurements.cumulative[tensor.name].add(tensor.quant.as_read(x), tensor.quant.as_read(rounded))
         else:
             return  # an optional input that was not given
         own = self.measurements.own.setdefault(tensor.name, Comparison(tensor.channel_axis(x)))
         alone = tensor.quant.quantize(x)
-        own.add(x, alone)
+        own.add(tensor.quant.as_read(x), tensor.quant.as_read(alone))
         tensor.quant.fake_quant_enabled = tensor.is_weight  # a layer that is called again has this weight there, too
         outputs = self._outputs(tensor.node, self._call(tensor.node, 0) if tensor.is_weight else alone)
         tensor.quant.fake_quant_enabled = False

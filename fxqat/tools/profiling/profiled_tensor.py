@@ -30,7 +30,8 @@ class ProfiledTensor:
         kind: ``"weight"`` or ``"activation"``.
         order: index in the order of execution, from 0; a weight comes before the output of its layer.
         scheme: how it is quantized, as text.
-        own: difference at the tensor itself when only this tensor is quantized.
+        own: difference at the tensor itself when only this tensor is quantized. Values beyond which the ops that read
+            it are flat, as SiLU is below -8, count as equal.
         output: difference at the model's outputs when only this tensor is quantized.
         cumulative: difference at the tensor itself when everything is quantized; for a weight the same as ``own``.
         channels: the channels of the float tensor, and which of them its own rounding loses.

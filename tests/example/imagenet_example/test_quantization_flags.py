@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.tools import WidthBank, average_weight_bits, sensitivity, solve
+from tests import models
 from tests.example.imagenet_example.conftest import MODELS, TINY, losses
 from tests.example.imagenet_example.tiny_models import Tiny, Wide
 
@@ -154,3 +155,16 @@ def test_quantized_training_takes_the_flags(train):
     assert losses(train().printed) == losses(plain.printed)
     for flag in (["--distill-method", "logits"], ["--amp"], ["--label-smoothing", "0.3"], ["--seed", "6"]):
         assert losses(train(*flag).printed) != losses(plain.printed), flag
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "runtime"),
+    [
+        ("OpenVINO", "auto", "openvino"),
+        ("TSQAT", "auto", "onnxruntime"),
+        ("TSQAT", "none", None),
+        ("OpenVINO", "onnxruntime", "onnxruntime"),
+    ],
+)
+def test_the_file_is_for_the_runtime_of_the_backend_unless_another_is_asked_for(example, backend, asked, runtime):
+    assert sys.modules["onnx_files"].runtime_for(models.prepared("conv_bn_relu", backend), asked) == runtime
