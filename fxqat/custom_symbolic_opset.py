@@ -28,7 +28,7 @@ from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, translations_read_once
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, shorter_export
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -111,7 +111,7 @@ def run_exporter(
 
 
 def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:
-    with translations_read_once():
+    with shorter_export():
         program = torch.onnx.export(
             module,
             (*inputs, {}) if isinstance(inputs[-1], Mapping) else inputs,  # torch takes a last dict for keywords

@@ -10,7 +10,7 @@ from torch.onnx._internal.exporter import _decomp
 
 
 def build_once() -> None:
-    """Make torch's exporter look for composite operators once (its translations: ``translations_read_once``)."""
+    """Make torch's exporter look for composite operators once (its translations: ``shorter_export``)."""
     _composite_operators_once()
     _table_once()
     torch._ops.Callable = typing.Callable  # torch evaluates an annotation thousands of times: this one is cached

@@ -11,7 +11,9 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 5. dataclasses in the output become dicts;
 6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers;
 7. recurrent layers become ONNX's operators, with stored weights and biases;
-8. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``).
+8. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``);
+9. activations of layers write to new memory, and averages over whole images become means: torch's exporter translates
+   these without decomposing the graph first, which is half of its work.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.fold_numbers import fold_numbers
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_integers, reads_bytes
+from fxqat.quantization.split_ops import split_ops
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.utils.fx_graph import called_module, set_module
 from fxqat.utils.unused_names import unused_name
@@ -87,6 +90,7 @@ def lower(
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
     fold_numbers(work)  # case 8
+    split_ops(work, ["adaptive_avg_pool2d"])  # case 9
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)
@@ -234,7 +238,7 @@ class _Lowering:
             arguments.append(None if bias is None else graph.call_module(self._bias(path, bias, bias_scale)))
             result = graph.call_function(layer.op.function, tuple(arguments), dict(layer.op.arguments))
             if layer.activation is not None:
-                result = graph.call_module(self._add(layer.activation), (result,))
+                result = graph.call_module(self._activation(layer.activation), (result,))
         self._replace(node, result)
         self.replaced.add(path)
 
@@ -298,7 +302,7 @@ class _Lowering:
         with self.gm.graph.inserting_before(node):
             result = self.gm.graph.call_module(path, node.args, node.kwargs)
             if folded.activation is not None:
-                result = self.gm.graph.call_module(self._add(folded.activation), (result,))
+                result = self.gm.graph.call_module(self._activation(folded.activation), (result,))
         self._replace(node, result)
 
     def _dynamic_input(self, node: fx.Node) -> str:
@@ -347,6 +351,11 @@ class _Lowering:
         name = unused_name(f"{path}.bias", {record.name for record in self.tensors.values()})
         self.tensors[found] = _record(name, "bias", path, "int32", None, axis, scale, torch.zeros_like(scale))
         return found
+
+    def _activation(self, activation: nn.Module) -> str:
+        """The path of the activation of a layer, which may be one of those that write to the memory of their input."""
+        activation.inplace = False  # type: ignore[assignment]  # of the deployed copy
+        return self._add(activation)
 
     def _add(self, module: nn.Module) -> str:
         self._count += 1

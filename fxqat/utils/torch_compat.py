@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,11 +74,16 @@ _TRANSLATIONS: dict[Any, Any] = {}
 
 
 @contextmanager
-def translations_read_once() -> Iterator[None]:
-    """Let torch's exporter copy its table of translations in the block; it would read 500 functions for each export.
+def shorter_export() -> Iterator[None]:
+    """Let torch's exporter do in the block only what changes its result.
 
-    The table is the same, and one thread at a time is in such a block.
+    * It copies its table of translations. It would read 500 functions for each export.
+    * It decomposes a graph only if it cannot translate an operator of it. It would trace every graph once more, with
+      torch's whole table of decompositions, which takes longer than the rest of the export of a small model.
+
+    One thread at a time is in such a block.
     """
+    from torch.onnx._internal.exporter import _fx_passes
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     def copied(*options: Any, **named: Any) -> Any:
@@ -88,13 +94,29 @@ def translations_read_once() -> Iterator[None]:
         result.functions = {target: list(found) for target, found in result.functions.items()}
         return result
 
+    def decomposed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        return program if _is_translatable(program, registry.functions) else decompose(program, registry)
+
     with _EXPORTING:
         original, read = ONNXRegistry.__dict__["from_torchlib"], ONNXRegistry.from_torchlib
+        decompose = _fx_passes.decompose_with_registry
         ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
+        _fx_passes.decompose_with_registry = decomposed  # type: ignore[assignment]
         try:
             yield
         finally:
             ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
+            _fx_passes.decompose_with_registry = decompose
+
+
+def _is_translatable(program: torch.export.ExportedProgram, translated: Container[Any]) -> bool:
+    """Whether the graph of a program consists of operators that have a translation, and writes to no tensor."""
+    operators = [node.target for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    return all(
+        isinstance(target, torch._ops.OpOverload) and target.name() in translated and not target._schema.is_mutable
+        for target in operators
+        if target is not operator.getitem
+    )
 
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:

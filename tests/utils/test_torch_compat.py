@@ -1,11 +1,12 @@
 """Names of torch that are private or change between versions."""
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from fxqat.utils.torch_compat import tensor_version, translations_read_once, unwrap
+from fxqat.utils.torch_compat import shorter_export, tensor_version, unwrap
 
 
 def test_version_changes_with_every_write_and_only_then() -> None:
@@ -63,7 +64,7 @@ def test_the_exporter_copies_its_table_of_translations() -> None:
 
     before = ONNXRegistry.from_torchlib
     expected = before()
-    with translations_read_once():
+    with shorter_export():
         first, second = ONNXRegistry().from_torchlib(), ONNXRegistry.from_torchlib()
     assert ONNXRegistry.from_torchlib == before
     assert {name: len(found) for name, found in first.functions.items()} == {
@@ -71,6 +72,34 @@ def test_the_exporter_copies_its_table_of_translations() -> None:
     }
     first.functions["aten::relu"].clear()
     assert second.functions["aten::relu"]
-    with pytest.raises(ValueError, match="inside"), translations_read_once():
+    with pytest.raises(ValueError, match="inside"), shorter_export():
         raise ValueError("inside")
     assert ONNXRegistry.from_torchlib == before
+
+
+class Flattened(nn.Module):
+    """Operators that torch's exporter translates, and one that it has to decompose first, or that writes to memory."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 3), last
+
+    def forward(self, x):
+        return self.last(self.conv(x).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("last", "times"), [(nn.ReLU(), 0), (nn.ReLU(inplace=True), 1), (torch.square, 1), (lambda x: x.add_(1), 1)]
+)
+def test_a_graph_is_decomposed_only_if_it_must_be(last, times, monkeypatch, tmp_path):
+    from torch.onnx._internal.exporter import _fx_passes
+
+    calls, decompose = [], _fx_passes.decompose_with_registry
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", lambda *given: calls.append(1) or decompose(*given))
+    model, x = Flattened(last).eval(), torch.randn(2, 3, 5, 5)
+    with shorter_export():
+        torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-5, atol=1e-5)
+    assert len(calls) == times
