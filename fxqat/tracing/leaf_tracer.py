@@ -19,6 +19,7 @@ from torchvision.ops import StochasticDepth
 from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
+from fxqat.utils.torch_compat import ASSERT
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
@@ -134,6 +135,15 @@ class LeafTracer(fx.Tracer):
                 return super().trace(root, concrete_args)
         finally:
             self._tracing = False
+
+    def create_proxy(
+        self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any, **named: Any
+    ) -> fx.Proxy:
+        """Make a node and its proxy. The text of an assertion may hold values: nothing is computed with it."""
+        if target is ASSERT:
+            args = tuple(PROXY_IN_TEXT.sub("...", a) if isinstance(a, str) else a for a in args)
+            kwargs = {name: PROXY_IN_TEXT.sub("...", a) if isinstance(a, str) else a for name, a in kwargs.items()}
+        return super().create_proxy(kind, target, args, kwargs, *options, **named)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Make a node that records its source line (fx's own stack traces would take most of the time)."""

@@ -48,6 +48,9 @@ def operator_name(target: Any) -> str:
     return "" if found is None else found.name().partition(".")[0]
 
 
+ASSERT = torch._assert
+"""``assert`` as a function, which can be traced: of a condition and a text."""
+
 CHECK = torch._check
 """Demands a condition on sizes, which torch.export then assumes."""
 

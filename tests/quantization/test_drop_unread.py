@@ -2,6 +2,7 @@
 
 import operator
 
+import pytest
 import torch
 from torch import nn
 
@@ -43,6 +44,34 @@ def test_results_that_nothing_reads_leave_the_graph_and_writes_stay():
     before = gm.steps.clone()
     torch.testing.assert_close(gm(x), expected, rtol=0, atol=0)
     assert gm.steps == before + 1
+
+
+class Checked(nn.Module):
+    """Assertions on sizes and types, and one on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x):
+        y = self.features[0](x)
+        torch._assert(y.ndim == 4, f"expected 4 dimensions, got {y.ndim}")
+        torch._assert(y.shape[1] * 2 == y.size(1) + 4, f"wrong sizes: {y.shape} of {x.dtype}")
+        y = self.features[1](y)
+        torch._assert((y > -100).all(), "too small")
+        return y
+
+
+def test_assertions_on_sizes_leave_the_graph_and_those_on_values_stay():
+    model, x = Checked().eval(), torch.randn(2, 3, 5, 5)
+    gm = prepare_by_platform(model, "TSQAT")
+    called = [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes]
+    assert called.count("_assert") == 1
+    assert not {"getattr", "size", "eq"} & set(called)
+    assert not any(isinstance(gm.get_submodule(name), nn.BatchNorm2d) for name in called if name.startswith("features"))
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match="too small"):
+        gm(1e6 * x)
 
 
 class UnreadAttention(nn.Module):

@@ -14,7 +14,7 @@ from fxqat.tracing.trace import trace
 
 
 class NormAct(nn.BatchNorm2d):
-    """BatchNorm and ReLU in one, with the forward of BatchNorm written out, as in timm."""
+    """BatchNorm and ReLU in one, with the forward of BatchNorm and its check written out, as in timm."""
 
     def __init__(self, features, **options):
         super().__init__(features, **options)
@@ -22,6 +22,7 @@ class NormAct(nn.BatchNorm2d):
         self.act = nn.ReLU()
 
     def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
         if self.training and self.track_running_stats:
             self.num_batches_tracked.add_(1)
         bn_training = bool(self.training) or (self.running_mean is None and self.running_var is None)
