@@ -20,6 +20,7 @@ from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, REC
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
 from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
+from fxqat.utils.training_only import is_idle
 
 OPERAND_NAMES = (
     *("input", "tensors", "tensor", "self", "query", "key", "value", "x1", "x2", "tensor1", "tensor2", "end"),
@@ -73,7 +74,8 @@ def identify(node: fx.Node) -> Op:
     7. ``masked_fill`` with 0 is a pass-through, ``where`` with another number inserts new values. ``masked_fill``,
        ``where``, constructors and products are unbounded with a number that stands for infinity;
     8. an item of a recurrent layer is an output of this layer;
-    9. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors.
+    9. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors;
+    10. a user's module that returns its input in eval mode is ``stochastic_depth``, see ``standardize``.
     """
     if node.op == "call_module":
         module = called_module(node)
@@ -97,6 +99,8 @@ def identify_module(module: nn.Module | None) -> Op:
     if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
+    if is_idle(module):
+        return _BY_NAME["stochastic_depth"]
     return _BY_MODULE.get(type(module), UNKNOWN)
 
 

@@ -1,0 +1,42 @@
+"""Modules that work in training only, such as the drop path of timm: in eval mode they return their input."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import nn
+
+from fxqat.utils.torch_compat import tensor_version
+
+IDLE = "_fxqat_idle_in_eval"
+"""The attribute of a module that was found to return its input in eval mode."""
+
+
+def follows_mode_without_parameters(module: nn.Module) -> bool:
+    """Whether a module without parameters and buffers has a forward that reads ``self.training``."""
+    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "training" in code.co_names
+
+
+def mark_if_idle(module: nn.Module) -> None:
+    """Note on a module of our copy of the model that it returns its input in eval mode, if a run shows that it does."""
+    if not follows_mode_without_parameters(module):
+        return
+    tried, x = copy.deepcopy(module).eval(), torch.zeros(2, 2, 2, 2)
+    before = tensor_version(x)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            result = tried(x)
+    except Exception:  # noqa: BLE001  it wants another input
+        return
+    if result is x and tensor_version(x) == before:
+        setattr(module, IDLE, True)
+
+
+def is_idle(module: nn.Module | None) -> bool:
+    """Whether :func:`mark_if_idle` has marked a module."""
+    return module is not None and IDLE in vars(module)
