@@ -160,7 +160,7 @@ def _prepare(
     prepared.provenance.example_inputs = inputs_to_keep(inputs)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
-        trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
+        trains = is_qat and config.bn_mode not in (BN_FREEZE, 0) and not traced.eval_only
         check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
 

@@ -115,6 +115,16 @@ def test_with_frozen_statistics_it_is_the_float_model_with_frozen_statistics(nam
     assert_same_function(gm, model, inputs(name))
 
 
+@pytest.mark.parametrize("bn_mode", ["freeze", 0, 1])
+def test_statistics_that_are_frozen_from_the_start_are_no_difference(bn_mode):
+    gm = prepare_by_platform(
+        build("conv_bn_relu"), "TSQAT", {"bn_mode": bn_mode}, example_inputs=inputs("conv_bn_relu")
+    )
+    checks = str(gm.quant_report)
+    assert "equal to the model on inputs with other values" in checks
+    assert ("equal to the model in training" in checks) == (bn_mode == 1)
+
+
 @pytest.mark.parametrize("name", TOYS)
 def test_it_follows_train_and_eval(name):
     gm, model = prepared(name), build(name)

@@ -201,7 +201,7 @@ class QATLayer(nn.Module):
         assert bn.running_mean is not None  # the fuse pass fuses no other BatchNorm
         assert bn.running_var is not None
         frozen = self.bn_steps >= self.bn_mode
-        z = y.float()
+        z = widened(y)
         variance, mean = torch.var_mean(z, [d for d in range(z.dim()) if d != 1], correction=0)
         old_mean, old_variance = widened(bn.running_mean.clone()), widened(bn.running_var.clone())
         with torch.no_grad():

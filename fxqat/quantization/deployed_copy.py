@@ -39,16 +39,16 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
         normalizers: what each input passes through first, None for nothing; empty if no input is raw.
 
     Raises:
-        ExportError: the model is sharded.
+        ExportError: the model is sharded, or float64.
     """
     if any(is_sharded(parameter) for parameter in gm.parameters()):
         raise ExportError(
             "the model is sharded (FSDP), and this process holds a part of it. Save a checkpoint, and load it into a "
             "model that is prepared in the same way and not sharded: that one can be exported."
         )
-    memo: dict[int, Any] = {
-        id(buffer): buffer.detach().clone() for buffer in gm.buffers() if not buffer.is_leaf
-    }  # torch copies none
+    if any(parameter.dtype == torch.float64 for parameter in gm.parameters()):
+        raise ExportError("the model is float64, but the file computes in float32: call gm.float() before the export")
+    memo: dict[int, Any] = {}
     written = {id(parameter) for module in users_modules(gm) for parameter in module.parameters()}
     for parameter in gm.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in written:

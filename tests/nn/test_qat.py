@@ -554,3 +554,15 @@ def test_half_precision_folds_and_quantizes_in_float32(case: LayerCase, bn_mode:
     if bn_mode in (None, "freeze"):  # no statistics have moved
         twins = [(twin.folded(), twin.deployed_scales(twin.folded()[1], input_quant)) for twin in (half, same)]
         torch.testing.assert_close(*twins, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_layer_that_was_converted_counts_and_freezes_its_statistics(dtype):
+    layer, x = make_qat_layer(CONV, bn_mode=1), layer_input(CONV)
+    wide = make_qat_layer(CONV, bn_mode=1).to(dtype)
+    for _ in range(2):
+        expected, found = layer(x), wide(x.to(dtype))
+    assert found.dtype == wide.bn.running_mean.dtype == dtype
+    limits = {"atol": 0.1, "rtol": 0.05} if dtype is torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(found.float(), expected, **limits)
+    torch.testing.assert_close(wide.bn.running_var.float(), layer.bn.running_var, **limits)
