@@ -22,6 +22,7 @@ from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of
 from fxqat.utils.batches import read_batch
 from fxqat.utils.contexts import buffers_kept, eval_mode
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import map_tensors
 
 NUMBER = re.compile(r"\b\d+\b")
 
@@ -181,7 +182,7 @@ class _CountMacs(fx.Interpreter):
             result = super().run_node(n)
         if counter.get_total_flops():
             self.macs[n] = counter.get_total_flops() / 2
-        return result
+        return map_tensors(result, torch.Tensor.detach)  # the counter's hooks fail on a slice of a parameter
 
 
 def _is_integer(node: fx.Node) -> bool:
