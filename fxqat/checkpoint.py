@@ -150,11 +150,11 @@ def _onnx_path(
 def _check_extra(extra: Any) -> None:
     """Check that ``torch.load(weights_only=True)`` can read it back."""
     buffer = io.BytesIO()
-    torch.save(extra, buffer)
-    buffer.seek(0)
     try:
+        torch.save(extra, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception as cause:  # the unpickler names the type it refuses
+    except Exception as cause:  # pickle and the unpickler name the type they refuse
         raise CheckpointError(f"extra may hold tensors and plain Python values only: {cause}") from cause
 
 

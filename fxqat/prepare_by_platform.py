@@ -41,7 +41,7 @@ from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
-from fxqat.utils.contexts import collector_paused, without_fast_path
+from fxqat.utils.contexts import collector_paused, without_autocast, without_fast_path
 from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import line_of_forward
@@ -52,6 +52,7 @@ __all__ = ["BackendType", "prepare_by_platform"]
 @tells_of_the_bundle()
 @collector_paused()
 @without_fast_path()
+@without_autocast()
 def prepare_by_platform(
     model: nn.Module,
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,

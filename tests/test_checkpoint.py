@@ -346,6 +346,13 @@ def test_a_model_that_was_pruned_after_prepare_is_refused_by_name(tmp_path: Path
     assert torch.load(tmp_path / "model.pth", weights_only=True)["state_dict"]["0.weight"].eq(0).sum() == 3
 
 
+def test_what_cannot_be_pickled_is_refused_as_extra(tmp_path: Path) -> None:
+    gm = calibrate(prepare_by_platform(nn.Sequential(nn.Linear(3, 2)), "TSQAT"), (torch.randn(4, 3),))
+    with pytest.raises(CheckpointError, match="extra may hold tensors and plain Python values only"):
+        save_checkpoint(gm, tmp_path / "model.pth", extra={"schedule": lambda step: step})
+    assert not list(tmp_path.iterdir())
+
+
 def refused(gm: QuantGraphModule, path: Path, message: str) -> str:
     """Check that loading raises and does not change the model; the message."""
     twin = copy.deepcopy(gm)
