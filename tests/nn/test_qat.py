@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
@@ -566,3 +567,24 @@ def test_a_layer_that_was_converted_counts_and_freezes_its_statistics(dtype):
     limits = {"atol": 0.1, "rtol": 0.05} if dtype is torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(found.float(), expected, **limits)
     torch.testing.assert_close(wide.bn.running_var.float(), layer.bn.running_var, **limits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bn_mode", ["train", "freeze", 0, 1, 1000])
+def test_update_bn_measures_the_statistics_of_every_mode(bn_mode, bits):
+    scheme = QuantizeScheme(bits, per_channel=True, narrow_range=True)
+    layer = make_qat_layer(CONV, bn_mode=bn_mode, scheme=scheme)
+    batches = [layer_input(CONV, seed) for seed in range(3)]
+    with torch.no_grad():
+        layer.weight.mul_(0.01)  # so that the statistics are far from those that update_bn resets to
+        update_bn(batches, layer)
+        switch_on(layer.eval())
+        found = [layer(x) for x in batches]
+        statistics = layer.bn.running_mean.clone(), layer.bn.running_var.clone()
+        update_bn(batches, layer.train())
+        again = [layer.eval()(x) for x in batches]
+    rough = 0.3 if bits == 4 else 0.02
+    for before, after in zip((*statistics, *found), (layer.bn.running_mean, layer.bn.running_var, *again), strict=True):
+        assert (after - before).norm() < rough * before.norm()
+    assert layer.bn.num_batches_tracked == 3
+    assert layer.bn.momentum is not None
