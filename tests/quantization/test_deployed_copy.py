@@ -94,3 +94,13 @@ def test_a_float64_model_is_refused_with_the_remedy():
     with pytest.raises(ExportError, match=r"float64.* call gm.float\(\)"):
         deployed_copy(gm)
     assert not any(module.training for module in deployed_copy(gm.float()).modules())
+
+
+@pytest.mark.parametrize("place", ["conv2.bias", "conv1.bn.running_var"])
+def test_a_model_that_diverged_is_refused_by_name(place):
+    gm = prepared("conv_bn_relu")
+    state = gm.state_dict(keep_vars=True)
+    with torch.no_grad():
+        state[place].view(-1)[0] = torch.nan
+    with pytest.raises(ExportError, match=f"^{place} of the model: NaN, training has diverged"):
+        deployed_copy(gm)
