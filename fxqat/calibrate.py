@@ -62,7 +62,7 @@ def calibrate(
         1
         >>> enable_quantization(gm)
     """
-    if max_batches is not None and max_batches < 1:
+    if max_batches is not None and not (isinstance(max_batches, int) and max_batches >= 1):
         raise ConfigError(f"calibrate: max_batches must be at least 1, or None for all batches, got {max_batches}")
     check_batches(batches, "calibrate")
     enable_calibration(model, keep=True)

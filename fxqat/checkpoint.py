@@ -150,11 +150,11 @@ def _onnx_path(
 def _check_extra(extra: Any) -> None:
     """Check that ``torch.load(weights_only=True)`` can read it back."""
     buffer = io.BytesIO()
-    torch.save(extra, buffer)
-    buffer.seek(0)
     try:
+        torch.save(extra, buffer)
+        buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception as cause:  # the unpickler names the type it refuses
+    except Exception as cause:  # pickle and the unpickler name the type they refuse
         raise CheckpointError(f"extra may hold tensors and plain Python values only: {cause}") from cause
 
 
@@ -166,6 +166,14 @@ def float_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def _whole_states(gm: QuantGraphModule) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state dicts of the float model and of the prepared model, which share their tensors."""
     state = gm.state_dict(keep_vars=True)
+    split = (name for found in gm.provenance.split_tensors.values() for name in found.names)
+    gone = [name for name in (*gm.provenance.tensor_names.values(), *split) if name not in state]
+    if gone:
+        raise CheckpointError(
+            f"the prepared model no longer has {', '.join(gone)}: something that was applied to it after "
+            "prepare_by_platform computes them from other tensors (torch.nn.utils.prune, parametrize, weight_norm), "
+            "which are not in a checkpoint. Make them permanent first, as with prune.remove(module, 'weight')."
+        )
     gathered = {id(value): whole(value) for value in state.values() if isinstance(value, Tensor)}
     float_state = float_tensors(gm, lambda tensor: gathered.get(id(tensor), tensor.detach()))
     for name, value in state.items():

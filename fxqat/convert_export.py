@@ -44,6 +44,7 @@ from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_s
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.scheme import QuantizedTensor
 from fxqat.utils.batches import described
+from fxqat.utils.contexts import without_autocast
 from fxqat.utils.files import write_all
 from fxqat.utils.tensors import flatten_tensors
 
@@ -90,6 +91,7 @@ class ExportReport:
 
 
 @tells_of_the_bundle()
+@without_autocast()
 def convert_export(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,

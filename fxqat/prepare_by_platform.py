@@ -41,7 +41,7 @@ from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
-from fxqat.utils.contexts import collector_paused, without_fast_path
+from fxqat.utils.contexts import collector_paused, without_autocast, without_fast_path
 from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import line_of_forward
@@ -52,6 +52,7 @@ __all__ = ["BackendType", "prepare_by_platform"]
 @tells_of_the_bundle()
 @collector_paused()
 @without_fast_path()
+@without_autocast()
 def prepare_by_platform(
     model: nn.Module,
     backend: BackendType | BackendSpec | str = BackendType.TSQAT,
@@ -160,7 +161,7 @@ def _prepare(
     prepared.provenance.example_inputs = inputs_to_keep(inputs)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
-        trains = is_qat and config.bn_mode != BN_FREEZE and not traced.eval_only
+        trains = is_qat and config.bn_mode not in (BN_FREEZE, 0) and not traced.eval_only
         check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains)
     return prepared
 

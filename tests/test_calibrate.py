@@ -256,7 +256,7 @@ def test_wrong_batches_are_errors(prepared):
     ):
         with pytest.raises(ConfigError, match=message):
             fxqat.calibrate(gm, batches)
-    for wrong in (0, -1):
+    for wrong in (0, -1, 1.5):
         with pytest.raises(ConfigError, match=f"max_batches must be at least 1, or None for all batches, got {wrong}"):
             fxqat.calibrate(gm, BATCHES, wrong)
     with pytest.raises(CalibrationError, match="Linear has no fake-quant: pass the model that prepare_by"):

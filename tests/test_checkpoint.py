@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.utils import prune
 
 from fxqat import (
     convert_export,
@@ -333,6 +334,23 @@ def test_a_scheme_is_compared_in_the_fields_that_both_versions_know(
 
 
 # What does not fit
+
+
+def test_a_model_that_was_pruned_after_prepare_is_refused_by_name(tmp_path: Path) -> None:
+    gm = calibrate(prepare_by_platform(nn.Sequential(nn.Linear(3, 2)), "TSQAT"), (torch.randn(4, 3),))
+    prune.l1_unstructured(gm.get_submodule("0"), "weight", 0.5)
+    with pytest.raises(CheckpointError, match=r"no longer has 0\.weight: .*prune.remove"):
+        save_checkpoint(gm, tmp_path / "model.pth")
+    prune.remove(gm.get_submodule("0"), "weight")
+    save_checkpoint(gm, tmp_path / "model.pth")
+    assert torch.load(tmp_path / "model.pth", weights_only=True)["state_dict"]["0.weight"].eq(0).sum() == 3
+
+
+def test_what_cannot_be_pickled_is_refused_as_extra(tmp_path: Path) -> None:
+    gm = calibrate(prepare_by_platform(nn.Sequential(nn.Linear(3, 2)), "TSQAT"), (torch.randn(4, 3),))
+    with pytest.raises(CheckpointError, match="extra may hold tensors and plain Python values only"):
+        save_checkpoint(gm, tmp_path / "model.pth", extra={"schedule": lambda step: step})
+    assert not list(tmp_path.iterdir())
 
 
 def refused(gm: QuantGraphModule, path: Path, message: str) -> str:

@@ -1483,3 +1483,12 @@ def test_a_model_in_half_precision_trains_and_its_file_is_float32(
     assert output.dtype == np.float32
     torch.testing.assert_close(torch.from_numpy(output), expected, rtol=0.05, atol=0.02)
     assert gm.conv.weight.dtype == dtype
+
+
+def test_example_inputs_with_nan_are_named_as_the_cause(tmp_path: Path) -> None:
+    x = torch.randn(2, 3)
+    gm = calibrate(prepare_by_platform(nn.Sequential(nn.Linear(3, 2)), "TSQAT", example_inputs=x), (x,))
+    x[0, 0] = torch.nan
+    with pytest.raises(ParityError, match="The example inputs hold NaN, which has no integer: give others"):
+        convert_export(gm, x, tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

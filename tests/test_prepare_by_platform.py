@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import fxqat
 from fxqat import (
     BackendType,
+    convert_export,
     disable_all,
     enable_calibration,
     enable_quantization,
@@ -27,6 +28,7 @@ from fxqat.fake_quantize.learnable import LearnableFakeQuantize
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.tensors import flatten_tensors
+from tests.export_models import run_file
 from tests.models import BACKENDS, TOYS, build, calibrate, calibrated, inputs, prepared
 
 PLACEMENTS = [backend for backend in BACKENDS if backend != "Experimental"]  # its placement is that of TSQAT
@@ -113,6 +115,16 @@ def test_with_frozen_statistics_it_is_the_float_model_with_frozen_statistics(nam
         if isinstance(module, _BatchNorm):
             module.train()
     assert_same_function(gm, model, inputs(name))
+
+
+@pytest.mark.parametrize("bn_mode", ["freeze", 0, 1])
+def test_statistics_that_are_frozen_from_the_start_are_no_difference(bn_mode):
+    gm = prepare_by_platform(
+        build("conv_bn_relu"), "TSQAT", {"bn_mode": bn_mode}, example_inputs=inputs("conv_bn_relu")
+    )
+    checks = str(gm.quant_report)
+    assert "equal to the model on inputs with other values" in checks
+    assert ("equal to the model in training" in checks) == (bn_mode == 1)
 
 
 @pytest.mark.parametrize("name", TOYS)
@@ -597,3 +609,28 @@ def test_the_module_around_a_difference_becomes_a_leaf():
     assert [leaf.path for leaf in gm.quant_report.leaves] == ["1"]
     with pytest.raises(TraceError, match="they begin to differ in 'tail'"):
         prepare_by_platform(Weighted(), "TSQAT", example_inputs=(x,))
+
+
+class CastsBack(nn.Module):
+    """Attention in float32 inside a model of any type."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y @ y.transpose(1, 2)).float().softmax(-1).to(y.dtype) @ y
+
+
+def test_autocast_around_prepare_and_export_changes_nothing(tmp_path):
+    torch.manual_seed(0)
+    model, x = CastsBack(), torch.randn(2, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        gm = calibrate(prepare_by_platform(model, "TSQAT", example_inputs=x), (x,))
+    assert gm.code == prepare_by_platform(model, "TSQAT", example_inputs=x).code
+    with torch.autocast("cpu", torch.bfloat16):
+        report = convert_export(gm, x, tmp_path / "model.onnx")
+        assert torch.is_autocast_enabled("cpu")
+    (found,) = run_file(report.onnx_path, (x,))
+    assert torch.equal(torch.as_tensor(found), gm.eval()(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from fxqat.cli.load_model import named
 from fxqat.cli.preprocessing import Preprocessing
 from fxqat.errors import ConfigError
 from fxqat.tools.ladder import Evaluate
+from fxqat.utils.batches import described
 
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm"}
 
@@ -41,7 +42,14 @@ def load_batches(
     """
     if is_named(data):
         found = named(data, "DATA")
-        found = found() if callable(found) and not hasattr(found, "__iter__") else found
+        if callable(found) and not hasattr(found, "__iter__"):
+            try:
+                found = found()
+            except Exception as cause:
+                raise ConfigError(f"DATA {data}() fails: {type(cause).__name__}: {cause}") from cause
+        if not isinstance(found, Iterable) or isinstance(found, (str, Tensor)):
+            expected = "batches (a list, a generator, a DataLoader), or a function without arguments that returns them"
+            raise ConfigError(f"DATA {data!r}: expected {expected}; got {described(found)}")
         batches = list(islice(found, samples))
         if not batches:
             raise ConfigError(f"DATA {data!r} gives no batch")

@@ -82,12 +82,18 @@ def _is_plain(value: Any) -> bool:
 def _by_name(model: nn.Module, given: Mapping[str, Any], fixed: Collection[str]) -> tuple[Any, ...]:
     """The values of a mapping in the order of forward's arguments, up to the last that is given."""
     parameters = inspect.signature(model.forward).parameters.values()
+    only_by_name = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     free = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in fixed]
     names = [p.name for p in free]
     where = f"example_inputs {described(given)} do not fit forward({', '.join(names)}) of {type(model).__name__}"
     for name in given:
         if name in fixed:
             raise ConfigError(f"{where}: {name!r} has a value in concrete_args already; give it in one of the two")
+        if name in only_by_name:
+            raise ConfigError(
+                f"{where}: {name!r} is a keyword-only argument, which a prepared model cannot have. Move it before "
+                "the * in forward, or fix its value with concrete_args"
+            )
         if name not in names:
             raise ConfigError(f"{where}: it has no positional argument {name!r}; {nearest(name, names)}")
     missing = [p.name for p in free if p.default is p.empty and p.name not in given]

@@ -116,7 +116,7 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
             self.attach(x)
         state = (self.frequency, self.average, self.integer, self.direction, self.frozen)
         frequency, average, last, direction, frozen = (tensor for tensor in state if tensor is not None)
-        q = torch.where(frozen, last, self._integers(x, factor, used_scale))
+        q = torch.where(frozen, last, self._integers(x, factor, used_scale)).float()  # of a float64 weight too
         fresh = last.isnan()
         change = torch.where(fresh, 0.0, torch.sign(q - last))
         oscillates = change * direction < 0

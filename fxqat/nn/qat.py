@@ -34,6 +34,8 @@ class QATLayer(nn.Module):
        layer. The bias belongs to BatchNorm here and stays float.
     3. training with ``bn_mode=N``: as 2 for the first N training steps, then with frozen running statistics. The switch
        is a ``torch.where`` on the statistics: no branch, no device sync.
+    4. training after somebody has taken the momentum of BatchNorm away, as ``torch.optim.swa_utils.update_bn`` does: as
+       2 for every ``bn_mode``. Statistics that were reset start with those of the float layer on the first batch.
 
     Args:
         layer: the float layer; the QAT layer uses its parameters, not copies of them.
@@ -67,6 +69,7 @@ class QATLayer(nn.Module):
         self.weight_fake_quant = weight_fake_quant
         self.bn_mode = bn_mode
         self.training = layer.training
+        self.cumulative = bn is not None and bn.momentum is None
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
 
@@ -92,13 +95,31 @@ class QATLayer(nn.Module):
             )
         if dynamic_input is not None and self.weight_fake_quant.fake_quant_enabled:
             x = DynamicQuantizeSTE.apply(x)
-        if self.bn is not None and self.training and self.bn_mode != BN_FREEZE:
+        measured_anew = self.bn is not None and self._is_measured_anew(self.bn)
+        if measured_anew:
+            self._start_statistics(x)
+        if self.bn is not None and self.training and (measured_anew or self.bn_mode != BN_FREEZE):
             y = self._normalize(self._apply_op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
             y = self._apply_op(x, *self._deployed_tensors(input_fake_quant))
         if self.activation is not None:
             y = self.activation(y)
         return y
+
+    def _is_measured_anew(self, bn: BatchNorm) -> bool:
+        # torch.optim.swa_utils.update_bn resets the statistics, and averages them over batches: without a momentum
+        return bn.training and bn.momentum is None and not getattr(self, "cumulative", True)
+
+    @torch.no_grad()
+    def _start_statistics(self, x: Tensor) -> None:
+        bn = self.bn
+        if bn is None or bn.running_mean is None or bn.running_var is None or bn.num_batches_tracked is None:
+            return
+        if not bn.num_batches_tracked:  # the scale of the weight is for the weight folded by real statistics
+            y = widened(self._apply_op(x, self.weight, self.bias))
+            variance, mean = torch.var_mean(y, [d for d in range(y.dim()) if d != 1])
+            bn.running_mean.copy_(mean)
+            bn.running_var.copy_(variance)
 
     def _apply_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = self.weight.dtype
@@ -195,13 +216,13 @@ class QATLayer(nn.Module):
             self.weight_fake_quant.observe_changed(weight, state)
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
-        if not isinstance(self.bn_mode, int) or not bn.training:
+        if not isinstance(self.bn_mode, int) or not bn.training or self._is_measured_anew(bn):
             normalized: Tensor = bn(y)
             return normalized
         assert bn.running_mean is not None  # the fuse pass fuses no other BatchNorm
         assert bn.running_var is not None
         frozen = self.bn_steps >= self.bn_mode
-        z = y.float()
+        z = widened(y)
         variance, mean = torch.var_mean(z, [d for d in range(z.dim()) if d != 1], correction=0)
         old_mean, old_variance = widened(bn.running_mean.clone()), widened(bn.running_var.clone())
         with torch.no_grad():

@@ -29,10 +29,15 @@ class StoreNarrow(ir.passes.InPlacePass):
                 dtype = types[str(input_of(node, 0).name)]
                 _pack(input_of(node, 2), dtype)  # case 1
                 node.outputs[0].type = ir.TensorType(dtype)  # case 2
-            elif node.op_type == "DequantizeLinear" and node.outputs[0].name in types:
+            elif node.op_type == "DequantizeLinear" and _reads_stored(node) and node.outputs[0].name in types:
                 for place in (0, 2):
                     _pack(input_of(node, place), types[str(node.outputs[0].name)])  # case 1
         return ir.passes.PassResult(model, modified=bool(types))
+
+
+def _reads_stored(node: ir.Node) -> bool:
+    # the result of any other can have the name of the next tensor, whose QuantizeLinear reads it at once
+    return input_of(node, 0).const_value is not None
 
 
 def input_of(node: ir.Node, place: int) -> ir.Value:

@@ -1,6 +1,7 @@
 """Simplify: fold constants and remove what no one reads.
 
-1. shape arithmetic on constants is folded;
+1. shape arithmetic on constants is folded; a Squeeze leaves out the axes that are not 1, which torch's exporter writes
+   for ``x.squeeze(dim)`` although torch leaves such a dimension as it is and ONNX does not allow it;
 2. identities, unread nodes and unread initializers are removed;
 3. the exporter's notes are removed: they name paths of the exporting machine, and are often longer than the graph.
 
@@ -19,6 +20,9 @@ class Simplify(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Simplify the model in place."""
+        for node in model.graph:
+            if node.op_type == "Squeeze":
+                _squeeze_ones(model.graph, node)  # case 1
         optimizer.fold_constants(model)  # case 1
         common.IdentityEliminationPass()(model)  # case 2
         common.RemoveUnusedNodesPass()(model)
@@ -28,3 +32,22 @@ class Simplify(ir.passes.InPlacePass):
         for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
             value.metadata_props.clear()
         return ir.passes.PassResult(model, modified=True)
+
+
+def _squeeze_ones(graph: ir.Graph, node: ir.Node) -> None:
+    if len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+        return
+    shape, axes = node.inputs[0].shape, ir.convenience.get_const_tensor(node.inputs[1])
+    if axes is None or shape is None:
+        return
+    given = axes.numpy().reshape(-1).tolist()
+    ones = [axis for axis in given if shape[axis] == 1]  # an open size is not 1 for torch.export
+    if len(ones) == len(given):
+        return
+    if ones:
+        found = ir.Value(name=f"{node.outputs[0].name}_axes", const_value=ir.tensor(ones, dtype=ir.DataType.INT64))
+        graph.register_initializer(found)
+        node.replace_input_with(1, found)
+    else:
+        node.resize_inputs(1)
+        node.op_type = "Identity"

@@ -284,6 +284,7 @@ def require_parity(
     if not certificate.passed:
         raise ParityError(
             f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
+            f"{_INPUTS_WITH_NAN if any(map(_has_nan, inputs)) else ''}"
         )
     return certificate
 
@@ -331,6 +332,13 @@ def _line(output: OutputParity) -> str:
         f"cosine {output.cosine:.7f} end to end (largest difference {output.max_abs_error:.3g}), {optimized} at full "
         f"optimization{'' if output.passed else '  FAILED'}"
     )
+
+
+_INPUTS_WITH_NAN = "\nThe example inputs hold NaN, which has no integer: give others."
+
+
+def _has_nan(array: np.ndarray) -> bool:
+    return np.issubdtype(array.dtype, np.floating) and bool(np.isnan(array).any())
 
 
 def _compare_output(

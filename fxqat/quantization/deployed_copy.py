@@ -27,7 +27,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
 from fxqat.utils.contexts import users_modules
 from fxqat.utils.tensors import HALF, map_tensors, widened
-from fxqat.utils.torch_compat import is_sharded
+from fxqat.utils.torch_compat import BatchNorm, is_sharded
 from fxqat.utils.train_eval_graph import select_mode
 
 
@@ -39,16 +39,23 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
         normalizers: what each input passes through first, None for nothing; empty if no input is raw.
 
     Raises:
-        ExportError: the model is sharded.
+        ExportError: the model is sharded or float64, or a parameter is NaN.
     """
     if any(is_sharded(parameter) for parameter in gm.parameters()):
         raise ExportError(
             "the model is sharded (FSDP), and this process holds a part of it. Save a checkpoint, and load it into a "
             "model that is prepared in the same way and not sharded: that one can be exported."
         )
-    memo: dict[int, Any] = {
-        id(buffer): buffer.detach().clone() for buffer in gm.buffers() if not buffer.is_leaf
-    }  # torch copies none
+    if any(parameter.dtype == torch.float64 for parameter in gm.parameters()):
+        raise ExportError("the model is float64, but the file computes in float32: call gm.float() before the export")
+    undefined = _not_a_number(gm)
+    if undefined:
+        more = f" and {len(undefined) - 1} more" if undefined[1:] else ""
+        raise ExportError(
+            f"{undefined[0]}{more} of the model: NaN, training "
+            "has diverged. Load an earlier checkpoint; fxqat.tools.NaNGuard skips the steps that cause it"
+        )
+    memo: dict[int, Any] = {}
     written = {id(parameter) for module in users_modules(gm) for parameter in module.parameters()}
     for parameter in gm.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in written:
@@ -63,6 +70,18 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
     normalize_inputs(work, normalizers)
     work.recompile()
     return work
+
+
+def _not_a_number(gm: nn.Module) -> list[str]:
+    of_quants = {id(parameter) for _, quant in named_fake_quants(gm) for parameter in quant.parameters()}
+    statistics = [
+        (f"{path}.{name}", buffer)
+        for path, module in gm.named_modules()
+        if isinstance(module, BatchNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    named = [(name, parameter) for name, parameter in gm.named_parameters() if id(parameter) not in of_quants]
+    return [name for name, tensor in (*named, *statistics) if tensor.is_floating_point() and tensor.isnan().any()]
 
 
 def is_half_precision(gm: nn.Module) -> bool:

@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from prettytable import PrettyTable
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import MATMUL
 from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import FLOAT
 from fxqat.quantization.file_size import float_bytes, stored_tensors
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of
 from fxqat.utils.batches import read_batch
 from fxqat.utils.contexts import buffers_kept, eval_mode
 from fxqat.utils.fx_graph import called_module
+from fxqat.utils.tensors import map_tensors
 
 NUMBER = re.compile(r"\b\d+\b")
 
@@ -102,7 +104,7 @@ class Coverage:
         return "\n".join([*lines, str(table)])
 
 
-def coverage(gm: QuantGraphModule, inputs: Any) -> Coverage:
+def coverage(gm: nn.Module, inputs: Any) -> Coverage:
     """What of a prepared model computes in integers.
 
     A multiply-accumulate counts as an integer one if the value and the weight, or both values, are quantized. The model
@@ -121,6 +123,7 @@ def coverage(gm: QuantGraphModule, inputs: Any) -> Coverage:
         >>> coverage(gm, torch.zeros(1, 4)).integer_share
         1.0
     """
+    gm = prepared_model(gm, ConfigError)
     arguments = read_batch(gm, inputs, "coverage")
     counter = _CountMacs(gm)
     with torch.no_grad(), eval_mode(gm), buffers_kept(gm):
@@ -181,7 +184,7 @@ class _CountMacs(fx.Interpreter):
             result = super().run_node(n)
         if counter.get_total_flops():
             self.macs[n] = counter.get_total_flops() / 2
-        return result
+        return map_tensors(result, torch.Tensor.detach)  # the counter's hooks fail on a slice of a parameter
 
 
 def _is_integer(node: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools.margin import BISECTIONS, is_enough, margin_of
+from fxqat.tools.margin import BISECTIONS, is_enough, margin_of, read_scores
 from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
 from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
@@ -409,13 +409,7 @@ class _Ladder:
         if self.evaluate is None:
             return torch.tensor(math.nan)
         with eval_mode(model), torch.no_grad():
-            found = torch.as_tensor(self.evaluate(model), dtype=torch.float64, device="cpu").squeeze()
-        if found.dim() > 1 or not found.numel() or not found.isfinite().all():
-            raise ConfigError(
-                f"quantize: evaluate returned {found.tolist()}; expected a finite number, or one for each sample, "
-                "larger is better"
-            )
-        return found
+            return read_scores(self.evaluate(model))
 
     def worst_tensors(self) -> tuple[QuantGraphModule, dict[str, Place]]:
         """The model calibrated by the best recipe, and its tensors, those first whose rounding changes outputs most."""

@@ -12,6 +12,26 @@ from torch import Tensor
 from fxqat.errors import ConfigError
 
 
+def read_scores(found: object) -> Tensor:
+    """What an ``evaluate`` function returned, as float64: a scalar, or one score for each sample.
+
+    Raises:
+        ConfigError: it returned something else than finite numbers.
+    """
+    try:
+        scores = torch.as_tensor(found, dtype=torch.float64, device="cpu").squeeze()
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise ConfigError(
+            f"quantize: evaluate returned {found!r}; expected a finite number, or one for each sample"
+        ) from cause
+    if scores.dim() > 1 or not scores.numel() or not scores.isfinite().all():
+        raise ConfigError(
+            f"quantize: evaluate returned {scores.tolist()}; expected a finite number, or one for each sample, "
+            "larger is better"
+        )
+    return scores
+
+
 def margin_of(before: Tensor, after: Tensor, confidence: float, times: float = 1.0) -> float:
     """Upper confidence bound of the drop of a mean score, less the drop that was measured.
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from prettytable import PrettyTable
+from torch import nn
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_quantization, switches_kept
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.correct_bias import require_float_biases
 from fxqat.tools.profiling.charts import curves, histogram, ranges
 from fxqat.tools.profiling.measure import Measurements, histograms_of
@@ -179,7 +180,7 @@ class Profile:
             target.write_text(page, encoding="utf-8")
 
 
-def profile(gm: QuantGraphModule, batches: Iterable[Any], *, worst: int = 10, progress: bool = True) -> Profile:
+def profile(gm: nn.Module, batches: Iterable[Any], *, worst: int = 10, progress: bool = True) -> Profile:
     """Compare every quantized tensor with float.
 
     For each tensor the float model runs once more, from that tensor on, so use few batches: a few images are enough.
@@ -195,6 +196,7 @@ def profile(gm: QuantGraphModule, batches: Iterable[Any], *, worst: int = 10, pr
         ConfigError: there are no batches, one does not fit the model, or the biases of the model were corrected (then
             it is not the float model without its fake-quants).
     """
+    gm = prepared_model(gm, ConfigError)
     require_float_biases(gm, "profile")
     inputs = read_batches(gm, batches, "profile")
     with eval_mode(gm), switches_kept(gm), buffers_kept(gm), torch.no_grad():

@@ -23,7 +23,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.ops.identify import works_in_place
@@ -37,6 +37,7 @@ from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
+from fxqat.utils.tensors import copies_of_results
 from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -178,12 +179,10 @@ def copy_model(model: nn.Module) -> nn.Module:
     the many empty dicts of a module, since ``copy.deepcopy`` is slow at them, and the hooks of parameters, since it
     drops them.
     """
-    memo: dict[int, Any] = {}
+    memo = copies_of_results(model)
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-            elif type(value) in (dict, OrderedDict) and not value:
+            if type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
     result = copy.deepcopy(model, memo)
     for parameter in model.parameters():

@@ -51,6 +51,16 @@ def without_fast_path() -> Iterator[None]:
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    """Switch autocast off for the block: neither a graph nor a file has the types that it chooses."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    with ExitStack() as stack:
+        for device in on:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
 def equal_random_numbers(model: nn.Module) -> Iterator[EqualRandomNumbers]:
     """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it.
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxqat.utils.unused_names import unused_name
 
@@ -18,6 +18,16 @@ HALF = (torch.float16, torch.bfloat16)
 def widened(tensor: Tensor) -> Tensor:
     """A tensor in half precision as float32; any other as it is."""
     return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def copies_of_results(model: nn.Module) -> dict[int, Any]:
+    """Detached copies of the tensors that the modules of a model keep from its last run, as a memo of a deep copy.
+
+    Autograd refuses to copy these: results that ``forward`` stores, and the weights that the hooks of torch's old
+    ``weight_norm``, of ``spectral_norm`` and of ``torch.nn.utils.prune`` compute.
+    """
+    kept = (v for module in model.modules() for v in (*vars(module).values(), *module.buffers(recurse=False)))
+    return {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:

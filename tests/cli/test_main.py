@@ -66,6 +66,8 @@ def test_help_is_printed(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         ("check nowhere.net:net --input 1x3x8x8", "cannot be imported"),
         ("check nothing.pt2 --input 1x3x8x8", "no file nothing.pt2"),
         ("quantize @:net --calib @:nothing -o OUT", "gives no batch"),
+        ("quantize @:net --calib @:closeness -o OUT", ":closeness() fails: TypeError: closeness() missing 1 required"),
+        ("quantize @:net --calib @:number -o OUT", "expected batches (a list, a generator, a DataLoader)"),
         ("quantize @:net --calib nowhere -o OUT", "expected a folder of images"),
         ("quantize @:net --calib @:batches --max-drop 1 -o OUT", "--max-drop needs --eval"),
         ("quantize @:net --calib @:batches --eval @:closeness --eval-samples 3 -o OUT", "--eval-samples is for data"),

@@ -60,6 +60,23 @@ def test_names_that_do_not_fit_are_errors(given, fixed, message):
     assert "of Net" in str(caught.value)
 
 
+class OnlyByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, *, factor):
+        return self.layer(x) * factor
+
+
+def test_a_keyword_only_argument_is_refused_with_what_to_do():
+    x = torch.randn(2, 4)
+    with pytest.raises(ConfigError, match="'factor' is a keyword-only argument.*or fix its value with concrete_args"):
+        inputs_in_order(OnlyByName(), {"x": x, "factor": torch.ones(4)}, None)
+    gm = prepare_by_platform(OnlyByName(), "TSQAT", {"concrete_args": {"factor": 2.0}}, example_inputs=x)
+    assert gm(x).shape == x.shape
+
+
 def test_a_dict_prepares_calibrates_and_exports_what_a_tuple_does(tmp_path):
     models = []
     for number, inputs in enumerate(((X, None, MASK), UserDict(mask=MASK, x=X))):

@@ -162,3 +162,11 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, object], message: s
     with pytest.raises(ConfigError, match=message):
         make_fake_quant(**{"kind": WEIGHT} | arguments, fake_quantize=OscillationFakeQuantize)
     assert make_fake_quant(kind=WEIGHT, fake_quantize=OscillationFakeQuantize).momentum == 0.01
+
+
+def test_a_float64_weight_is_counted_as_a_float32_one() -> None:
+    narrow, wide = make(threshold=0.1), make(threshold=0.1)
+    for weight in weights(20):
+        assert torch.equal(wide.quantize(weight.double()).float(), narrow.quantize(weight))
+    assert torch.equal(wide.frequency, narrow.frequency)
+    assert wide.frozen.any()

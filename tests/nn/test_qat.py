@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
@@ -554,3 +555,36 @@ def test_half_precision_folds_and_quantizes_in_float32(case: LayerCase, bn_mode:
     if bn_mode in (None, "freeze"):  # no statistics have moved
         twins = [(twin.folded(), twin.deployed_scales(twin.folded()[1], input_quant)) for twin in (half, same)]
         torch.testing.assert_close(*twins, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_layer_that_was_converted_counts_and_freezes_its_statistics(dtype):
+    layer, x = make_qat_layer(CONV, bn_mode=1), layer_input(CONV)
+    wide = make_qat_layer(CONV, bn_mode=1).to(dtype)
+    for _ in range(2):
+        expected, found = layer(x), wide(x.to(dtype))
+    assert found.dtype == wide.bn.running_mean.dtype == dtype
+    limits = {"atol": 0.1, "rtol": 0.05} if dtype is torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(found.float(), expected, **limits)
+    torch.testing.assert_close(wide.bn.running_var.float(), layer.bn.running_var, **limits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bn_mode", ["train", "freeze", 0, 1, 1000])
+def test_update_bn_measures_the_statistics_of_every_mode(bn_mode, bits):
+    scheme = QuantizeScheme(bits, per_channel=True, narrow_range=True)
+    layer = make_qat_layer(CONV, bn_mode=bn_mode, scheme=scheme)
+    batches = [layer_input(CONV, seed) for seed in range(3)]
+    with torch.no_grad():
+        layer.weight.mul_(0.01)  # so that the statistics are far from those that update_bn resets to
+        update_bn(batches, layer)
+        switch_on(layer.eval())
+        found = [layer(x) for x in batches]
+        statistics = layer.bn.running_mean.clone(), layer.bn.running_var.clone()
+        update_bn(batches, layer.train())
+        again = [layer.eval()(x) for x in batches]
+    rough = 0.3 if bits == 4 else 0.02
+    for before, after in zip((*statistics, *found), (layer.bn.running_mean, layer.bn.running_var, *again), strict=True):
+        assert (after - before).norm() < rough * before.norm()
+    assert layer.bn.num_batches_tracked == 3
+    assert layer.bn.momentum is not None

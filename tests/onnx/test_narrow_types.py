@@ -7,10 +7,11 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from fxqat import convert_export, prepare_by_platform
 from fxqat.onnx.name_tensors import RECORDS
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
-from tests.export_models import run_session, session
+from tests.export_models import calibrate, run_session, session
 
 RANGES = {"int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3)}
 
@@ -86,3 +87,24 @@ def test_each_tensor_is_stored_for_itself(x: str, w: str) -> None:
     assert types_of(model) == wanted
     expected = run_session(session(model_of(weight, zero_point)), [torch.zeros(3, 5)])[0]
     assert np.array_equal(run_session(session(model), [torch.zeros(3, 5)])[0], expected)
+
+
+class WholeSlice(torch.nn.Module):
+    """Adds a slice of positions that is all of them; the file has no Slice, so one value has the name of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.nn.Parameter(torch.randn(1, 6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.positions[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_value_that_is_quantized_again_at_once_is_stored_in_its_type(bits, tmp_path):
+    x, config = torch.randn(2, 6, 4), {"extra_qconfig_dict": {"a_qscheme": {"bit": bits}}}
+    gm = calibrate(prepare_by_platform(WholeSlice(), "TSQAT", config, example_inputs=x), (x,))
+    report = convert_export(gm, x, tmp_path / "model.onnx")
+    (found,) = run_session(session(report.onnx_path), (x,))
+    assert report.opset_version == 21
+    assert torch.equal(torch.as_tensor(found), gm.eval()(x))

@@ -87,3 +87,20 @@ def test_stored_integers_are_not_folded_into_floats() -> None:
     assert node_types(proto) == ["DequantizeLinear", "MatMul"]
     assert np.array_equal(constants(proto)["w_quantized"], integers)
     assert constants(proto)["w_quantized"].dtype == np.int8
+
+
+@pytest.mark.parametrize(("axes", "shape"), [([0], (2, 6)), ([-1, 0], (2, 6)), ([0, 1], (2, 6)), ([1, 2], (2, 6))])
+def test_a_squeeze_leaves_what_is_not_one_as_torch_does(axes, shape):
+    nodes = [
+        helper.make_node("Unsqueeze", ["x", "one"], ["a"]),
+        helper.make_node("Squeeze", ["a", "axes"], ["b"]),
+        helper.make_node("Reshape", ["b", "back"], ["y"]),
+    ]
+    held = {"one": np.array([1]), "axes": np.array(axes), "back": np.array(shape)}
+    model = model_of(nodes, held)
+    next(iter(model.graph)).outputs[0].shape = ir.Shape([2, 1, 6])
+    proto = ir.to_proto(Simplify()(model).model)
+    onnx.checker.check_model(proto, full_check=True)
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    assert np.array_equal(run_session(session(proto), (torch.as_tensor(x),))[0], x)
+    assert ("Squeeze" in node_types(proto)) == (1 in axes)

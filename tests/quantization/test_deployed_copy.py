@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fxqat import prepare_by_platform
+from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.quantization.deployed_copy import deployed_copy, inputs_in_float32, is_half_precision
@@ -86,3 +87,20 @@ def test_inputs_of_a_float32_model_keep_their_type():
     gm = prepared("two_readers")
     assert not is_half_precision(gm)
     assert inputs_in_float32(gm, (torch.ones(1).half(),))[0].dtype == torch.float16
+
+
+def test_a_float64_model_is_refused_with_the_remedy():
+    gm = prepared("two_readers").double()
+    with pytest.raises(ExportError, match=r"float64.* call gm.float\(\)"):
+        deployed_copy(gm)
+    assert not any(module.training for module in deployed_copy(gm.float()).modules())
+
+
+@pytest.mark.parametrize("place", ["conv2.bias", "conv1.bn.running_var"])
+def test_a_model_that_diverged_is_refused_by_name(place):
+    gm = prepared("conv_bn_relu")
+    state = gm.state_dict(keep_vars=True)
+    with torch.no_grad():
+        state[place].view(-1)[0] = torch.nan
+    with pytest.raises(ExportError, match=f"^{place} of the model: NaN, training has diverged"):
+        deployed_copy(gm)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
+from torch.nn.utils import prune
 
 from fxqat import disable_all, prepare_by_platform
 from fxqat.errors import ExportError
@@ -289,3 +290,18 @@ def test_a_copy_keeps_the_hooks_of_the_user(how):
     assert [hook.calls for hook in (*gm._forward_hooks.values(), *gm._backward_hooks.values())] == [0, 0]
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_a_model_whose_hooks_compute_weights_is_copied_after_training(when):
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    x = torch.randn(3, 4)
+    if when == "before prepare":
+        prune.l1_unstructured(model[0], "weight", 0.5)
+    gm = calibrate(prepare_by_platform(model, "TSQAT", example_inputs=x), (x,))
+    if when == "after prepare":
+        prune.l1_unstructured(gm.get_submodule("0"), "weight", 0.5)
+    gm.train()(x).sum().backward()
+    copied = copy.deepcopy(gm)
+    assert torch.equal(copied.eval()(x), gm.eval()(x))
+    assert copied.get_submodule("0").weight.eq(0).sum() == 12

@@ -47,3 +47,23 @@ def test_reasons_that_differ_in_numbers_are_one_row() -> None:
     assert group.macs == 36 * (2 + 80)
     assert found.macs - found.integer_macs == group.macs
     assert "cost too much" in str(found)
+
+
+class Positions(nn.Module):
+    """Adds the first of its positions, as transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, 6, 4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.positions[:, : x.shape[1]])
+
+
+def test_slices_of_parameters_are_counted_over() -> None:
+    x = torch.zeros(2, 6, 4)
+    gm = prepare_by_platform(Positions(), "TSQAT", example_inputs=x)
+    found = coverage(gm, x)
+    assert found.macs == 6 * 4 * 4
+    assert found.integer_share == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxqat.errors import ConfigError
-from fxqat.tools.margin import jackknife_scores, margin_of
+from fxqat.tools.margin import jackknife_scores, margin_of, read_scores
 
 
 def share_missed(chosen: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]], true: float) -> float:
@@ -81,3 +81,10 @@ def test_a_margin_is_larger_where_less_is_known() -> None:
     assert margin_of(before, after, 0.95, times=4) < margin
     assert margin_of(before, before, 0.95) < margin
     assert margin_of(before / 100, after / 100, 0.95) == pytest.approx(margin / 100)
+
+
+@pytest.mark.parametrize("found", ["good", None, {"top1": 1.0}, float("nan"), [], [[1.0, 2.0], [3.0, 4.0]], [1.0, "x"]])
+def test_what_is_no_score_is_refused(found: object) -> None:
+    with pytest.raises(ConfigError, match="evaluate returned .* expected a finite number, or one for each sample"):
+        read_scores(found)
+    assert read_scores([True, False]).tolist() == [1.0, 0.0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import copies_of_results, flatten_tensors, map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -61,3 +61,14 @@ def test_mapping_keeps_what_is_not_a_tensor() -> None:
     mapped = map_tensors({"a": [T(1.0), "text", None, 3]}, torch.neg)
     assert mapped["a"][1:] == ["text", None, 3]
     assert mapped["a"][0] == -1.0
+
+
+def test_only_what_autograd_refuses_to_copy_is_copied():
+    layer = torch.nn.Linear(2, 2)
+    assert copies_of_results(layer) == {}
+    layer.kept = layer(T([1.0, 2.0]))
+    layer.register_buffer("also_kept", layer.kept * 2)
+    found = copies_of_results(torch.nn.Sequential(layer))
+    assert found.keys() == {id(layer.kept), id(layer.also_kept)}
+    assert torch.equal(found[id(layer.kept)], layer.kept)
+    assert all(tensor.is_leaf for tensor in found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from prettytable import PrettyTable
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from fxqat.errors import ConfigError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import disable_all
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.mixed_precision.bank import WidthBank
@@ -147,6 +148,7 @@ def sensitivity(
         progress: show a progress bar if the output is a terminal.
 
     Raises:
+        CalibrationError: a loss is NaN.
         ConfigError: no batches, a batch that does not fit the model, another number of targets than batches, an unknown
             method, or a file with scores of another method or model.
     """
@@ -173,6 +175,12 @@ def sensitivity(
     else:
         parts = iter([curvature_scores(bank, inputs, given, loss or drawn_cross_entropy, squared_gradients)])
     for found in parts:
+        undefined = [name for name, losses in found.items() if any(map(math.isnan, losses.values()))]
+        if undefined:
+            raise CalibrationError(
+                f"sensitivity: the loss of {undefined[0]} is NaN. Look for NaN in the batches, and for what the "
+                "measure or loss returns"
+            )
         result.scores |= found
         result.seconds = time.perf_counter() - began
         if path is not None:

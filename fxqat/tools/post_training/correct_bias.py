@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxqat.errors import ConfigError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 
 
 @torch.no_grad()
-def correct_bias(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, float]:
+def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     """Correct every layer that has a bias or a BatchNorm, in place.
 
     Args:
@@ -38,9 +38,10 @@ def correct_bias(gm: QuantGraphModule, batches: Iterable[Any]) -> dict[str, floa
         The largest correction of each corrected layer, in units of its output, by path.
 
     Raises:
-        CalibrationError: the model is not calibrated.
+        CalibrationError: the model is not calibrated, or the batches give NaN or infinity.
         ConfigError: its biases were corrected before, there are no batches, or a batch does not fit the model.
     """
+    gm = prepared_model(gm, ConfigError)
     require_float_biases(gm, "correct_bias")
     inputs = read_batches(gm, batches, "correct_bias")
     enable_quantization(gm)
@@ -97,6 +98,12 @@ def correct_means(segment: Segment, batches: list[Values], targets: Mapping[str,
     for path, means in targets.items():
         error = channel_means(segment, batches, quantized=True)[path] - means
         layer = segment.layers[path]
+        if not error.isfinite().all():
+            raise CalibrationError(
+                f"biases cannot be corrected: on these batches the outputs of {path} have NaN or infinity. Look for "
+                "NaN in them and for overflow in the float model, and prepare the model again: layers before it are "
+                "corrected"
+            )
         assert isinstance(layer, QATLayer)  # channel_means measures no other
         _shift_output(layer, -error)
         found[path] = float(error.abs().max())

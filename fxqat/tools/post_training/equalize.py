@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.errors import CalibrationError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
 from fxqat.utils.fx_graph import called_module, calls_of, only_user
@@ -75,7 +75,7 @@ class ClipLimit:
 
 
 def equalize(
-    gm: QuantGraphModule,
+    gm: nn.Module,
     batches: Iterable[Any] = (),
     *,
     iterations: int = 20,
@@ -100,6 +100,7 @@ def equalize(
         CalibrationError: the model is calibrated already; its ranges would no longer fit.
         ConfigError: a batch does not fit the model.
     """
+    gm = prepared_model(gm, ConfigError)
     if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
         raise CalibrationError("equalize changes the ranges of weights and activations: call it before calibration")
     check_batches(batches, "equalize")

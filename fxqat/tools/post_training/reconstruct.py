@@ -40,12 +40,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fxqat.errors import ConfigError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
 from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
@@ -90,7 +90,7 @@ METHODS: Mapping[str, Reconstruction] = MappingProxyType(
 
 
 def reconstruct(
-    gm: QuantGraphModule,
+    gm: nn.Module,
     batches: Iterable[Any],
     method: str | Reconstruction = "QDrop",
     *,
@@ -114,11 +114,12 @@ def reconstruct(
         the mean square of the float model's, before and after.
 
     Raises:
-        CalibrationError: the model is not calibrated.
+        CalibrationError: the model is not calibrated, or the batches give NaN.
         ConfigError: unknown method, no batches, a batch that does not fit the model, a weight fake-quant that rounds a
             function of the weight, or a model whose biases were corrected before (without its fake-quants it is not the
             float model).
     """
+    gm = prepared_model(gm, ConfigError)
     setting = _setting(method)
     require_float_biases(gm, "reconstruct")
     inputs = read_batches(gm, batches, "reconstruct")
@@ -135,6 +136,7 @@ def reconstruct(
         for i, segment in enumerate(tqdm(segments, "reconstruct", leave=False, disable=None if progress else True)):
             targets = segment.run(float_inputs, quantized=False)
             if segment.layers:
+                _require_numbers(segment, targets)
                 means = channel_means(segment, float_inputs, quantized=False) if correct_bias else {}
                 before = _error(segment, quant_inputs, targets)
                 after = _reconstruct_(segment, float_inputs, quant_inputs, targets, means, setting, generator)
@@ -256,6 +258,14 @@ def _frozen(gm: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
+
+
+def _require_numbers(segment: Segment, targets: list[Values]) -> None:
+    if any(tensor.isnan().any() for tensor in flatten_tensors(targets)):
+        raise CalibrationError(
+            f"reconstruct: on these batches the float model computes NaN in {list(segment.layers)[-1]}. Look for NaN "
+            "in them and for overflow in the model, and prepare the model again: layers before it are reconstructed"
+        )
 
 
 def _error(segment: Segment, batches: list[Values], targets: list[Values]) -> float:

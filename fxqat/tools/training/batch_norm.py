@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import BN_TRAIN, QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.quantization.graph_module import prepared_model
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode, hooked
 from fxqat.utils.torch_compat import BatchNorm
 
 
 @torch.no_grad()
-def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
+def reestimate_batch_norm(gm: nn.Module, batches: Iterable[Any]) -> int:
     """Set the running statistics of every BatchNorm to their mean over some batches, in place.
 
     During the measurement every BatchNorm normalizes with the statistics of the batch, and the folded weights keep the
@@ -37,8 +38,10 @@ def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
         The number of BatchNorms with new statistics.
 
     Raises:
+        CalibrationError: NaN or infinity reaches a BatchNorm.
         ConfigError: there are no batches, or one does not fit the model.
     """
+    gm = prepared_model(gm, ConfigError)
     inputs = read_batches(gm, batches, "reestimate_batch_norm")
     layers = [layer for layer in gm.modules() if isinstance(layer, QATLayer) and layer.bn is not None]
     norms = [bn for bn in gm.modules() if isinstance(bn, BatchNorm) and bn.running_mean is not None]
@@ -58,6 +61,12 @@ def reestimate_batch_norm(gm: QuantGraphModule, batches: Iterable[Any]) -> int:
         stack.enter_context(hooked(norms, measure, pre=True))
         for batch in inputs:
             gm(*batch)
+    failed = [path for path, bn in gm.named_modules() if bn in sums and not sum(sums[bn][:2]).isfinite().all()]
+    if failed:
+        raise CalibrationError(
+            f"reestimate_batch_norm: NaN or infinity reaches {len(failed)} BatchNorms, first {failed[0]}; nothing is "
+            "changed. Look for NaN in the batches, and for overflow in the model"
+        )
     old = {layer: bn_factor(layer.bn) for layer in layers if layer.bn is not None}
     for bn in norms:
         if bn in sums:  # it was called
@@ -85,14 +94,14 @@ def _unfolded(layer: QATLayer) -> Iterator[None]:
 @contextmanager
 def _batch_statistics(bn: BatchNorm) -> Iterator[None]:
     """A BatchNorm normalizes with the statistics of the batch, and its running statistics do not change."""
-    momentum, counted = bn.momentum, None if bn.num_batches_tracked is None else bn.num_batches_tracked.clone()
+    momentum, kept = bn.momentum, [(buffer, buffer.clone()) for buffer in bn.buffers()]  # 0 times NaN is NaN
     bn.momentum, bn.training = 0.0, True
     try:
         yield
     finally:
         bn.momentum, bn.training = momentum, False
-        if counted is not None and bn.num_batches_tracked is not None:
-            bn.num_batches_tracked.copy_(counted)
+        for buffer, before in kept:
+            buffer.copy_(before)
 
 
 def _rescale_(layer: QATLayer, old: Tensor) -> None:

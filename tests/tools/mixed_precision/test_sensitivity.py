@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fxqat.errors import ConfigError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.tools.mixed_precision.sensitivity import METHODS, divergence, read_sensitivity, sensitivity, squared_error
 
 
@@ -120,3 +120,9 @@ def test_wrong_arguments(bank, batches, tmp_path):
     sensitivity(bank, batches, "fisher", path=tmp_path / "fisher.json")
     with pytest.raises(ConfigError, match="has scores of 'fisher'"):
         sensitivity(bank, batches, path=tmp_path / "fisher.json")
+
+
+def test_a_loss_that_is_nan_is_an_error_and_is_not_written(bank, batches, tmp_path):
+    with pytest.raises(CalibrationError, match="the loss of .* is NaN"):
+        sensitivity(bank, batches, "alone", lambda *given: float("nan"), path=tmp_path / "scores.json")
+    assert not (tmp_path / "scores.json").exists()

@@ -1,10 +1,12 @@
 """Bias correction: afterwards no channel has a mean error before its activation."""
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import fxqat
 from fxqat.errors import CalibrationError, ConfigError
@@ -137,3 +139,31 @@ def test_reconstruction_with_correction_approaches_the_float_model():
     assert found["7"][1] < found["7"][0]
     with pytest.raises(ConfigError, match="were corrected"):
         correct_bias(gm, batches)
+
+
+def with_nan(batches):
+    spoilt = batches[0][0].clone()
+    spoilt[0, 0, 0, 0] = torch.nan
+    return [batches[0], (spoilt,)]
+
+
+@pytest.mark.parametrize("tool", ["correct_bias", "GPTQ", "AdaRound", "QDrop"])
+def test_nan_in_the_batches_is_an_error_and_no_parameter_becomes_nan(tool):
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches)
+    call = correct_bias if tool == "correct_bias" else partial(reconstruct, method=tool)
+    with pytest.raises(CalibrationError, match="Look for NaN"):
+        call(gm, with_nan(batches))
+    assert all(parameter.isfinite().all() for parameter in gm.parameters())
+
+
+@pytest.mark.parametrize("tool", [correct_bias, reconstruct, profile], ids=lambda tool: tool.__name__)
+def test_a_wrapped_model_is_taken_and_a_float_model_is_refused(tool):
+    model, batches = model_and_data()
+    with pytest.raises(ConfigError, match="expected a model that prepare_by_platform returned, got Sequential"):
+        tool(model, batches)
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches)
+    wrapped = AveragedModel(gm)
+    arguments = ("GPTQ",) if tool is reconstruct else ()
+    found, expected = tool(wrapped, batches, *arguments), tool(gm, batches, *arguments)
+    assert str(found) == str(expected)

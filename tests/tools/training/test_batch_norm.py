@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fxqat
-from fxqat.errors import ConfigError
+from fxqat.errors import CalibrationError, ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.tools import reestimate_batch_norm
 from tests.models import calibrate
@@ -62,3 +62,13 @@ def test_the_mode_is_kept_and_no_batch_is_an_error():
     assert gm.get_submodule("0").bn.training
     with pytest.raises(ConfigError, match="at least one batch"):
         reestimate_batch_norm(gm, [])
+
+
+def test_nan_in_the_batches_is_an_error_and_changes_nothing():
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", CONFIG), *batches)
+    before = copy.deepcopy(gm.state_dict())
+    batches[1][0][0, 0] = torch.nan
+    with pytest.raises(CalibrationError, match=r"NaN or infinity reaches 2 .*, first 0\.bn; nothing is changed"):
+        reestimate_batch_norm(gm, batches)
+    assert all(torch.equal(value, before[name]) for name, value in gm.state_dict().items())
