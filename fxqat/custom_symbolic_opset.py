@@ -149,7 +149,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
     opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
-    opset 16; AveragePool and Conv, opset 11.
+    opset 16; AveragePool, Conv and TopK, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -163,6 +163,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.aminmax.default: _aminmax,
         # torch's own fails for an index that is smaller than the source
         torch.ops.aten.scatter.src: _scatter,
+        torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         CDIST: _cdist,
@@ -274,6 +275,14 @@ def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
     shape: Any = op.Shape(index)
     origin = op.ConstantOfShape(op.Shape(shape), value=onnx.numpy_helper.from_array(np.zeros(1, np.int64)))
     return op.ScatterElements(x, index, op.Slice(src, origin, shape), axis=dim)
+
+
+def _sort(x: Any, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Any, Any]:
+    if not x.shape:
+        return op.Identity(x), op.Constant(value_int=0)
+    axis: Any = op.Constant(value_ints=[dim])
+    count: Any = op.Gather(op.Shape(x), axis)
+    return op.TopK(x, count, axis=dim, largest=descending, sorted=True)  # of equal values the first comes first
 
 
 def _hypot(x: Any, y: Any) -> Any:

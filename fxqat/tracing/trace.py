@@ -30,7 +30,7 @@ from fxqat.ops.identify import works_in_place
 from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
-from fxqat.tracing.python_state import python_state_kept
+from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.contexts import buffers_kept
@@ -179,8 +179,8 @@ def copy_model(model: nn.Module) -> nn.Module:
     drops them.
     """
     memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
+    for attributes in (*map(vars, model.modules()), *held_objects(model)):
+        for value in (*attributes.values(), *(item for held in attributes.values() for item in items_of(held))):
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
             elif type(value) in (dict, OrderedDict) and not value:

@@ -8,12 +8,14 @@ its value:
 2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``,
    ``int``) it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts
    among the inputs, and the memory layout of a tensor;
-3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised.
+3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised. An
+   ``assert`` of them is checked on the example inputs, and recorded: the graph does not have it.
 """
 
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fxqat.tracing.asserts import is_asserted
 from fxqat.tracing.attention import multi_head_attention
 from fxqat.utils.train_eval_graph import eval_or_train
 
@@ -60,6 +63,10 @@ class TracedValue:
     sized: bool = False
     from_content: bool = False
     reads: frozenset[str] = frozenset()
+
+    def depends_on_values(self) -> bool:
+        """Whether it depends on the values of a tensor that may differ later: of an input, a parameter or a buffer."""
+        return self.from_content or (isinstance(self.data, Tensor) and (self.from_input or bool(self.reads)))
 
 
 OF_AUTOGRAD = frozenset(("requires_grad", "grad_fn", "is_leaf"))
@@ -227,7 +234,12 @@ class ValueProxy(fx.Proxy):
         return value
 
     def __bool__(self) -> bool:
-        return bool(self._number("branches on"))
+        traced, frame = self.fxqat_value, inspect.currentframe()
+        if traced is None or not traced.depends_on_values() or frame is None or not is_asserted(frame.f_back):
+            return bool(self._number("branches on"))
+        found = bool(traced.data)
+        self.tracer.record_forced(f"assert {self.node}", found)  # type: ignore[attr-defined]
+        return found
 
     def __int__(self) -> int:
         return int(self._number("needs a number from"))

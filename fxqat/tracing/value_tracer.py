@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.tracing.evaluate import evaluate
-from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
+from fxqat.tracing.function_leaf import FunctionLeaf, ModuleArgument, failing_functions, holds_module
 from fxqat.tracing.leaf_tracer import SEEDS, LeafTracer, ParameterOverwritten, address_of, explain
 from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
@@ -156,7 +156,7 @@ class ValueTracer(LeafTracer):
                     named[name] = values[0]
             return self.trace_forward("", functools.partial(root_fn, self.root, *positional, **named))
 
-        return call, placeholders
+        return self.with_any_keyword(call), placeholders
 
     def _is_next_positional(self, parameter: inspect.Parameter, positional: list[Any]) -> bool:
         """Whether a parameter can be passed by position after the given positional arguments."""
@@ -175,9 +175,15 @@ class ValueTracer(LeafTracer):
         return False
 
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """Make a node that calls a leaf function, through a :class:`FunctionLeaf`."""
+        """Make a node that calls a leaf function, through a :class:`FunctionLeaf`.
+
+        Raises:
+            ModuleArgument: it gets a module; then the module around the call becomes the leaf.
+        """
         constants: dict[int | str, Any] = {i: a for i, a in enumerate(args) if not self._fits_into_a_node(a)}
         constants |= {name: a for name, a in kwargs.items() if not self._fits_into_a_node(a)}
+        if holds_module((args, kwargs)):
+            raise ModuleArgument(f"{function.__name__} cannot be traced, and gets a module as an argument")
         path = self._path_of_leaf(function, constants)
         placed = tuple(None if i in constants else a for i, a in enumerate(args))
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
