@@ -137,6 +137,10 @@ def trace(
     gm = TracedGraphModule(root, graph, type(model).__name__)
     copy_modes(root, gm)
     batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)
+    written = tracer.written_inputs if isinstance(tracer, TrainEvalTracer) else []
+    state_changes += [
+        f"{OVERWRITTEN} {name}: the prepared model leaves the caller's list or dict as it is" for name in written
+    ]
     leaves = (*(tracer.leaves.values() if isinstance(tracer, LeafTracer) else ()), *autograd_calls(gm))
     with_values = isinstance(tracer, TrainEvalTracer)
     eval_only = tracer.eval_only if isinstance(tracer, TrainEvalTracer) else ()

@@ -19,6 +19,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,13 +82,17 @@ class DataDependent(fx.proxy.TraceError):
 
 
 class ValueProxy(fx.Proxy):
-    """A proxy with its value, or None if the value is not known."""
+    """A proxy with its value, or None if the value is not known.
+
+    If forward writes an item of a list or dict among its inputs, ``fxqat_written`` is what it holds from then on.
+    """
 
     __array_priority__ = 1000  # as of a tensor: numpy leaves the arithmetic of its scalars with a proxy to the proxy
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, value: TracedValue | None) -> None:
         super().__init__(node, tracer)
         self.fxqat_value = value
+        self.fxqat_written: list[Any] | dict[Any, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,6 +127,8 @@ class ValueProxy(fx.Proxy):
                 return getattr(value, name)
         elif isinstance(value, torch.device) and name in ("type", "index"):
             return getattr(value, name)
+        elif self.fxqat_written is not None:
+            return getattr(self.fxqat_written, name)
         elif isinstance(value, dict) and name in ("keys", "values", "items", "get"):
             self._record_structure()
             return getattr({key: self._item(key) for key in value}, name)
@@ -139,6 +146,8 @@ class ValueProxy(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         value = self.fxqat_require("iterates over")
+        if self.fxqat_written is not None:
+            return iter(list(self.fxqat_written))
         self._record_structure()
         if isinstance(value, dict):
             return iter(list(value))
@@ -147,6 +156,8 @@ class ValueProxy(fx.Proxy):
 
     def __getitem__(self, key: Any) -> Any:
         traced = self.fxqat_value
+        if self.fxqat_written is not None:
+            return self.fxqat_written[key]
         if traced is not None and type(traced.data) in (list, tuple):
             places = range(len(traced.data))
             if isinstance(key, slice) or (type(key) is int and key < 0):
@@ -165,6 +176,8 @@ class ValueProxy(fx.Proxy):
 
     def __len__(self) -> int:
         value = self.fxqat_require("takes the length of")
+        if self.fxqat_written is not None:
+            return len(self.fxqat_written)
         self._record_structure()
         return int(self.size(0)) if isinstance(value, Tensor) else len(value)
 
@@ -173,9 +186,21 @@ class ValueProxy(fx.Proxy):
         if isinstance(value, Tensor):
             raise self._depends_on_values("searches in")
         self._record_structure()
-        return item in value
+        return item in (value if self.fxqat_written is None else self.fxqat_written)
 
     def __setitem__(self, key: Any, item: Any) -> None:
+        value = None if self.fxqat_value is None else self.fxqat_value.data
+        if isinstance(value, (list, dict)):
+            before = None if self.fxqat_written is None else self.fxqat_written.copy()
+            self.tracer.patches.assigned.append(partial(setattr, self, "fxqat_written", before))  # type: ignore[attr-defined]
+            if self.fxqat_written is None:
+                self._record_structure()
+                items = value if isinstance(value, dict) else range(len(value))
+                content = {place: self._item(place) for place in items}
+                self.fxqat_written = content if isinstance(value, dict) else list(content.values())
+                self.tracer.written_inputs.append(str(self.node))  # type: ignore[attr-defined]
+            self.fxqat_written[key] = item
+            return
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, item), {})
 
     def _recorded_method(self, name: str) -> Callable[..., Any]:
@@ -362,7 +387,7 @@ def value_of(argument: Any) -> Any:
         DataDependent: the value of a proxy is not known.
     """
     if isinstance(argument, ValueProxy):
-        return argument.fxqat_require("uses")
+        return argument.fxqat_require("uses") if argument.fxqat_written is None else value_of(argument.fxqat_written)
     if isinstance(argument, TrainingFlag):
         return False
     if isinstance(argument, fx.Proxy):
@@ -383,6 +408,7 @@ def proxies_in(argument: Any) -> Iterator[ValueProxy]:
     """All proxies in an argument structure."""
     if isinstance(argument, ValueProxy):
         yield argument
+        yield from proxies_in(argument.fxqat_written)
     elif isinstance(argument, (tuple, list)):
         for item in argument:
             yield from proxies_in(item)

@@ -43,6 +43,7 @@ class ValueTracer(LeafTracer):
     Attributes:
         forced: the sizes that Python code needed as numbers, by source line.
         hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
+        written_inputs: lists and dicts among the inputs of which forward writes items, which the graph does not.
         changing: names of trained parameters, and of buffers that forward writes: their values are no constants.
     """
 
@@ -60,6 +61,7 @@ class ValueTracer(LeafTracer):
         self.forced: dict[str, ForcedNumber] = {}
         self.hashed = False
         self.changing: set[str] = set()
+        self.written_inputs: list[str] = []
         self._numbers_from: set[str] = set()
         self.patches = Patches(self)
 
@@ -235,7 +237,8 @@ class ValueTracer(LeafTracer):
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node. A dataclass keeps its type; a number of numpy becomes one of Python."""
         if isinstance(a, fx.Proxy):  # first, since isinstance also takes proxies for their values
-            return a.node
+            written = getattr(a, "fxqat_written", None) if type(a) is ValueProxy else None
+            return a.node if written is None else self.create_arg(written)
         if isinstance(a, np.generic):
             return a.item()
         if is_dataclass(a) and not isinstance(a, type):
