@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxqat.custom_quantizer.value_kinds import Kind, reads_sizes_only
+from fxqat.custom_quantizer.value_kinds import reads_sizes_only
 from fxqat.ops.identify import works_in_place
 from fxqat.utils.fx_graph import writes_state
+from fxqat.utils.node_meta import Kind
 
 UNREAD = "only its size or type is read"
 

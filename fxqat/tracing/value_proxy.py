@@ -198,7 +198,8 @@ class ValueProxy(fx.Proxy):
                 items = value if isinstance(value, dict) else range(len(value))
                 content = {place: self._item(place) for place in items}
                 self.fxqat_written = content if isinstance(value, dict) else list(content.values())
-                self.tracer.written_inputs.append(str(self.node))  # type: ignore[attr-defined]
+                if self.node.op == "placeholder":
+                    self.tracer.written_inputs.append(str(self.node))  # type: ignore[attr-defined]
             self.fxqat_written[key] = item
             return
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, item), {})
