@@ -39,6 +39,9 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 """What torch's exporter writes into its messages for a terminal."""
 
+CLASS = re.compile(r"^<class '[\w.]+'>: ", re.MULTILINE)
+"""How it names the type of an error."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -80,7 +83,7 @@ def run_exporter(
             with grouped_children(module):
                 model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
-            leaves, why = leaf_calls(module), without_groups(COLORS.sub("", str(cause)))
+            leaves, why = leaf_calls(module), without_groups(_reason(cause))
             called = ", ".join(str(leaf.target) for leaf in leaves)
             if sizes is not None:
                 raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
@@ -108,6 +111,14 @@ def run_exporter(
             node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
+
+
+def _reason(cause: Exception) -> str:
+    """What torch's exporter says of a failure, without its advice to those who develop it."""
+    message = COLORS.sub("", str(cause))
+    _, title, summary = message.partition("## Exception summary")
+    lines = [line for line in summary.splitlines() if line.strip() and not line.startswith("(Refer to the full stack")]
+    return CLASS.sub("", "\n".join(lines)) if title else message
 
 
 def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:

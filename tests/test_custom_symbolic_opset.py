@@ -402,3 +402,19 @@ def test_a_wrong_translation_table_is_refused(
     gm, x = with_own_operator
     with pytest.raises(ExportError, match="custom_translation_table"):
         convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table=table)
+
+
+class Untranslated(nn.Module):
+    """Calls an operator that torch's exporter does not translate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
+def test_a_failure_of_the_exporter_begins_with_the_reason() -> None:
+    with pytest.raises(ExportError) as failure:
+        run_exporter(Untranslated(), (torch.randn(2),))
+    first = str(failure.value).splitlines()[0]
+    assert first.startswith("torch.onnx.export failed: No ONNX function found for")
+    assert "bessel_j0" in first
+    assert "Next steps" not in str(failure.value)
