@@ -39,6 +39,9 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 """What torch's exporter writes into its messages for a terminal."""
 
+CLASS = re.compile(r"^<class '[\w.]+'>: ", re.MULTILINE)
+"""How it names the type of an error."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -80,7 +83,7 @@ def run_exporter(
             with grouped_children(module):
                 model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
-            leaves, why = leaf_calls(module), without_groups(COLORS.sub("", str(cause)))
+            leaves, why = leaf_calls(module), without_groups(_reason(cause))
             called = ", ".join(str(leaf.target) for leaf in leaves)
             if sizes is not None:
                 raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
@@ -108,6 +111,14 @@ def run_exporter(
             node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
+
+
+def _reason(cause: Exception) -> str:
+    """What torch's exporter says of a failure, without its advice to those who develop it."""
+    message = COLORS.sub("", str(cause))
+    _, title, summary = message.partition("## Exception summary")
+    lines = [line for line in summary.splitlines() if line.strip() and not line.startswith("(Refer to the full stack")]
+    return CLASS.sub("", "\n".join(lines)) if title else message
 
 
 def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:
@@ -149,7 +160,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
     opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
-    opset 16; AveragePool and Conv, opset 11.
+    opset 16; AveragePool, Conv and TopK, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -163,6 +174,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.aminmax.default: _aminmax,
         # torch's own fails for an index that is smaller than the source
         torch.ops.aten.scatter.src: _scatter,
+        torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         CDIST: _cdist,
@@ -274,6 +286,14 @@ def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
     shape: Any = op.Shape(index)
     origin = op.ConstantOfShape(op.Shape(shape), value=onnx.numpy_helper.from_array(np.zeros(1, np.int64)))
     return op.ScatterElements(x, index, op.Slice(src, origin, shape), axis=dim)
+
+
+def _sort(x: Any, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Any, Any]:
+    if not x.shape:
+        return op.Identity(x), op.Constant(value_int=0)
+    axis: Any = op.Constant(value_ints=[dim])
+    count: Any = op.Gather(op.Shape(x), axis)
+    return op.TopK(x, count, axis=dim, largest=descending, sorted=True)  # of equal values the first comes first
 
 
 def _hypot(x: Any, y: Any) -> Any:

@@ -163,6 +163,7 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.scatter.src,
         torch.ops.aten.hypot.default,
         torch.ops.aten.rrelu_with_noise_functional.default,
+        torch.ops.aten.sort.stable,
         CDIST,
         ADAPTIVE_AVG_POOL3D,
         torch.ops.aten.conv1d.default,
@@ -205,6 +206,10 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: scattered(x, 1, 2, 3, 4),
     lambda x: scattered(x, 2, 1, 2, 3),
     lambda x: scattered(x, -1, 2, 1, 2),
+    lambda x: torch.sort(x.round(), dim=1, stable=True)[0],
+    lambda x: torch.argsort((x / 4).round(), stable=True, descending=True),
+    lambda x: torch.argsort((x / 4).long(), dim=0, stable=True),
+    lambda x: torch.sort(x[0, 0, 0], stable=True)[1],
     lambda x: torch.hypot(x, x + 1),
     lambda x: torch.conv3d(x[None, None], torch.arange(16.0).view(2, 1, 2, 2, 2), None, 1, (0, 1, 0)),
     lambda x: torch.conv3d(x[None], torch.arange(8.0).view(1, 1, 2, 2, 2), torch.ones(1), (1, 2, 1), 0, (1, 1, 2)),
@@ -397,3 +402,19 @@ def test_a_wrong_translation_table_is_refused(
     gm, x = with_own_operator
     with pytest.raises(ExportError, match="custom_translation_table"):
         convert_export(gm, x, tmp_path / "m.onnx", custom_translation_table=table)
+
+
+class Untranslated(nn.Module):
+    """Calls an operator that torch's exporter does not translate."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
+def test_a_failure_of_the_exporter_begins_with_the_reason() -> None:
+    with pytest.raises(ExportError) as failure:
+        run_exporter(Untranslated(), (torch.randn(2),))
+    first = str(failure.value).splitlines()[0]
+    assert first.startswith("torch.onnx.export failed: No ONNX function found for")
+    assert "bessel_j0" in first
+    assert "Next steps" not in str(failure.value)

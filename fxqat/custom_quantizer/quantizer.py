@@ -46,6 +46,7 @@ from fxqat.custom_quantizer.requests import (
 )
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
+from fxqat.custom_quantizer.unread_values import unread_values
 from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
 from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
@@ -102,6 +103,7 @@ class BackendQuantizer:
         kinds |= dict.fromkeys(excluded, Kind.OTHER)
         decoding = [node for node in decoding_positions(gm, kinds) if not any(m(node) for m in config.additional)]
         excluded |= dict.fromkeys(decoding, DECODES_POSITIONS)
+        excluded |= unread_values(gm, kinds)
         exact = exact_values(gm, kinds)
         overrides = Overrides(self.spec, (*first_last_overrides(config.first_last, kinds), *config.overrides))
 

@@ -1,4 +1,4 @@
-"""Fold numbers: what the graph computes from parameters and buffers alone, outside of tensors, becomes a constant.
+"""Fold numbers: what the graph computes from parameters, buffers and constants alone, outside of tensors.
 
 Torch's exporter does not know the values of tensors. A model that keeps sizes, factors or indices in buffers
 (``self.factors.tolist()``) needs them as numbers:
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fxqat.ops.identify import identify
+from fxqat.ops.identify import identify, works_in_place
 from fxqat.utils.fx_graph import attribute_of, writes_state
 
-TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split")
+TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose")
 """The ops whose arguments after the first are indices or sizes."""
+
+CONSTANTS = (torch.tensor, torch.as_tensor, torch.arange, torch.zeros, torch.ones, torch.full)
+"""The functions without operands whose results are the same in each call."""
 
 
 def fold_numbers(gm: fx.GraphModule) -> None:
@@ -55,7 +58,11 @@ def _constants(gm: fx.GraphModule) -> dict[fx.Node, Any]:
 
 
 def _is_pure_call(node: fx.Node) -> bool:
-    return node.op in ("call_function", "call_method") and bool(node.all_input_nodes) and not node.is_impure()
+    makes_constant = (
+        node.op == "call_function" and node.target in CONSTANTS and not any(map(works_in_place, node.users))
+    )
+    computes = node.op in ("call_function", "call_method") and (bool(node.all_input_nodes) or makes_constant)
+    return computes and not node.is_impure()
 
 
 def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

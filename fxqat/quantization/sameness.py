@@ -234,6 +234,18 @@ class FirstCallCheck:
         return FirstCallCheck, ()
 
 
+class _Gradients(nn.Module):
+    """Runs a model and computes the gradients of leaves in the same call: backward may call modules again."""
+
+    def __init__(self, model: nn.Module, leaves: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.model, self.leaves = model, list(leaves)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:
+        """The outputs, and the gradients as of :func:`_gradients`."""
+        return (outputs := self.model(*args, **kwargs)), _gradients(outputs, self.leaves)
+
+
 class _Runs:
     """Runs both models on the same inputs and judges their values."""
 
@@ -343,12 +355,13 @@ class _Runs:
         model, state = self.reference.model, _leaves(float_tensors(self.prepared), change)
         args, kwargs = self._arguments(inputs)
         with buffers_kept(model), in_mode(model, training), _comparable(self.prepared, training):
-            after = dict(state)  # in which torch writes buffers that forward assigned
+            run = _Gradients(model, state.values() if training else ())
+            after = {f"model.{name}": tensor for name, tensor in state.items()}  # gets the buffers that forward assigns
             with self._watched("model", (args, kwargs)):
-                outputs = functional_call(model, after, args, kwargs)
-            if not training:
-                return Values(_outputs(outputs), {}, {})
-            gradients = _gradients(outputs, state.values())
+                outputs, gradients = functional_call(run, after, args, kwargs)
+        if not training:
+            return Values(_outputs(outputs), {}, {})
+        after = {name.removeprefix("model."): tensor for name, tensor in after.items()}
         by_name = {name: gradients.get(id(leaf), torch.zeros_like(leaf)) for name, leaf in state.items()}
         return self._after_training(outputs, after, by_name)
 

@@ -1,6 +1,7 @@
 """Calls of ``torch.autograd.Function`` and of activation checkpointing while a model is traced.
 
-1. A user's ``Function`` becomes one node: traced into, its forward would lose the backward that belongs to it.
+1. A user's ``Function`` becomes one node: traced into, its forward would lose the backward that belongs to it. If
+   ``apply`` was stored before, as in ``self.spike = Spike.apply``, its forward is what makes the node.
 2. ``torch.utils.checkpoint`` is traced into. The prepared model keeps the activations of its region, which costs memory
    and changes no value; the line is reported.
 """
@@ -74,6 +75,24 @@ def functions_as_calls() -> Iterator[list[str]]:
             return make_leaf(AutogradCall(cls), args, kwargs)
         return tracer.create_proxy("call_function", AutogradCall(cls), args, kwargs)
 
+    def traced(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+        function = cls.forward
+        has_context = cls.setup_context is torch.autograd.Function.setup_context
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if next(_tracers((args, kwargs)), None) is None:
+                return function(*args, **kwargs)
+            with torch.enable_grad():  # which the stored apply has switched off
+                return apply(cls, *(args[1:] if has_context else args), **kwargs)
+
+        return forward
+
+    def set_up(function: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+            return None if next(_tracers(inputs), None) is not None else function(ctx, inputs, output)
+
+        return setup_context
+
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             if next(_tracers((args, kwargs)), None) is not None:
@@ -90,7 +109,28 @@ def functions_as_calls() -> Iterator[list[str]]:
             setattr(owner, name, recorded(function))
         stack.callback(setattr, torch.autograd.Function, "apply", original)
         torch.autograd.Function.apply = classmethod(apply)
+        for cls in list(_users_functions(torch.autograd.Function)):
+            _replace(stack, cls, "forward", staticmethod(traced(cls)))
+            if cls.setup_context is not torch.autograd.Function.setup_context:
+                _replace(stack, cls, "setup_context", staticmethod(set_up(cls.setup_context)))
         yield checkpointed
+
+
+def _users_functions(function: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
+    """The subclasses of a ``Function`` that torch does not bring."""
+    for cls in function.__subclasses__():
+        if cls.__module__.partition(".")[0] != "torch":
+            yield cls
+        yield from _users_functions(cls)
+
+
+def _replace(stack: ExitStack, cls: type, name: str, member: Any) -> None:
+    """Replace a member of a class until the stack is closed."""
+    if name in vars(cls):
+        stack.callback(setattr, cls, name, vars(cls)[name])
+    else:
+        stack.callback(delattr, cls, name)
+    setattr(cls, name, member)
 
 
 def autograd_calls(gm: fx.GraphModule) -> Iterator[FloatLeaf]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import tensor_version
@@ -39,6 +39,19 @@ class FunctionLeaf(nn.Module):
         positional = [self.constants.get(i, argument) for i, argument in enumerate(args)]
         named = {name: value for name, value in self.constants.items() if isinstance(name, str)}
         return self.function(*positional, **(kwargs | named))
+
+
+class ModuleArgument(fx.proxy.TraceError):
+    """A function that is called as a whole gets a module, whose tensors the graph would lose."""
+
+
+def holds_module(value: Any) -> bool:
+    """Whether an argument is a module, a method of one, or a list or dict with one."""
+    if isinstance(value, (list, tuple, set)):
+        return any(map(holds_module, value))
+    if isinstance(value, dict):
+        return any(map(holds_module, value.values()))
+    return isinstance(value, nn.Module) or isinstance(getattr(value, "__self__", None), nn.Module)
 
 
 def is_user_function(function: Any) -> bool:

@@ -149,6 +149,28 @@ class LeafTracer(fx.Tracer):
             kwargs = {name: PROXY_IN_TEXT.sub("...", a) if isinstance(a, str) else a for name, a in kwargs.items()}
         return super().create_proxy(kind, target, args, kwargs, *options, **named)
 
+    def create_args_for_root(self, root_fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        """As in torch.fx, see :meth:`with_any_keyword`."""
+        function, placeholders = super().create_args_for_root(root_fn, *args, **kwargs)
+        return self.with_any_keyword(function), placeholders
+
+    def with_any_keyword(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward in which modules can be called with a keyword ``mod``, too, which torch.fx takes for the module."""
+
+        def call(*proxies: Any) -> Any:
+            traced = nn.Module.__call__
+
+            def call_module(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+                if "mod" not in kwargs:
+                    return traced(module, *args, **kwargs)
+                original = functools.partial(inspect.unwrap(traced), module)
+                return self.call_module(module, original, args, kwargs)
+
+            nn.Module.__call__ = call_module  # type: ignore[method-assign]  # torch.fx restores it
+            return forward(*proxies)
+
+        return call
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Make a node that records its source line (fx's own stack traces would take most of the time)."""
         if not self._tracing:
@@ -158,6 +180,7 @@ class LeafTracer(fx.Tracer):
         node.stack_trace = f'File "{file}", line {line}' if file else None
         overwritten = overwritten_state(node)
         if isinstance(self.attributes.get(overwritten or ""), nn.Parameter):
+            self.graph.erase_node(node)  # nobody else knows of it yet, who could undo it
             raise ParameterOverwritten(f"forward overwrites the parameter {overwritten}")
         return node
 

@@ -11,7 +11,12 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
    arguments is traced into instead, so that the graph shows what it overwrites;
 6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel);
 7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value;
-8. ``torch.set_grad_enabled(self.training)`` is recorded as a forced True: the graph computes gradients in eval mode.
+8. ``torch.set_grad_enabled(self.training)`` is recorded as a forced True: the graph computes gradients in eval mode;
+9. ``callable`` of a tensor is False, as of any tensor;
+10. a function with a cache (``functools.lru_cache``) is called without it: the cache of an earlier run would return
+    sizes as numbers;
+11. ``Variable(x)`` is ``x``;
+12. ``module.to(x)`` takes the device and dtype of the example value.
 
 The patches have an effect in the thread that traces only.
 """
@@ -22,16 +27,18 @@ import builtins
 import functools
 import gc
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, TracebackType
+from types import FunctionType, ModuleType, TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.tracing.function_leaf import is_user_function, overwrites_arguments
+from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.source import is_user_file
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
@@ -66,6 +73,18 @@ def holds_proxies(cached: Any) -> bool:
     """Whether the cache of a function has proxies as keys, which belong to one trace."""
     caches = [held for held in gc.get_referents(cached) if type(held) is dict]
     return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
+
+
+def cached_functions() -> Iterator[tuple[Any, str]]:
+    """The owner and name of each cached function or method that user code finds in a module or in a class of it."""
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", None) or ""
+        if type(module) is not ModuleType or name.partition(".")[0] in NOT_USER_PACKAGES:
+            continue
+        members = list(vars(module).items())
+        classes = [value for _, value in members if type(value) is type and value.__module__ == name]
+        owners = [(module, members), *((owner, list(vars(owner).items())) for owner in classes)]
+        yield from ((owner, key) for owner, found in owners for key, value in found if type(value) is LRU_CACHE)
 
 
 class NodeMaker(Protocol):
@@ -119,6 +138,7 @@ class Patches:
         with ExitStack() as stack:
             self._restore = stack
             self._patch(builtins, "isinstance", self._isinstance)
+            self._patch(builtins, "callable", self._callable)
             for name in CONSTRUCTORS:
                 self._patch(torch, name, self._constructor)
             self._patch(torch, "is_grad_enabled", self._is_grad_enabled)
@@ -126,6 +146,10 @@ class Patches:
             self._patch(nn.Module, "__setattr__", self._setattr)
             self._patch(*WRAPPER, self._wrapper)
             self._patch(*CAUSAL_CHECK, self._causal_check)
+            self._patch(torch.autograd.Variable, "__new__", self._variable)
+            self._patch(nn.Module, "to", self._module_to)
+            for owner, name in list(cached_functions()):
+                self._patch(owner, name, self._uncached)
             nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
             stack.callback(delattr, nn.Module, "training")
             self._restore = stack.pop_all()  # an error above this line removes the patches that were applied
@@ -218,11 +242,47 @@ class Patches:
 
         return isinstance
 
+    def _callable(self, original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def callable(value: Any) -> bool:  # noqa: A001  it replaces the builtin
+            is_tensor = type(value) is ValueProxy and not self.suspended and isinstance(value, Tensor)
+            return not is_tensor and original(value)
+
+        return callable
+
+    def _variable(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return data if type(data) is ValueProxy and not self.suspended else original(cls, data, *args, **kwargs)
+
+        return new
+
+    def _module_to(self, original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if self.suspended or next(proxies_in((args, kwargs)), None) is None:
+                return original(module, *args, **kwargs)
+            with self.suspend():
+                return original(module, *value_of(args), **value_of(kwargs))
+
+        return to
+
+    def _uncached(self, original: Any) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.suspended or next(proxies_in((args, kwargs)), None) is None:
+                return original(*args, **kwargs)
+            return original.__wrapped__(*args, **kwargs)
+
+        for name in ("cache_info", "cache_clear", "cache_parameters"):
+            setattr(call, name, getattr(original, name))
+        return call
+
     def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def construct(*args: Any, **kwargs: Any) -> Any:
             if self.suspended:
                 return original(*args, **kwargs)
+            if args and type(args[0]) is np.ndarray:  # a graph holds lists
+                kwargs = {"dtype": torch.from_numpy(np.empty(0, args[0].dtype)).dtype, **kwargs}
+                args = (args[0].tolist(), *args[1:])
             return self.tracer.create_proxy("call_function", original, args, kwargs)
 
         return construct

@@ -13,9 +13,13 @@ import numpy as np
 from torch import fx, nn
 
 from fxqat.errors import TraceError
+from fxqat.utils.torch_compat import forward_hooks
 
 CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 """The types of the global names whose content is restored."""
+
+NOT_USERS = ("torch", "fxqat", "builtins", "functools")
+"""Packages whose objects keep nothing of forward."""
 
 PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 
@@ -24,8 +28,8 @@ PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """Restore the state that forward keeps in Python after the block.
 
-    That is the plain attributes of all modules, Python's and numpy's random numbers, and global names that hold a value
-    of the trace.
+    That is the plain attributes of all modules, Python's and numpy's random numbers, and global names and attributes of
+    other objects (which modules hold, or whose methods are hooks) that hold a value of the trace.
 
     Args:
         root: the model that is traced in the block.
@@ -38,7 +42,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
-    namespaces = [(namespace, _contents(namespace)) for namespace in _globals(root)]
+    namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
     try:
         yield changes
     finally:
@@ -56,7 +60,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     for path, module in root.named_modules():
         held = {**vars(module), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
         for name, value in held.items():
-            if isinstance(value, fx.Proxy) or any(isinstance(item, fx.Proxy) for item in _items(value)):
+            if isinstance(value, fx.Proxy) or any(isinstance(item, fx.Proxy) for item in items_of(value)):
                 raise TraceError(
                     f"forward assigns a tensor to {f'{path}.' if path else ''}{name}, which the graph cannot hold. "
                     "Give example_inputs: with them, buffers that forward assigns are updated as in the model."
@@ -80,6 +84,20 @@ def _globals(root: nn.Module) -> list[dict[str, Any]]:
     return [vars(module) for module in found if module is not None]
 
 
+def held_objects(root: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of the objects of the user's classes that modules hold, or whose methods are their hooks."""
+    found: dict[int, dict[str, Any]] = {}
+    inner = vars(nn.Module())
+    for module in root.modules():
+        held = [value for name, value in vars(module).items() if name not in inner]
+        hooks = [getattr(hook, "__self__", None) for hooks in forward_hooks(module) for hook in hooks.values()]
+        for value in (*held, *hooks, *(item for container in held for item in items_of(container))):
+            package = type(value).__module__.partition(".")[0]
+            if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and package not in NOT_USERS:
+                found[id(value)] = vars(value)
+    return list(found.values())
+
+
 def _contents(namespace: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The values by name, and copies of the lists, dicts and sets among them."""
     return {n: (v, v.copy() if type(v) in CONTAINERS else None) for n, v in namespace.items() if n[:2] != "__"}
@@ -89,11 +107,14 @@ def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -
     """Restore what holds a value of the trace, for which the model itself has no use; the names."""
     found = []
     for name, value in list(namespace.items()):
-        items = _items(value) if type(value) in CONTAINERS else []
+        items = items_of(value) if type(value) in CONTAINERS else []
         if not any(issubclass(type(item), fx.Proxy) for item in (value, *items)):
             continue
         found.append(name)
-        old, content = contents.get(name, (None, None))
+        if name not in contents:
+            del namespace[name]
+            continue
+        old, content = contents[name]
         namespace[name] = old
         if content is not None:
             old.clear()
@@ -108,7 +129,8 @@ def _equal(a: Any, b: Any) -> bool:
         return a is b
 
 
-def _items(value: Any) -> list[Any]:
+def items_of(value: Any) -> list[Any]:
+    """The items of a list, tuple or set, or the values of a dict."""
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple, set)) else []

@@ -23,14 +23,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.ops.identify import works_in_place
 from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
-from fxqat.tracing.python_state import python_state_kept
+from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.utils.contexts import buffers_kept
@@ -138,6 +138,10 @@ def trace(
     gm = TracedGraphModule(root, graph, type(model).__name__)
     copy_modes(root, gm)
     batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)
+    written = tracer.written_inputs if isinstance(tracer, TrainEvalTracer) else []
+    state_changes += [
+        f"{OVERWRITTEN} {name}: the prepared model leaves the caller's list or dict as it is" for name in written
+    ]
     leaves = (*(tracer.leaves.values() if isinstance(tracer, LeafTracer) else ()), *autograd_calls(gm))
     with_values = isinstance(tracer, TrainEvalTracer)
     eval_only = tracer.eval_only if isinstance(tracer, TrainEvalTracer) else ()
@@ -180,9 +184,11 @@ def copy_model(model: nn.Module) -> nn.Module:
     drops them.
     """
     memo = copies_of_results(model)
-    for module in model.modules():
-        for value in vars(module).values():
-            if type(value) in (dict, OrderedDict) and not value:
+    for attributes in (*map(vars, model.modules()), *held_objects(model)):
+        for value in (*attributes.values(), *(item for held in attributes.values() for item in items_of(held))):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+            elif type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
     result = copy.deepcopy(model, memo)
     for parameter in model.parameters():

@@ -8,15 +8,18 @@ its value:
 2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``,
    ``int``) it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts
    among the inputs, and the memory layout of a tensor;
-3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised.
+3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised. An
+   ``assert`` of them is checked on the example inputs, and recorded: the graph does not have it.
 """
 
 from __future__ import annotations
 
 import builtins
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fxqat.tracing.asserts import is_asserted
 from fxqat.tracing.attention import multi_head_attention
 from fxqat.utils.train_eval_graph import eval_or_train
 
@@ -61,6 +65,10 @@ class TracedValue:
     from_content: bool = False
     reads: frozenset[str] = frozenset()
 
+    def depends_on_values(self) -> bool:
+        """Whether it depends on the values of a tensor that may differ later: of an input, a parameter or a buffer."""
+        return self.from_content or (isinstance(self.data, Tensor) and (self.from_input or bool(self.reads)))
+
 
 OF_AUTOGRAD = frozenset(("requires_grad", "grad_fn", "is_leaf"))
 """Tensor attributes that say whether gradients are computed."""
@@ -74,13 +82,17 @@ class DataDependent(fx.proxy.TraceError):
 
 
 class ValueProxy(fx.Proxy):
-    """A proxy with its value, or None if the value is not known."""
+    """A proxy with its value, or None if the value is not known.
+
+    If forward writes an item of a list or dict among its inputs, ``fxqat_written`` is what it holds from then on.
+    """
 
     __array_priority__ = 1000  # as of a tensor: numpy leaves the arithmetic of its scalars with a proxy to the proxy
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, value: TracedValue | None) -> None:
         super().__init__(node, tracer)
         self.fxqat_value = value
+        self.fxqat_written: list[Any] | dict[Any, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +127,8 @@ class ValueProxy(fx.Proxy):
                 return getattr(value, name)
         elif isinstance(value, torch.device) and name in ("type", "index"):
             return getattr(value, name)
+        elif self.fxqat_written is not None:
+            return getattr(self.fxqat_written, name)
         elif isinstance(value, dict) and name in ("keys", "values", "items", "get"):
             self._record_structure()
             return getattr({key: self._item(key) for key in value}, name)
@@ -132,6 +146,8 @@ class ValueProxy(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         value = self.fxqat_require("iterates over")
+        if self.fxqat_written is not None:
+            return iter(list(self.fxqat_written))
         self._record_structure()
         if isinstance(value, dict):
             return iter(list(value))
@@ -140,6 +156,8 @@ class ValueProxy(fx.Proxy):
 
     def __getitem__(self, key: Any) -> Any:
         traced = self.fxqat_value
+        if self.fxqat_written is not None:
+            return self.fxqat_written[key]
         if traced is not None and type(traced.data) in (list, tuple):
             places = range(len(traced.data))
             if isinstance(key, slice) or (type(key) is int and key < 0):
@@ -158,6 +176,8 @@ class ValueProxy(fx.Proxy):
 
     def __len__(self) -> int:
         value = self.fxqat_require("takes the length of")
+        if self.fxqat_written is not None:
+            return len(self.fxqat_written)
         self._record_structure()
         return int(self.size(0)) if isinstance(value, Tensor) else len(value)
 
@@ -166,9 +186,22 @@ class ValueProxy(fx.Proxy):
         if isinstance(value, Tensor):
             raise self._depends_on_values("searches in")
         self._record_structure()
-        return item in value
+        return item in (value if self.fxqat_written is None else self.fxqat_written)
 
     def __setitem__(self, key: Any, item: Any) -> None:
+        value = None if self.fxqat_value is None else self.fxqat_value.data
+        if isinstance(value, (list, dict)):
+            before = None if self.fxqat_written is None else self.fxqat_written.copy()
+            self.tracer.patches.assigned.append(partial(setattr, self, "fxqat_written", before))  # type: ignore[attr-defined]
+            if self.fxqat_written is None:
+                self._record_structure()
+                items = value if isinstance(value, dict) else range(len(value))
+                content = {place: self._item(place) for place in items}
+                self.fxqat_written = content if isinstance(value, dict) else list(content.values())
+                if self.node.op == "placeholder":
+                    self.tracer.written_inputs.append(str(self.node))  # type: ignore[attr-defined]
+            self.fxqat_written[key] = item
+            return
         self.tracer.create_proxy("call_function", operator.setitem, (self, key, item), {})
 
     def _recorded_method(self, name: str) -> Callable[..., Any]:
@@ -227,7 +260,12 @@ class ValueProxy(fx.Proxy):
         return value
 
     def __bool__(self) -> bool:
-        return bool(self._number("branches on"))
+        traced, frame = self.fxqat_value, inspect.currentframe()
+        if traced is None or not traced.depends_on_values() or frame is None or not is_asserted(frame.f_back):
+            return bool(self._number("branches on"))
+        found = bool(traced.data)
+        self.tracer.record_forced(f"assert {self.node}", found)  # type: ignore[attr-defined]
+        return found
 
     def __int__(self) -> int:
         return int(self._number("needs a number from"))
@@ -350,7 +388,7 @@ def value_of(argument: Any) -> Any:
         DataDependent: the value of a proxy is not known.
     """
     if isinstance(argument, ValueProxy):
-        return argument.fxqat_require("uses")
+        return argument.fxqat_require("uses") if argument.fxqat_written is None else value_of(argument.fxqat_written)
     if isinstance(argument, TrainingFlag):
         return False
     if isinstance(argument, fx.Proxy):
@@ -371,6 +409,7 @@ def proxies_in(argument: Any) -> Iterator[ValueProxy]:
     """All proxies in an argument structure."""
     if isinstance(argument, ValueProxy):
         yield argument
+        yield from proxies_in(argument.fxqat_written)
     elif isinstance(argument, (tuple, list)):
         for item in argument:
             yield from proxies_in(item)

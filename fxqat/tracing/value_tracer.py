@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.tracing.evaluate import evaluate
-from fxqat.tracing.function_leaf import FunctionLeaf, failing_functions
+from fxqat.tracing.function_leaf import FunctionLeaf, ModuleArgument, failing_functions, holds_module
 from fxqat.tracing.leaf_tracer import SEEDS, LeafTracer, ParameterOverwritten, address_of, explain
 from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
@@ -43,6 +43,7 @@ class ValueTracer(LeafTracer):
     Attributes:
         forced: the sizes that Python code needed as numbers, by source line.
         hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
+        written_inputs: lists and dicts among the inputs of which forward writes items, which the graph does not.
         changing: names of trained parameters, and of buffers that forward writes: their values are no constants.
     """
 
@@ -60,6 +61,7 @@ class ValueTracer(LeafTracer):
         self.forced: dict[str, ForcedNumber] = {}
         self.hashed = False
         self.changing: set[str] = set()
+        self.written_inputs: list[str] = []
         self._numbers_from: set[str] = set()
         self.patches = Patches(self)
 
@@ -156,7 +158,7 @@ class ValueTracer(LeafTracer):
                     named[name] = values[0]
             return self.trace_forward("", functools.partial(root_fn, self.root, *positional, **named))
 
-        return call, placeholders
+        return self.with_any_keyword(call), placeholders
 
     def _is_next_positional(self, parameter: inspect.Parameter, positional: list[Any]) -> bool:
         """Whether a parameter can be passed by position after the given positional arguments."""
@@ -175,9 +177,15 @@ class ValueTracer(LeafTracer):
         return False
 
     def call_function_leaf(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """Make a node that calls a leaf function, through a :class:`FunctionLeaf`."""
+        """Make a node that calls a leaf function, through a :class:`FunctionLeaf`.
+
+        Raises:
+            ModuleArgument: it gets a module; then the module around the call becomes the leaf.
+        """
         constants: dict[int | str, Any] = {i: a for i, a in enumerate(args) if not self._fits_into_a_node(a)}
         constants |= {name: a for name, a in kwargs.items() if not self._fits_into_a_node(a)}
+        if holds_module((args, kwargs)):
+            raise ModuleArgument(f"{function.__name__} cannot be traced, and gets a module as an argument")
         path = self._path_of_leaf(function, constants)
         placed = tuple(None if i in constants else a for i, a in enumerate(args))
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
@@ -229,7 +237,8 @@ class ValueTracer(LeafTracer):
     def create_arg(self, a: Any) -> Any:
         """Convert an argument of a node. A dataclass keeps its type; a number of numpy becomes one of Python."""
         if isinstance(a, fx.Proxy):  # first, since isinstance also takes proxies for their values
-            return a.node
+            written = getattr(a, "fxqat_written", None) if type(a) is ValueProxy else None
+            return a.node if written is None else self.create_arg(written)
         if isinstance(a, np.generic):
             return a.item()
         if is_dataclass(a) and not isinstance(a, type):

@@ -31,6 +31,8 @@ CALLS = {
     "slice": lambda m, x: x[:, m.start : m.sizes[1]] * 2,
     "index": lambda m, x: x[:, m.start] * 2,
     "shape": lambda m, x: x.reshape(m.start, m.sizes[1] + 1, -1) * 2,
+    "permutation": lambda m, x: x.permute(*torch.cat((torch.tensor([0, 2]), torch.arange(3, 4), m.sizes[:1]))) * 2,
+    "transposition": lambda m, x: x.transpose(m.start, torch.argsort(torch.arange(4))[-1]) * 2,
     "tensor": lambda m, x: x * m.factors.view(1, -1, 1, 1),
 }
 

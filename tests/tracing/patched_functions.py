@@ -1,4 +1,7 @@
-"""Functions that cannot be traced, in a separate module, since they are replaced in their module."""
+"""Functions that cannot be traced, in a separate module, since they are replaced in their module.
+
+Asserts are here, too, since pytest rewrites those of the tests.
+"""
 
 import torch
 
@@ -53,3 +56,22 @@ def shifted(x, by):
 def add_to_tail(x, y):
     """A leaf that works in place and returns None."""
     x[:, 1:] += y[:, 1:]
+
+
+def run_if_positive(block, x):
+    """Branches on tensor values and calls a module."""
+    return block(x) if x.sum() > 0 else 2 * block(x)
+
+
+def assert_each(yes, no):
+    """Three asserts that ask ``yes`` and two that ask ``no``."""
+    assert yes
+    assert yes, "with a message"
+    assert not no
+    assert yes and not no  # noqa: PT018
+
+
+def assert_finite_below(y, limit):
+    """Two asserts of tensor values."""
+    assert torch.isfinite(y).all(), f"values {y}"
+    assert not (y > limit).any()

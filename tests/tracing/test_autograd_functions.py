@@ -114,3 +114,48 @@ def test_functions_compute_as_always_outside_of_a_trace():
     x = torch.ones(2, requires_grad=True)
     Reverse.apply(x, 3.0).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), -3.0))
+
+
+class Double(torch.autograd.Function):
+    """Twice the input; its context is set up apart."""
+
+    @staticmethod
+    def forward(x, factor=2.0):
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 3 * ctx.factor * gradient, None
+
+
+double = Double.apply
+
+
+class Stored(nn.Module):
+    """Calls functions whose ``apply`` was looked up before the model was prepared."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reverse = Reverse.apply
+
+    def forward(self, x):
+        return self.last(double(self.reverse(self.first(x), 0.5)))
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_an_apply_that_was_stored_keeps_its_backward(with_inputs):
+    model, x = Stored(), torch.randn(3, 4)
+    before = Reverse.forward, Double.forward, Double.setup_context
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    assert (Reverse.forward, Double.forward, Double.setup_context) == before
+    assert [leaf.reason for leaf in gm.quant_report.leaves] == [ONE_CALL] * 2
+    expected, found = gradients(model, x), gradients(gm, x)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)

@@ -191,3 +191,23 @@ def test_methods_are_called_through_their_class():
         ((function, owners),) = failing_functions(sys.exc_info()[2])
     assert function is Decoder.decode
     assert owners == [Decoder]
+
+
+class CallsBlock(nn.Module):
+    def __init__(self, as_method):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.as_method = as_method
+
+    def forward(self, x):
+        return patched_functions.run_if_positive(self.block.forward if self.as_method else self.block, x)
+
+
+@pytest.mark.parametrize("as_method", [False, True])
+def test_a_function_that_gets_a_module_is_no_leaf_but_the_module_around_it(as_method):
+    model, x = nn.Sequential(nn.Linear(4, 4), CallsBlock(as_method)), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.leaves[-1].path == "1"
+    assert "gets a module" in gm.quant_report.leaves[-1].reason
+    assert {"1.block.0.weight", "1.block.0.bias"} <= dict(gm.named_parameters()).keys()
+    torch.testing.assert_close(gm(x), model(x))

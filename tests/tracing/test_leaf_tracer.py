@@ -334,6 +334,42 @@ def test_a_module_that_overwrites_its_parameter_is_a_leaf(step, given):
         prepare_by_platform(Around(step, apart=False), "TSQAT", example_inputs=given)
 
 
+def normalized_in_training(module, y):
+    if module.training:
+        with torch.no_grad():
+            module.gain.copy_(module.gain.sign())
+    return y * module.gain
+
+
+def test_a_module_that_overwrites_its_parameter_in_training_follows_eval_mode():
+    gm = prepare_by_platform(Around(normalized_in_training), "TSQAT", example_inputs=(X,))
+    assert gm.quant_report.eval_only == ("inner",)
+    assert not gm.quant_report.leaves
+
+
+class Scaled(nn.Module):
+    """Has an argument of the name that torch.fx gives a module."""
+
+    def forward(self, x, mod):
+        return x * mod
+
+
+@WITH_AND_WITHOUT
+def test_a_module_can_be_called_with_the_keyword_mod(given):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.scaled = nn.Linear(4, 4), Scaled()
+
+        def forward(self, x):
+            return self.scaled(self.lin(x), mod=x)
+
+    model, call = Net(), nn.Module.__call__
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=given)
+    assert nn.Module.__call__ is call
+    torch.testing.assert_close(gm(X), model(X))
+
+
 def test_a_write_through_a_view_of_a_parameter_makes_a_leaf():
     def step(module, y):
         with torch.no_grad():

@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ from tests.value_models import CASES, Base, build, inputs_of
 def now():
     return {
         "isinstance": builtins.isinstance,
+        "callable": builtins.callable,
+        "to": nn.Module.to,
+        "variable": torch.autograd.Variable.__new__,
         "wrapper": getattr(*WRAPPER),
         "causal_check": getattr(*CAUSAL_CHECK),
         **{name: getattr(torch, name) for name in CONSTRUCTORS},
@@ -235,6 +239,61 @@ def test_caches_that_saw_no_proxy_keep_what_they_hold():
     held = untouched(8)
     trace(Cached(), example_inputs=(image(),))
     assert untouched(8) is held
+
+
+@functools.lru_cache
+def flat_sizes(sizes):
+    """Sizes computed from sizes, as einops caches them."""
+    return sizes[0] * sizes[1], sizes[2]
+
+
+class Sizes(nn.Module):
+    """Reshapes to cached sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    @functools.lru_cache  # noqa: B019
+    def length(self, sizes):
+        return sizes[1]
+
+    def forward(self, x):
+        y = self.lin(x.reshape(flat_sizes(tuple(x.shape))))
+        return y.reshape(-1, self.length(tuple(x.shape)), 4)
+
+
+def test_sizes_stay_open_although_an_earlier_run_filled_a_cache():
+    model, x, other = Sizes(), torch.randn(2, 3, 4), torch.randn(5, 7, 4)
+    model(x)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert not gm.quant_report.forced
+    torch.testing.assert_close(gm(other), model(other))
+    assert flat_sizes.cache_info().currsize == 3
+    assert_restored()
+
+
+class OldSpellings(nn.Module):
+    """Code that asks tensors what only old or unusual code asks."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        default = x() if callable(x) else x
+        y = self.lin(torch.autograd.Variable(default)) + torch.tensor(np.array([0.5, 1.0, 1.5, 2.0]))
+        index = torch.as_tensor(np.arange(4)[::-1].copy())
+        return nn.Softplus().to(y)(y)[:, index]
+
+
+def test_old_spellings_are_traced():
+    model, x = OldSpellings(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert not gm.quant_report.leaves
+    assert gm(x).dtype == torch.float64
+    torch.testing.assert_close(gm(x), model(x))
+    assert_restored()
 
 
 class Wrapped(nn.Module):

@@ -119,3 +119,36 @@ def test_a_global_name_that_keeps_a_value_of_the_trace_is_restored(with_inputs, 
     assert gm.quant_report.state_changes == ("forward keeps a tensor in LAST: it is as before",)
     assert "forward keeps a tensor in LAST" in caplog.text
     assert torch.isfinite(model(x)).all()
+
+
+class Saved:
+    """Keeps the output of a module, as an object whose method is a hook."""
+
+    feature = None
+
+    def __init__(self, module):
+        module.register_forward_hook(self.save)
+
+    def save(self, module, args, output):
+        self.feature = output
+
+
+class Hooked(nn.Module):
+    """Reads what a hook kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+        self.saved = [Saved(self.block)]
+
+    def forward(self, x):
+        return self.last(self.block(x)) + self.saved[0].feature
+
+
+def test_an_object_whose_method_is_a_hook_keeps_no_value_of_the_trace():
+    model, x = Hooked(), torch.randn(3, 4)
+    model(x)  # which it keeps, with its gradient
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert [line for line in gm.quant_report.state_changes if "feature" in line]
+    assert type(model.saved[0].feature) is torch.Tensor
+    torch.testing.assert_close(gm(2 * x), model(2 * x))

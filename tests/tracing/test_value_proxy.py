@@ -1,11 +1,13 @@
 """Proxies with values: what they return, what they record, and what they refuse."""
 
+import copy
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from fxqat import calibrate, prepare_by_platform
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.train_eval_graph import follows_mode
 
@@ -246,3 +248,35 @@ def test_a_training_flag_is_passed_on_as_a_node_and_reports_a_branch(seen):
     assert asked == []
     assert bool(flag) is seen
     assert asked == [1]
+
+
+class WritesItems(nn.Module):
+    """Writes items of its inputs, in a module that branches on the mode and in one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, pair, batch):
+        pair[0] = self.first(pair[0])
+        pair[-1] = pair[0] + pair[1]
+        batch["sum"] = self.last(pair[1])
+        for name in list(batch):
+            batch[name] = batch[name] * len(batch)
+        return pair, batch, "sum" in batch
+
+
+def test_items_that_forward_writes_into_its_inputs_are_read_later():
+    model, x = WritesItems(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=([x, x + 1], {"x": x}))
+    assert [line.split(":")[0] for line in gm.quant_report.state_changes] == [
+        "forward overwrites its input pair",
+        "forward overwrites its input batch",
+    ]
+    given = [2 * x, x], {"x": x}
+    found, expected = gm(*copy.deepcopy(given)), model(*copy.deepcopy(given))
+    assert [type(part) for part in found] == [list, dict, bool]
+    assert list(found[1]) == ["x", "sum"]
+    torch.testing.assert_close(found, expected)
+    calibrate(gm, [given], progress=False)
+    assert list(given[1]) == ["x"]
