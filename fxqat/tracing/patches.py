@@ -76,15 +76,33 @@ def holds_proxies(cached: Any) -> bool:
 
 
 def cached_functions() -> Iterator[tuple[Any, str]]:
-    """The owner and name of each cached function or method that user code finds in a module or in a class of it."""
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__name__", None) or ""
-        if type(module) is not ModuleType or name.partition(".")[0] in NOT_USER_PACKAGES:
+    """The owner and name of each cached function or method that user code finds in a module or in a class of it.
+
+    A module is searched again when it has more or fewer names than before; ``__main__``, which may be a notebook,
+    always.
+    """
+    for name, module in list(sys.modules.items()):
+        if type(module) is not ModuleType:
             continue
-        members = list(vars(module).items())
-        classes = [value for _, value in members if type(value) is type and value.__module__ == name]
-        owners = [(module, members), *((owner, list(vars(owner).items())) for owner in classes)]
-        yield from ((owner, key) for owner, found in owners for key, value in found if type(value) is LRU_CACHE)
+        known, size, found = _SEARCHED.get(name, NOT_SEARCHED)
+        if known is not module or size != len(module.__dict__) or name == "__main__":
+            is_users = name.partition(".")[0] not in NOT_USER_PACKAGES
+            found = tuple(_cached_in(module)) if is_users else ()
+            _SEARCHED[name] = (module, len(module.__dict__), found)
+        if found:
+            yield from found
+
+
+Searched = tuple[ModuleType | None, int, tuple[tuple[Any, str], ...]]
+NOT_SEARCHED: Searched = (None, 0, ())
+_SEARCHED: dict[str, Searched] = {}
+
+
+def _cached_in(module: ModuleType) -> Iterator[tuple[Any, str]]:
+    members = list(vars(module).items())
+    classes = [value for _, value in members if type(value) is type and value.__module__ == module.__name__]
+    for owner, attributes in ((module, members), *((owner, list(vars(owner).items())) for owner in classes)):
+        yield from ((owner, key) for key, value in attributes if type(value) is LRU_CACHE)
 
 
 class NodeMaker(Protocol):
