@@ -75,7 +75,7 @@ def identify(node: fx.Node) -> Op:
        ``where``, constructors and products are unbounded with a number that stands for infinity;
     8. an item of a recurrent layer is an output of this layer;
     9. the operators ``//`` and ``%`` are integer arithmetic on sizes, elementwise ops on float tensors;
-    10. a user's module that returns its input in eval mode is ``stochastic_depth``, see ``standardize``.
+    10. a user's module that returns its input in eval mode is ``stochastic_depth``: :mod:`fxqat.utils.training_only`.
     """
     if node.op == "call_module":
         module = called_module(node)

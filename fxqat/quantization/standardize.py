@@ -14,7 +14,6 @@ Cases:
 6. Ops that give values and indices are described as tuples of values; the indices are not quantizable values.
 7. ``nn.Identity``, which libraries use as a placeholder, is removed.
 8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
-9. A user's module that returns its input in eval mode (the drop path of timm) is marked, and so is no second value.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, operands, out_of_place_method, works_in_place
-from fxqat.ops.table import OUT_OF_PLACE, UNKNOWN
+from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
-from fxqat.utils.training_only import mark_if_idle
 
 LOOKUP_ARGUMENTS: dict[Any, tuple[str, ...]] = {
     torch.embedding: ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse"),
@@ -71,8 +69,6 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
-        if op is UNKNOWN and node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
-            mark_if_idle(called_module(node))  # type: ignore[arg-type]  # case 9
         if works_in_place(node) and not writes_state(node):
             _out_of_place(node)  # case 4
         if gives_indices(op):

@@ -20,7 +20,7 @@ from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
 from fxqat.utils.torch_compat import ASSERT
-from fxqat.utils.training_only import follows_mode_without_parameters
+from fxqat.utils.training_only import is_idle
 
 MODE_DEPENDENT_LEAVES: tuple[type[nn.Module], ...] = (StochasticDepth,)
 """Modules that compute differently in training. They are kept whole, so that they follow ``train()`` and ``eval()``."""
@@ -98,14 +98,11 @@ class LeafTracer(fx.Tracer):
         addresses: their names by the address of their memory.
         attribute_proxies: proxies of the parameters and buffers that the graph reads, by name.
         follows_gradients: whether the graph computes without gradients what forward does.
-        follows_modes: whether branches on ``self.training`` are found while tracing. Otherwise modules without
-            parameters that read it are kept whole.
         random_functions: functions of torch that have no node, and so cannot be traced.
     """
 
     num_calls: CallCounts
     follows_gradients = False
-    follows_modes = False
     random_functions: tuple[str, ...] = (*SEEDS, *DRAWS)
 
     def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
@@ -233,7 +230,7 @@ class LeafTracer(fx.Tracer):
         """Whether a module becomes one node. Modules of torch that have submodules (attention) do not."""
         if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
             return True
-        if not self.follows_modes and follows_mode_without_parameters(m):
+        if is_idle(m):
             return True
         return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
 

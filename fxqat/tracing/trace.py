@@ -40,6 +40,7 @@ from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
 from fxqat.utils.tensors import copies_of_results
 from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
+from fxqat.utils.training_only import mark_if_idle
 
 OVERWRITTEN = "forward overwrites its input"
 """How a remark about an input that forward writes in place begins."""
@@ -124,6 +125,8 @@ def trace(
     except Exception as cause:
         raise TraceError(f"cannot copy {type(model).__name__}: {cause}. Make the model deep-copyable.") from cause
     root.eval()
+    for module in root.modules():
+        mark_if_idle(module)
     fixed = dict(concrete_args or {})
     tracers: list[fx.Tracer] = [LeafTracer(leaf_modules, untraceable)] if custom_tracer is None else [custom_tracer]
     if example_inputs is not None and custom_tracer is None:
@@ -186,7 +189,7 @@ def copy_model(model: nn.Module) -> nn.Module:
     memo = copies_of_results(model)
     for attributes in (*map(vars, model.modules()), *held_objects(model)):
         for value in (*attributes.values(), *(item for held in attributes.values() for item in items_of(held))):
-            if isinstance(value, Tensor) and not value.is_leaf:
+            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
                 memo[id(value)] = value.detach().clone()
             elif type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()

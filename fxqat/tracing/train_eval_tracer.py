@@ -29,8 +29,6 @@ class TrainEvalTracer(ValueTracer):
         batch_norms: the BatchNorms whose own forward branches on ``self.training``.
     """
 
-    follows_modes = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.eval_only: list[str] = []

@@ -14,19 +14,17 @@ IDLE = "_fxqat_idle_in_eval"
 """The attribute of a module that was found to return its input in eval mode."""
 
 
-def follows_mode_without_parameters(module: nn.Module) -> bool:
-    """Whether a module without parameters and buffers has a forward that reads ``self.training``."""
-    if next(module.parameters(), None) is not None or next(module.buffers(), None) is not None:
-        return False
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "training" in code.co_names
-
-
 def mark_if_idle(module: nn.Module) -> None:
-    """Note on a module of our copy of the model that it returns its input in eval mode, if a run shows that it does."""
-    if not follows_mode_without_parameters(module):
+    """Note on a module of our copy of the model that it returns its input in eval mode, if a run shows that it does.
+
+    Modules without parameters and buffers whose forward reads ``self.training`` are tried, on one tensor of four
+    dimensions.
+    """
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    has_tensors = next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+    if has_tensors or code is None or "training" not in code.co_names:
         return
-    tried, x = copy.deepcopy(module).eval(), torch.zeros(2, 2, 2, 2)
+    tried, x = copy.deepcopy(module).eval(), torch.linspace(-1000.0, 1000.0, 16).reshape(2, 2, 2, 2)
     before = tensor_version(x)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -39,6 +39,20 @@ class Pair(DropPath):
         return x + y if self.training else x
 
 
+class Clipped(DropPath):
+    """Returns its input in eval mode, if that is small."""
+
+    def forward(self, x):
+        return super().forward(x) if self.training or x.abs().max() < 6 else x.clamp(-6, 6)
+
+
+class Attended(nn.Module):
+    """Computes in eval mode, too, and passes the mode on."""
+
+    def forward(self, x):
+        return nn.functional.dropout(nn.functional.relu(x), 0.5, self.training)
+
+
 class Block(nn.Module):
     def __init__(self, drop):
         super().__init__()
@@ -63,7 +77,7 @@ def test_modules_that_return_their_input_in_eval_mode_are_marked(module, idle):
     assert module.training
 
 
-@pytest.mark.parametrize("module", [Pair(), nn.ReLU(), nn.Identity(), Block(DropPath()), nn.BatchNorm2d(2)])
+@pytest.mark.parametrize("module", [Pair(), Clipped(), Attended(), nn.ReLU(), Block(DropPath()), nn.BatchNorm2d(2)])
 def test_others_are_not(module):
     mark_if_idle(module)
     assert not is_idle(module)
@@ -87,3 +101,14 @@ def test_they_follow_the_mode_and_have_no_quantizer(inputs, backend, tmp_path):
         found[name] = (gm(X), nodes, [str(n.target) for n in gm.graph.nodes if "fake_quant" in str(n.target)])
     assert torch.equal(found["drop"][0], found["identity"][0])
     assert found["drop"][1:] == found["identity"][1:]
+
+
+def test_what_computes_in_eval_mode_is_traced_into_without_example_inputs():
+    gm = prepare_by_platform(Block(Attended()), "TSQAT")
+    called = {str(node.target) for node in gm.graph.nodes}
+    assert "drop" not in called
+    assert isinstance(gm.get_submodule("b").activation, nn.ReLU)
+    gm.train()
+    assert not torch.equal(gm(X), gm(X))
+    gm.eval()
+    assert torch.equal(gm(X), gm(X))
