@@ -99,9 +99,7 @@ def identify_module(module: nn.Module | None) -> Op:
     if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
-    if is_idle(module):
-        return _BY_NAME["stochastic_depth"]
-    return _BY_MODULE.get(type(module), UNKNOWN)
+    return _BY_MODULE.get(type(module), _BY_NAME["stochastic_depth"] if is_idle(module) else UNKNOWN)
 
 
 def keeps_output(node: fx.Node) -> bool:
