@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
+from fxqat.utils.torch_compat import is_recorded
 
 SCALE_MIN = 2.0**-40
 """Smallest valid scale. The product of two of them, a bias scale, is still a normal float32."""
@@ -30,18 +31,18 @@ SCALE_PATTERNS = (_bit_pattern(SCALE_MIN), _bit_pattern(SCALE_MAX))
 """The bit patterns of the two limits, as integers."""
 
 
-def _rounding(bits: int, up: bool) -> tuple[int, int]:
+def rounding(bits: int, up: bool = False) -> tuple[int, int]:
     """The addend and the mask that round the bit pattern of a float32 to ``bits`` significant bits."""
     unit = 1 << (FLOAT32_BITS - bits)
     return unit - 1 if up else unit >> 1, 0x7FFFFFFF & -unit
 
 
 ROUNDING_TENSORS = {
-    (bits, up): tuple(torch.tensor(number, dtype=torch.int32) for number in _rounding(bits, up))
+    (bits, up): tuple(torch.tensor(number, dtype=torch.int32) for number in rounding(bits, up))
     for bits in range(1, FLOAT32_BITS + 1)
     for up in (False, True)
 }
-"""The results of ``_rounding`` as tensors: torch would make a tensor of a Python number at every call."""
+"""The results of ``rounding`` as tensors: torch would make a tensor of a Python number at every call."""
 
 
 def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Tensor:
@@ -68,7 +69,7 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
     """
     # without the sign bit, the bit patterns of float32 are integers in the order of the absolute values, and a carry
     # out of the mantissa increments the exponent
-    half, mask = _rounding(bits, up) if torch.compiler.is_compiling() else ROUNDING_TENSORS[bits, up]
+    half, mask = rounding(bits, up) if is_recorded() else ROUNDING_TENSORS[bits, up]
     pattern = torch.add(scale.float().view(torch.int32), half).bitwise_and_(mask).clamp_(*SCALE_PATTERNS)
     return pattern.view(torch.float32)
 

@@ -41,6 +41,7 @@ from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
 from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
+from fxqat.utils.batches import to_device_of
 from fxqat.utils.contexts import collector_paused, without_autocast, without_fast_path
 from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
@@ -76,8 +77,8 @@ def prepare_by_platform(
         custom_tracer: a ``torch.fx.Tracer`` to trace with.
         example_inputs: a tuple of the model's inputs (None for an optional one that is left out), or a dict of them by
             name. With them the Python code of the model may look at sizes, lengths and types while it is traced.
-            Arguments of forward that they leave out are fixed to their defaults. The prepared model keeps a copy on
-            the CPU: exports take it if none are given.
+            Arguments of forward that they leave out are fixed to their defaults. They are moved to the model's device.
+            The prepared model keeps a copy on the CPU: exports take it if none are given.
         is_qat: False prepares for calibration only: no scale is a trainable parameter.
         untraceable: ``"leaf"``: a module that cannot be traced is kept whole, stays float and is reported;
             ``"error"``: it raises :class:`~fxqat.errors.TraceError`.
@@ -104,6 +105,7 @@ def prepare_by_platform(
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     config = parse_config(prepare_custom_config_dict)
     inputs = inputs_in_order(model, example_inputs, config.concrete_args)
+    inputs = None if inputs is None else to_device_of(model, inputs)
 
     def prepare(leaves: Mapping[str, FloatLeaf]) -> QuantGraphModule:
         traced = trace(

@@ -1,22 +1,30 @@
-"""Compiled kernels for the fake-quantization of float32 tensors on CPU.
+"""Compiled kernels for the fake-quantization of tensors on a CPU (float32) and on a GPU (half precision, too).
 
-``kernels.c`` is built when fxqat is installed, if there is a C compiler. Without it, or with the environment variable
-``FXQAT_KERNELS=0``, torch's operators compute the same (:mod:`fxqat.fake_quantize.straight_through`), more slowly.
+``kernels.c`` is built when fxqat is installed, if there is a C compiler. Those for GPUs are in
+:mod:`~fxqat.fake_quantize.triton_kernels`, which Triton compiles at the first use. Without them, or with the
+environment variable ``FXQAT_KERNELS=0``, torch's operators compute the same
+(:mod:`fxqat.fake_quantize.straight_through`), more slowly.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import os
 import zlib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxqat.utils.torch_compat import is_plain_on_cpu, is_recorded
+from fxqat.numerics import fake_quantize
+from fxqat.utils.torch_compat import is_plain, is_recorded
+
+logger = logging.getLogger(__name__)
 
 SWITCH = "FXQAT_KERNELS"
 """The environment variable that switches the kernels off when it is ``0``; read when fxqat is imported."""
@@ -61,7 +69,35 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
 
 
 LIBRARY, STATE = _load()
-"""The kernels, or None; and what is said about them: "in use", or why not."""
+"""The kernels for CPUs, or None; and what is said about them: "in use", or why not."""
+
+GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def gpu_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels for a GPU; None if they are switched off, or do not work there, which is logged."""
+    if os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        from fxqat.fake_quantize import triton_kernels
+
+        x = torch.linspace(-20.0, 20.0, 9999, device=device)
+        scale = torch.tensor(0.1, device=device)
+        found, *_ = triton_kernels.forward(x, scale, None, None, None, Layout(1, 1, 9999, 0), -128, 127, 1, 24, False)
+        if torch.equal(found, fake_quantize(x, scale, None, -128, 127)):
+            return triton_kernels
+        reason = "their results are not those of torch's operators"
+    except Exception as error:  # noqa: BLE001  no Triton, no C compiler for it, a GPU that it does not support
+        reason = f"{type(error).__name__}: {error}"
+    logger.warning(
+        "Fake-quant on %s runs on torch's operators, which is slower: its kernels cannot be used (%s). "
+        "Set the environment variable %s=0 to go without this message.",
+        device,
+        reason,
+        SWITCH,
+    )
+    return None
 
 
 class Layout(NamedTuple):
@@ -81,11 +117,22 @@ class Layout(NamedTuple):
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can take a tensor: float32, in the memory of the CPU.
+    """Whether the kernels can take a tensor: in the memory of the CPU, float32; or in that of a GPU.
 
     Outside of compilers, tracers and torch's modes only: those must see operators.
     """
-    return LIBRARY is not None and not is_recorded() and is_plain_on_cpu(tensor) and tensor.dtype is torch.float32
+    if is_recorded() or not is_plain(tensor):
+        return False
+    if tensor.is_cuda:
+        return tensor.dtype in GPU_DTYPES and gpu_kernels(tensor.device) is not None
+    return LIBRARY is not None and tensor.dtype is torch.float32
+
+
+def _is_parameter(values: Tensor, beside: Tensor) -> bool:
+    """Whether the kernels can take a scale or the like of a tensor that they take."""
+    if values.dtype is not torch.float32 or not values.is_contiguous():
+        return False
+    return is_plain(values) and values.device == beside.device
 
 
 def layout(
@@ -99,12 +146,14 @@ def layout(
     """How the kernels see these tensors; None if torch's operators must compute the fake-quantization."""
     if not usable(x) or x.numel() == 0:
         return None
+    if x.is_cuda and zero_point is not None and zero_point.dim() != scale.dim():
+        return None
     per_channel = 0
     channels = None
     for bit, values in zip(PER_CHANNEL_BITS, (scale, zero_point, factor, used_scale), strict=True):
         if values is None:
             continue
-        if values.dtype is not torch.float32 or not is_plain_on_cpu(values) or not values.is_contiguous():
+        if not _is_parameter(values, x):
             return None
         if values.dim():
             if axis is None or values.dim() != 1 or x.dim() == 0 or values.shape[0] != x.shape[axis]:
@@ -122,6 +171,12 @@ def layout(
 def with_strides_of(like: Tensor, values: Tensor) -> Tensor:
     """``values`` in the strides of ``like``: themselves or a copy."""
     return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
+
+
+def _on_gpu(tensor: Tensor) -> ModuleType:
+    module = gpu_kernels(tensor.device)
+    assert module is not None
+    return module
 
 
 def forward(
@@ -156,6 +211,9 @@ def forward(
         ``(x_hat, table, codes)``: x_hat of x's shape; the table ``(3, channels)`` of grid, zero point, and scale in use
         with the sign of ``scale``; int8 codes of x's shape, or None.
     """
+    if x.is_cuda:
+        parameters = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
+        return _on_gpu(x).forward(x, scale, zero_point, factor, used_scale, *parameters)  # type: ignore[no-any-return]
     assert LIBRARY is not None
     x_hat = torch.empty_like(x)
     x = with_strides_of(x_hat, x)
@@ -190,6 +248,8 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
         quant_min: smallest integer, inclusive.
         quant_max: largest integer, inclusive.
     """
+    if x.is_cuda:
+        return _on_gpu(x).forward_again(x, table, where, quant_min, quant_max)  # type: ignore[no-any-return]
     assert LIBRARY is not None
     x_hat = torch.empty_like(x)
     pointers = (with_strides_of(x_hat, x).data_ptr(), x_hat.data_ptr(), table.data_ptr())
@@ -223,9 +283,11 @@ def round_bias(
     """
     if not usable(bias) or input_scale.dim() or weight_scale.shape not in ((), bias.shape):
         return None
-    for values in (bias, input_scale, weight_scale):
-        if values.dtype is not torch.float32 or not is_plain_on_cpu(values) or not values.is_contiguous():
-            return None
+    if not all(_is_parameter(values, bias) for values in (bias, input_scale, weight_scale)):
+        return None
+    if bias.is_cuda:
+        parameters = (input_bits, weight_bits, bias_limit, int32_limit)
+        return _on_gpu(bias).round_bias(bias, input_scale, weight_scale, *parameters)  # type: ignore[no-any-return]
     assert LIBRARY is not None
     used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
     tensors = (bias, input_scale, weight_scale, used_scale, error)
@@ -249,7 +311,7 @@ def backward(
 
     Args:
         saved: x, or the codes of :func:`forward`.
-        grad: the gradient of x_hat, float32.
+        grad: the gradient of x_hat, of its dtype.
         table: of :func:`forward`.
         where: of :func:`layout`.
         quant_min: smallest integer, inclusive.
@@ -261,6 +323,9 @@ def backward(
     Raises:
         MemoryError: there is no memory for the sums.
     """
+    if grad.is_cuda:
+        parameters = (where, quant_min, quant_max, grad_scale, needs_scale, needs_zero_point)
+        return _on_gpu(grad).backward(saved, grad, table, *parameters)  # type: ignore[no-any-return]
     assert LIBRARY is not None
     grad_x = torch.empty_like(saved, dtype=torch.float32)
     grad, saved = with_strides_of(grad_x, grad), with_strides_of(grad_x, saved)

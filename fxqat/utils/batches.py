@@ -68,8 +68,17 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
     model = unwrap(model)
     forward = _Forward.of(model, fixed)
     values = forward.by_name(batch, caller) if isinstance(batch, Mapping) else forward.in_order(batch, caller)
-    device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), None)
-    moved: tuple[Any, ...] = map_tensors(tuple(values), lambda tensor: tensor.to(device))
+    return to_device_of(model, tuple(values))
+
+
+def to_device_of(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values, with all tensors on the model's device; if it is on several, those on none of them go to the first."""
+    devices = list(dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers())))
+    found: list[bool] = []
+    map_tensors(values, lambda tensor: found.append(tensor.device in devices))
+    if all(found) or not devices:
+        return values
+    moved: tuple[Any, ...] = map_tensors(values, lambda t: t if t.device in devices else t.to(devices[0]))
     return moved
 
 

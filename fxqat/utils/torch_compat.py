@@ -198,18 +198,22 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-_PLAIN = torch.empty(0)
-with torch.inference_mode():
-    _PLAIN_KEYS = frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in (_PLAIN, torch.empty(0)))
+@functools.cache
+def _plain_keys(device: str) -> frozenset[int]:
+    plain = [torch.empty(0, device=device)]
+    with torch.inference_mode():
+        plain.append(torch.empty(0, device=device))
+    return frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in plain)
 
 
-def is_plain_on_cpu(tensor: Tensor) -> bool:
-    """Whether a tensor is strided numbers in the memory of the CPU.
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is strided numbers in the memory of the CPU or of a GPU.
 
     Others are on another device, sparse, fake, functional, batched by ``vmap``, of a subclass with its own operators,
     or lazily negated.
     """
-    return torch._C._dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
+    device = tensor.device.type
+    return device in ("cpu", "cuda") and torch._C._dispatch_keys(tensor).raw_repr() in _plain_keys(device)
 
 
 def is_recorded() -> bool:

@@ -155,7 +155,13 @@ def peak_memory(model: nn.Module, step: Step) -> float:
 
 def _recorded_peak(model: nn.Module, step: Step) -> float:
     step()
+    device = next(model.parameters()).device
     kept = 3 * sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return (kept + torch.cuda.max_memory_allocated(device) - before) / 2**20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     profiler = record.profiler
@@ -178,17 +184,25 @@ def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> Non
             torch.compiler.reset()
             models = {key: torch.compile(model, fullgraph=True) for key, model in models.items()}
         steps = {key: step_of(model, x, dtype) for key, model in models.items()}
-        first = {key: seconds_of(step, device) for key, step in steps.items()}
+        first: dict[str, float] = {}
+        mode = "compiled" if compiled else "eager"
+        for key, step in list(steps.items()):
+            try:
+                first[key] = seconds_of(step, device)
+            except Exception as error:  # noqa: BLE001  of another quantizer
+                if key == "float" or key.startswith("fxqat"):
+                    raise
+                del steps[key]
+                table.add_row([name, mode, key, f"fails: {error}", *[""] * 5])
         seconds = interleaved(steps, arguments.rounds, device)
         for key, values in seconds.items():
             ratio = statistics.median(v / base for v, base in zip(values, seconds["float"], strict=True))
             limit = LIMITS.get(name, ("", ""))[compiled] if key.startswith("fxqat") else ""
-            if not compiled and device == "cpu":
+            if not compiled:
                 held[key] = peak_memory(models[key], steps[key])
             memory = (
                 [f"{held[key]:.0f}", f"{held[key] / held['float']:.2f}"] if key in held and not compiled else ["", ""]
             )
-            mode = "compiled" if compiled else "eager"
             cells = [f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, *memory]
             table.add_row([name, mode, key, *cells, f"{first[key]:.1f}" if compiled else ""])
 

@@ -1,0 +1,438 @@
+"""The kernels of :mod:`fxqat.fake_quantize.kernels` for tensors on a GPU, in Triton.
+
+They are imported when the first tensor on a GPU is rounded; torch for CUDA brings Triton along. The formulas are those
+of :mod:`~fxqat.fake_quantize.straight_through`, and the forward results have the same bits. Sums are added in a fixed
+order, so that the same tensors give the same gradients.
+
+A tensor is (outer, channels, inner) in memory; a program of the GPU takes elements of one channel. They are float32,
+float16 or bfloat16, and everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fxqat.fake_quantize.kernels import PER_CHANNEL_BITS, Layout, with_strides_of
+from fxqat.numerics import SCALE_PATTERNS, rounding
+
+ELEMENTS = 1024
+"""What a program takes at a time: a block."""
+
+BLOCKS = 16
+"""Blocks of a program of the backward pass, at least, if there are so many."""
+
+PROGRAMS = 2048
+"""Programs of the backward pass, at most, unless there are more channels."""
+
+EXACT = {"enable_fp_fusion": False}
+"""A product and a sum are rounded one after the other."""
+
+SMALLEST, LARGEST = (tl.constexpr(pattern) for pattern in SCALE_PATTERNS)
+BELOW, ABOVE, NOT_A_NUMBER, HALF_STEP = (tl.constexpr(float(code)) for code in (-128, 127, -127, 126))
+"""The codes of ``kernels.c``."""
+
+WHOLE = tl.constexpr(2.0**23)
+"""From here on, every float32 is an integer."""
+
+
+@triton.jit
+def _nearest_integer(value):
+    """Halves to even; the sign of zero, NaN and infinity stay."""
+    whole = tl.where(value < 0.0, -WHOLE, WHOLE)
+    nearest = tl.where(tl.abs(value) < WHOLE, (value + whole) - whole, value)
+    return tl.where(nearest == 0.0, value * 0.0, nearest)
+
+
+@triton.jit
+def _limited(value, low, high):
+    """NaN stays NaN."""
+    value = tl.where(value < low, low, value)
+    return tl.where(value > high, high, value)
+
+
+@triton.jit
+def _valid_scale(scale, half, mask):
+    """``numerics.valid_scale``; half and mask are from ``numerics.rounding``."""
+    pattern = (scale.to(tl.int32, bitcast=True) + half) & mask
+    return tl.minimum(tl.maximum(pattern, SMALLEST), LARGEST).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _steps(x, grid, offset, quant_min, quant_max):
+    """``x / grid``; that as an integer, less the zero point; and whether x is below and above the range."""
+    q = tl.div_rn(x, grid)
+    rounded = _limited(_nearest_integer(q), quant_min - offset, quant_max - offset)
+    return q, rounded, q + offset <= quant_min, q + offset >= quant_max
+
+
+@triton.jit
+def _places(first, channel, size, channels, inner, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the elements of a channel from ``first`` on lie, a block of them, and which of them exist."""
+    number = first + tl.arange(0, BLOCK)
+    if ROWS:
+        row = number // inner
+        return (row * channels + channel) * inner + (number - row * inner), number < size
+    return channel * size + number, number < size
+
+
+@triton.jit(do_not_specialize=["channels", "blocks", "half", "mask", "low", "high", "step", "of_scale", "of_zero_point", "of_factor", "of_used_scale"])
+def _forward(
+    x_pointer,
+    result,
+    codes,
+    table,
+    scale,
+    zero_point,
+    factor,
+    used_scale,
+    size,
+    channels,
+    inner,
+    blocks,
+    quant_min,
+    quant_max,
+    half,
+    mask,
+    low,
+    high,
+    step,
+    of_scale,
+    of_zero_point,
+    of_factor,
+    of_used_scale,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of a channel. The four numbers before the flags are 1 if a tensor has a value per channel, else 0."""
+    program = tl.program_id(0).to(tl.int64)
+    channel = program // blocks
+    own = tl.load(scale + channel * of_scale)
+    if used_scale is None:
+        used = _valid_scale(own, half, mask)
+    else:
+        used = tl.load(used_scale + channel * of_used_scale)
+    grid = used
+    if factor is not None:
+        grid = tl.div_rn(used, tl.load(factor + channel * of_factor))
+    offset = tl.abs(grid) * 0.0
+    if zero_point is not None:
+        value = tl.load(zero_point + channel * of_zero_point)
+        value = tl.where(value != value, quant_min, value)
+        offset = _limited(_nearest_integer(tl.div_rn(value, step)), low, high) * step
+    if program == channel * blocks:
+        tl.store(table + channel, grid)
+        tl.store(table + channels + channel, offset)
+        negative = own.to(tl.int32, bitcast=True) < 0
+        tl.store(table + 2 * channels + channel, tl.where(negative, -tl.abs(used), tl.abs(used)))
+    places, exist = _places((program - channel * blocks) * BLOCK, channel, size, channels, inner, ROWS, BLOCK)
+    x = tl.load(x_pointer + places, mask=exist, other=0.0).to(tl.float32)
+    q, rounded, below, above = _steps(x, grid, offset, quant_min, quant_max)
+    tl.store(result + places, rounded * grid, mask=exist)
+    if codes is not None:
+        code = tl.where(q != q, NOT_A_NUMBER, _nearest_integer((rounded - q) * (2 * HALF_STEP)))
+        code = tl.where(above, ABOVE, tl.where(below, BELOW, code))
+        tl.store(codes + places, code.to(tl.int8), mask=exist)
+
+
+@triton.jit(do_not_specialize=["channels", "blocks"])
+def _forward_again(
+    x_pointer, result, table, size, channels, inner, blocks, quant_min, quant_max, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One block of a channel."""
+    program = tl.program_id(0).to(tl.int64)
+    channel = program // blocks
+    grid, offset = tl.load(table + channel), tl.load(table + channels + channel)
+    places, exist = _places((program - channel * blocks) * BLOCK, channel, size, channels, inner, ROWS, BLOCK)
+    x = tl.load(x_pointer + places, mask=exist, other=0.0).to(tl.float32)
+    _, rounded, _, _ = _steps(x, grid, offset, quant_min, quant_max)
+    tl.store(result + places, rounded * grid, mask=exist)
+
+
+@triton.jit
+def _finite_or_zero(value):
+    single = value.to(tl.float32)
+    return tl.where(tl.abs(single) < float("inf"), single, 0.0)
+
+
+@triton.jit(do_not_specialize=["channels", "programs", "blocks"])
+def _backward(
+    saved,
+    grad_pointer,
+    result,
+    sums,
+    grad_scale,
+    grad_zero_point,
+    table,
+    size,
+    channels,
+    inner,
+    programs,
+    blocks,
+    quant_min,
+    quant_max,
+    multiplier,
+    IS_CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some blocks of a channel: gradients and their sums; or what the sums give, if these blocks are all of it."""
+    program = tl.program_id(0).to(tl.int64)
+    channel = program // programs
+    grid, offset = tl.load(table + channel), tl.load(table + channels + channel)
+    by_ratio = tl.zeros((BLOCK,), tl.float32)
+    left_out = tl.zeros((BLOCK,), tl.float32)
+    first = (program - channel * programs) * blocks * BLOCK
+    for number in range(blocks):
+        places, exist = _places(first + number * BLOCK, channel, size, channels, inner, ROWS, BLOCK)
+        grad = tl.load(grad_pointer + places, mask=exist, other=0.0).to(tl.float32)
+        value = tl.load(saved + places, mask=exist, other=0).to(tl.float32)
+        if IS_CODES:
+            outside = (value == BELOW) | (value == ABOVE)
+            inside = tl.where(value == NOT_A_NUMBER, float("nan"), value * (0.5 / HALF_STEP))
+            ratio = tl.where(outside, tl.where(value < 0.0, quant_min, quant_max) - offset, inside)
+        else:
+            q, rounded, below, above = _steps(value, grid, offset, quant_min, quant_max)
+            outside = below | above
+            ratio = tl.where(outside, rounded + (value - value), rounded - q)  # NaN if x is infinite
+        passed = tl.where(outside, 0.0, grad)
+        tl.store(result + places, passed, mask=exist)
+        # an infinite gradient inside makes NaN of the sum outside, too: it moves neither scale nor zero point
+        by_ratio += tl.where(exist, grad * ratio, 0.0)
+        left_out += grad - passed
+    scaled, shifted = tl.sum(by_ratio), tl.sum(left_out)
+    if sums is None:
+        signed_scale = tl.load(table + 2 * channels + channel)
+        if grad_scale is not None:
+            tl.store(grad_scale + channel, _finite_or_zero(scaled * tl.div_rn(grid, signed_scale) * multiplier))
+        if grad_zero_point is not None:
+            tl.store(grad_zero_point + channel, _finite_or_zero(-shifted * grid * multiplier))
+    else:
+        tl.store(sums + 2 * program, scaled)
+        tl.store(sums + 2 * program + 1, shifted)
+
+
+@triton.jit(do_not_specialize=["channels", "programs", "count"])
+def _total(sums, grad_scale, grad_zero_point, table, channels, programs, count, multiplier, BLOCK: tl.constexpr):
+    """The gradients of one scale and zero point from the sums of ``count`` programs."""
+    first = tl.program_id(0).to(tl.int64) * count
+    of_scale = tl.zeros((BLOCK,), tl.float64)
+    of_zero_point = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, count, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        exist = number < count
+        channel = (first + number) // programs
+        grid = tl.load(table + channel, mask=exist, other=0.0).to(tl.float64)
+        signed_scale = tl.load(table + 2 * channels + channel, mask=exist, other=1.0).to(tl.float64)
+        scaled = tl.load(sums + 2 * (first + number), mask=exist, other=0.0).to(tl.float64)
+        shifted = tl.load(sums + 2 * (first + number) + 1, mask=exist, other=0.0).to(tl.float64)
+        of_scale += scaled * (grid / signed_scale)
+        of_zero_point -= shifted * grid
+    if grad_scale is not None:
+        tl.store(grad_scale + tl.program_id(0), _finite_or_zero(tl.sum(of_scale) * multiplier))
+    if grad_zero_point is not None:
+        tl.store(grad_zero_point + tl.program_id(0), _finite_or_zero(tl.sum(of_zero_point) * multiplier))
+
+
+@triton.jit
+def _floor(bias, part, input_scale):
+    """``bias.weight_scale_floor``."""
+    return tl.div_rn(tl.abs(bias) * part, input_scale)
+
+
+@triton.jit
+def _bias_error(bias, grid, limit):
+    return _limited(_nearest_integer(tl.div_rn(bias, grid)), -limit, limit) * grid - bias
+
+
+@triton.jit(do_not_specialize=["input_half", "input_mask", "weight_half", "weight_mask", "up_half", "up_mask"])
+def _round_bias(
+    bias_pointer,
+    input_scale,
+    weight_scale,
+    used_scale,
+    error,
+    channels,
+    input_half,
+    input_mask,
+    weight_half,
+    weight_mask,
+    up_half,
+    up_mask,
+    part,
+    limit,
+    PER_CHANNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of channels; or all of them, if they have one weight scale."""
+    scale = _valid_scale(tl.load(input_scale), input_half, input_mask)
+    if PER_CHANNEL:
+        number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        exist = number < channels
+        bias = tl.load(bias_pointer + number, mask=exist, other=0.0)
+        own = _valid_scale(tl.load(weight_scale + number, mask=exist, other=1.0), weight_half, weight_mask)
+        used = tl.maximum(own, _valid_scale(_floor(bias, part, scale), up_half, up_mask))
+        tl.store(used_scale + number, used, mask=exist)
+        tl.store(error + number, _bias_error(bias, scale * used, limit), mask=exist)
+    else:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        unknown = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, channels, BLOCK):
+            number = start + tl.arange(0, BLOCK)
+            floor = _floor(tl.load(bias_pointer + number, mask=number < channels, other=0.0), part, scale)
+            unknown = tl.where(floor != floor, 1, unknown)
+            largest = tl.where(floor > largest, floor, largest)
+        floor = tl.where(tl.max(unknown) > 0, float("nan"), tl.max(largest))
+        own = _valid_scale(tl.load(weight_scale), weight_half, weight_mask)
+        used = tl.maximum(own, _valid_scale(floor, up_half, up_mask))
+        tl.store(used_scale, used)
+        for start in range(0, channels, BLOCK):
+            number = start + tl.arange(0, BLOCK)
+            bias = tl.load(bias_pointer + number, mask=number < channels, other=0.0)
+            tl.store(error + number, _bias_error(bias, scale * used, limit), mask=number < channels)
+
+
+def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton starts programs on the current device."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def forward(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    factor: Tensor | None,
+    used_scale: Tensor | None,
+    where: Layout,
+    quant_min: int,
+    quant_max: int,
+    zero_point_step: int,
+    scale_bits: int,
+    with_codes: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As :func:`fxqat.fake_quantize.kernels.forward`; x_hat has x's dtype."""
+    x_hat = torch.empty_like(x)
+    table = torch.empty((3, where.channels), dtype=torch.float32, device=x.device)
+    codes = torch.empty_like(x_hat, dtype=torch.int8) if with_codes else None
+    size = where.outer * where.inner
+    blocks = triton.cdiv(size, ELEMENTS)
+    with _on_device_of(x):
+        _forward[(where.channels * blocks,)](
+            with_strides_of(x_hat, x),
+            x_hat,
+            codes,
+            table,
+            scale,
+            zero_point,
+            factor,
+            used_scale,
+            size,
+            where.channels,
+            where.inner,
+            blocks,
+            float(quant_min),
+            float(quant_max),
+            *rounding(scale_bits),
+            float(-(-quant_min // zero_point_step)),
+            float(quant_max // zero_point_step),
+            float(zero_point_step),
+            *(int(where.per_channel & bit > 0) for bit in PER_CHANNEL_BITS),
+            ROWS=where.outer > 1,
+            BLOCK=ELEMENTS,
+            **EXACT,
+        )
+    return x_hat, table, codes
+
+
+def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant_max: int) -> Tensor:
+    """As :func:`fxqat.fake_quantize.kernels.forward_again`."""
+    x_hat = torch.empty_like(x)
+    size = where.outer * where.inner
+    blocks = triton.cdiv(size, ELEMENTS)
+    numbers = (size, where.channels, where.inner, blocks, float(quant_min), float(quant_max))
+    with _on_device_of(x):
+        tensors = (with_strides_of(x_hat, x), x_hat, table)
+        _forward_again[(where.channels * blocks,)](*tensors, *numbers, ROWS=where.outer > 1, BLOCK=ELEMENTS, **EXACT)
+    return x_hat
+
+
+def round_bias(
+    bias: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    input_bits: int,
+    weight_bits: int,
+    bias_limit: float,
+    int32_limit: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`fxqat.fake_quantize.kernels.round_bias`."""
+    used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
+    roundings = (*rounding(input_bits), *rounding(weight_bits), *rounding(1, up=True))
+    per_channel = weight_scale.dim() > 0
+    programs = triton.cdiv(bias.numel(), ELEMENTS) if per_channel else 1
+    with _on_device_of(bias):
+        tensors = (bias, input_scale, weight_scale, used_scale, error)
+        numbers = (bias.numel(), *roundings, 1.0 / bias_limit, int32_limit)
+        _round_bias[(programs,)](*tensors, *numbers, PER_CHANNEL=per_channel, BLOCK=ELEMENTS, **EXACT)
+    return used_scale, error
+
+
+def backward(
+    saved: Tensor,
+    grad: Tensor,
+    table: Tensor,
+    where: Layout,
+    quant_min: int,
+    quant_max: int,
+    grad_scale: float,
+    needs_scale: bool,
+    needs_zero_point: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As :func:`fxqat.fake_quantize.kernels.backward`; the gradient of x has the dtype of ``grad``."""
+    grad_x = torch.empty_like(saved, dtype=grad.dtype)
+    size = where.outer * where.inner
+    blocks = triton.cdiv(size, ELEMENTS)
+    per_program = max(BLOCKS, triton.cdiv(blocks * where.channels, PROGRAMS))
+    programs = triton.cdiv(blocks, per_program)
+    shared = where.channels > 1 and not where.per_channel & PER_CHANNEL_BITS[0]
+    grads = [
+        torch.empty((where.channels,) if where.per_channel & bit else (), dtype=torch.float32, device=grad.device)
+        if needed
+        else None
+        for bit, needed in zip(PER_CHANNEL_BITS, (needs_scale, needs_zero_point), strict=False)
+    ]
+    sums = None
+    if programs > 1 or shared:
+        sums = torch.empty((where.channels * programs, 2), dtype=torch.float32, device=grad.device)
+    with _on_device_of(grad):
+        _backward[(where.channels * programs,)](
+            with_strides_of(grad_x, saved),
+            with_strides_of(grad_x, grad),
+            grad_x,
+            sums,
+            *grads,
+            table,
+            size,
+            where.channels,
+            where.inner,
+            programs,
+            min(blocks, per_program),
+            float(quant_min),
+            float(quant_max),
+            grad_scale,
+            IS_CODES=saved.dtype == torch.int8,
+            ROWS=where.outer > 1,
+            BLOCK=ELEMENTS,
+            **EXACT,
+        )
+        if sums is not None and (needs_scale or needs_zero_point):
+            count = where.channels * programs if shared else programs
+            numbers = (where.channels, programs, count, grad_scale)
+            _total[(1 if shared else where.channels,)](sums, *grads, table, *numbers, BLOCK=ELEMENTS, **EXACT)
+    return grad_x, grads[0], grads[1]

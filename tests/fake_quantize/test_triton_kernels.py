@@ -1,0 +1,228 @@
+"""The kernels for GPUs against those for CPUs: on a GPU, or else in Triton's interpreter, which takes CPU tensors."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from fxqat.fake_quantize import kernels
+from fxqat.nn.bias import BIAS_LIMIT, INT32_LIMIT
+from tests.fake_quantize.test_kernels import (
+    PLACES,
+    SCHEMES,
+    Case,
+    case,
+    channel_values,
+    hard_values,
+    needs_kernels,
+    same_bits,
+    smooth_case,
+)
+
+pytest.importorskip("triton")
+INTERPRETER = "TRITON_INTERPRET"
+"""The environment variable of the interpreter; Triton reads it when it is imported."""
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+FEW = {name: SCHEMES[name] for name in ("symmetric", "16 bits", "even zero point", "power of two", "everything")}
+PLACES_HERE = PLACES if ON_GPU else [((700,), None), ((3, 250), 0), ((5, 4, 40), 1), ((2, 3, 8, 5, 6), 2)]
+
+of_kernels = pytest.mark.skipif(
+    not ON_GPU and os.environ.get(INTERPRETER) != "1", reason="runs in a process of its own, with the interpreter"
+)
+pytestmark = [needs_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, of NaN and infinity
+
+
+@pytest.mark.skipif(ON_GPU or os.environ.get(INTERPRETER) == "1", reason="the other tests run in this process")
+def test_the_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, env={**environment, INTERPRETER: "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def triton_kernels() -> ModuleType:
+    module = kernels.gpu_kernels(torch.device("cuda", 0)) if ON_GPU else None
+    return module or importlib.import_module("fxqat.fake_quantize.triton_kernels")
+
+
+def there(values: Any) -> Any:
+    return values.to(DEVICE) if isinstance(values, torch.Tensor) else values
+
+
+def forward(module: ModuleType, problem: Case, with_codes: bool) -> list[torch.Tensor]:
+    """x_hat, table and, if asked for, codes, on the CPU."""
+    tensors = problem[:5] if module is kernels else map(there, problem[:5])
+    settings = (problem.layout(), *problem.limits, problem.step, problem.scale_bits, with_codes)
+    return [found.cpu() for found in module.forward(*tensors, *settings) if found is not None]
+
+
+def backward(
+    module: ModuleType, problem: Case, saved: torch.Tensor, grad: torch.Tensor, table: torch.Tensor
+) -> list[torch.Tensor]:
+    """The gradients, on the CPU."""
+    tensors = (saved, grad, table) if module is kernels else map(there, (saved, grad, table))
+    settings = (problem.layout(), *problem.limits, 0.37, True, problem.zero_point is not None)
+    return [found.cpu() for found in module.backward(*tensors, *settings) if found is not None]
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], size: float) -> None:
+    assert same_bits(found[0], expected[0])
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * size, equal_nan=True)
+
+
+@of_kernels
+@pytest.mark.parametrize("scheme", (SCHEMES if ON_GPU else FEW).values(), ids=SCHEMES if ON_GPU else FEW)
+@pytest.mark.parametrize(("shape", "axis"), PLACES_HERE, ids=str)
+def test_forward_has_the_bits_of_the_kernels_for_cpus(
+    shape: tuple[int, ...], axis: int | None, scheme: dict[str, Any], triton_kernels: ModuleType
+) -> None:
+    problem = case(scheme, shape, axis)
+    found, expected = (forward(module, problem, True) for module in (triton_kernels, kernels))
+    assert same_bits(found[0], expected[0])
+    assert same_bits(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    again = triton_kernels.forward_again(*map(there, (problem.x, found[1])), problem.layout(), *problem.limits)
+    assert same_bits(again.cpu(), expected[0])
+
+
+@of_kernels
+@pytest.mark.parametrize("limits", [(-128, 127), (0, 255), (-32768, 32767)], ids=str)
+@pytest.mark.parametrize("of_codes", [True, False])
+@pytest.mark.parametrize(("shape", "axis"), [*PLACES_HERE, ((40000,), None)], ids=str)
+def test_gradients_are_those_of_the_kernels_for_cpus(
+    shape: tuple[int, ...], axis: int | None, of_codes: bool, limits: tuple[int, int], triton_kernels: ModuleType
+) -> None:
+    problem = smooth_case(shape, axis, limits, seed=0)
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    _, table, codes = forward(kernels, problem, True)
+    saved = codes if of_codes else problem.x
+    found, expected = (backward(module, problem, saved, grad, table) for module in (triton_kernels, kernels))
+    assert_near(found, expected, float(grad.abs().sum()) * (limits[1] - limits[0]))
+
+
+@of_kernels
+def test_one_scale_of_values_that_are_divided_per_channel(triton_kernels: ModuleType) -> None:
+    problem = case(SCHEMES["factor"], (6, 50), 0, torch.randn(6, 50, generator=torch.Generator().manual_seed(1)))
+    problem = problem._replace(scale=problem.scale[0])
+    grad = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
+    _, table = forward(kernels, problem, False)
+    found, expected = (backward(module, problem, problem.x, grad, table) for module in (triton_kernels, kernels))
+    assert found[1].shape == ()
+    assert_near(found, expected, 10.0)
+
+
+@of_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, *[torch.bfloat16] * ON_GPU])  # the interpreter truncates bfloat16
+def test_half_precision_is_computed_in_float32(dtype: torch.dtype, triton_kernels: ModuleType) -> None:
+    x = hard_values((7, 300), 0.1).to(dtype)
+    x = x.nan_to_num(0.0, 0.0, 0.0) if DEVICE == "cpu" else x  # the interpreter makes numbers of NaN
+    grad = torch.randn(7, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    narrow = case(SCHEMES["zero point"], (7, 300), 0, x)
+    wide = narrow._replace(x=x.float())
+    settings = (wide.layout(), *wide.limits, wide.step, wide.scale_bits, False)
+    x_hat, table, _ = triton_kernels.forward(*map(there, narrow[:5]), *settings)
+    expected = forward(kernels, wide, False)
+    assert x_hat.dtype == dtype
+    assert torch.equal(x_hat.cpu().nan_to_num(7.0), expected[0].to(dtype).nan_to_num(7.0))
+    found = backward(triton_kernels, wide, x, grad, table)
+    wanted = backward(kernels, wide, x.float(), grad.float(), expected[1])
+    assert found[0].dtype == dtype
+    assert torch.equal(found[0], wanted[0].to(dtype))
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-2)
+
+
+@of_kernels
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["x", "grad inside", "grad outside"])
+def test_a_bad_batch_moves_no_parameter(where: str, bad: float, triton_kernels: ModuleType) -> None:
+    x = torch.linspace(-9.0, 9.0, 400).add(0.01).repeat(3, 1)
+    grad = torch.ones(3, 400)
+    (x if where == "x" else grad)[1, 0 if where == "grad outside" else 200] = bad
+    problem = Case(x, torch.ones(3), torch.zeros(3), limits=(-8, 7), axis=0)
+    _, table = forward(kernels, problem, False)
+    found, expected = (backward(module, problem, x, grad, table) for module in (triton_kernels, kernels))
+    assert_near(found, expected, 400.0)
+    if where != "x":
+        assert found[1][1] == 0.0
+
+
+@of_kernels
+@pytest.mark.parametrize("bits", [1, 9, 24])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_rounding_of_a_bias_has_the_bits_of_the_kernels_for_cpus(
+    bits: int, per_channel: bool, bad: float | None, triton_kernels: ModuleType
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    for size in (1, 7, 1300):
+        bias = torch.randn(size, generator=random) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
+        bias[size // 2] = 0.0 if bad is None else bad
+        weight_scale = 10.0 ** torch.randint(-9, 1, (size,), generator=random) * channel_values(size, -1.5, 1.5, 4)
+        tensors = (bias, torch.tensor(-0.0173), weight_scale if per_channel else weight_scale[0])
+        settings = (bits, bits, BIAS_LIMIT, INT32_LIMIT)
+        expected = kernels.round_bias(*tensors, *settings)
+        found = triton_kernels.round_bias(*map(there, tensors), *settings)
+        assert expected is not None
+        assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("input_kept", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axis", [None, 1])
+def test_autograd_takes_them(axis: int | None, dtype: torch.dtype, input_kept: bool) -> None:
+    problem = smooth_case((40, 6, 300), axis, (-128, 127), seed=3)
+    grad = torch.randn(40, 6, 300, generator=torch.Generator().manual_seed(1))
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = Case(*(None if v is None else v.to(device) for v in problem[:5]), *problem[5:])
+        moved = moved._replace(x=moved.x.to(dtype))
+        assert (moved.layout() is not None) == (device == "cuda" or dtype is torch.float32)
+        found = [moved.result(input_kept), *moved.gradients(grad.to(device, dtype), input_kept)]
+        results.append([value.cpu() for value in found])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_the_step_does_not_wait_for_the_gpu() -> None:
+    problem = smooth_case((40, 6, 300), 1, (-128, 127), seed=3)
+    problem = Case(*(None if v is None else v.cuda() for v in problem[:5]), *problem[5:])
+    grad = torch.randn(40, 6, 300, device="cuda")
+    problem.gradients(grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.gradients(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_kernels_that_do_not_work_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, triton_kernels: ModuleType
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_kernels, "forward", fail)
+    kernels.gpu_kernels.cache_clear()
+    try:
+        assert not kernels.usable(torch.ones(2, device="cuda"))
+        assert "runs on torch's operators" in caplog.text
+        assert "Failed to find C compiler" in caplog.text
+    finally:
+        kernels.gpu_kernels.cache_clear()
