@@ -12,9 +12,9 @@ import struct
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fxqat.scheme import FLOAT32_BITS, QuantizeScheme
-from fxqat.utils.torch_compat import is_recorded
 
 SCALE_MIN = 2.0**-40
 """Smallest valid scale. The product of two of them, a bias scale, is still a normal float32."""
@@ -69,7 +69,8 @@ def valid_scale(scale: Tensor, bits: int = FLOAT32_BITS, up: bool = False) -> Te
     """
     # without the sign bit, the bit patterns of float32 are integers in the order of the absolute values, and a carry
     # out of the mantissa increments the exponent
-    half, mask = rounding(bits, up) if is_recorded() else ROUNDING_TENSORS[bits, up]
+    traced = torch.compiler.is_compiling() or type(scale) not in (Tensor, Parameter)  # FakeTensor, for one
+    half, mask = rounding(bits, up) if traced else ROUNDING_TENSORS[bits, up]
     pattern = torch.add(scale.float().view(torch.int32), half).bitwise_and_(mask).clamp_(*SCALE_PATTERNS)
     return pattern.view(torch.float32)
 

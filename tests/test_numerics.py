@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxqat.numerics import (
     SCALE_MAX,
@@ -112,6 +113,11 @@ def test_valid_scale_is_positive_and_finite_for_anything() -> None:
     assert scale.tolist()[6:9] == [SCALE_MAX] * 3
     assert scale[9] == SCALE_MAX
     assert math.isnan(hostile[9])
+
+
+def test_scales_without_values_take_no_tensor_that_has_some() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:  # as torch.compile runs what it does not look into
+        assert valid_scale(mode.from_tensor(torch.ones(3)), bits=4).shape == (3,)
 
 
 def test_the_smallest_bias_scale_is_a_normal_float32() -> None:

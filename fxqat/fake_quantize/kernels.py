@@ -16,11 +16,12 @@ import zlib
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
 from fxqat.numerics import fake_quantize
 from fxqat.utils.torch_compat import is_plain, is_recorded
 
@@ -34,9 +35,6 @@ SOURCE = Path(__file__).with_name("kernels.c")
 
 CODE_BELOW, CODE_ABOVE, CODE_NAN, CODES_PER_STEP = -128, 127, -127, 252
 """Codes of elements below and above the range, of NaN, and the number of codes of a whole step for those inside."""
-
-PER_CHANNEL_BITS = (1, 2, 4, 8)
-"""Of scale, zero point, factor and used scale."""
 
 
 def _load() -> tuple[ctypes.CDLL | None, str]:
@@ -100,22 +98,6 @@ def gpu_kernels(device: torch.device) -> ModuleType | None:
     return None
 
 
-class Layout(NamedTuple):
-    """How a tensor lies in memory, as the kernels see it.
-
-    Attributes:
-        outer: rows of channels.
-        channels: number of grids.
-        inner: neighbouring elements of one channel.
-        per_channel: which of scale, zero point, factor and used scale have a value per channel, in bits.
-    """
-
-    outer: int
-    channels: int
-    inner: int
-    per_channel: int
-
-
 def usable(tensor: Tensor) -> bool:
     """Whether the kernels can take a tensor: in the memory of the CPU, float32; or in that of a GPU.
 
@@ -166,11 +148,6 @@ def layout(
     dense = x if x.is_contiguous() else torch.empty_like(x, device="meta")
     inner = dense.stride(axis)
     return Layout(x.numel() // (channels * inner), channels, inner, per_channel)
-
-
-def with_strides_of(like: Tensor, values: Tensor) -> Tensor:
-    """``values`` in the strides of ``like``: themselves or a copy."""
-    return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
 def _on_gpu(tensor: Tensor) -> ModuleType:

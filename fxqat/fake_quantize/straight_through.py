@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fxqat.fake_quantize import kernels
+from fxqat.fake_quantize.layout import with_strides_of
 from fxqat.numerics import dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
 from fxqat.utils.torch_compat import has_saving_hooks
@@ -245,7 +246,7 @@ def _sums_of_input(
     steps = torch.div(x, per_axis(grid, x.dim(), axis))
     if offset is not None:
         steps.add_(per_axis(offset, x.dim(), axis))
-    grad = kernels.with_strides_of(steps, grad)
+    grad = with_strides_of(steps, grad)
     grad_x = _pass_inside(grad, steps, quant_min, quant_max)
     outside = _sum_to(grid.dim(), torch.sub(grad_x, grad), axis) if ctx.needs_input_grad[2] else None
     if not ctx.needs_input_grad[1]:
@@ -260,7 +261,7 @@ def _sums_of_input(
 def _sums_of_ratios(ctx: Any, grad: Tensor, grid: Tensor, offset: Tensor | None, saved: Tensor) -> Sums:
     quant_min, quant_max, axis, _ = ctx.range
     ratios = saved.float()
-    grad = kernels.with_strides_of(ratios, grad)
+    grad = with_strides_of(ratios, grad)
     grad_x = _pass_inside(grad, ratios, -0.75, 0.75)
     shift = _shift(quant_min, quant_max, offset)
     need_outside = shift or ctx.needs_input_grad[2]

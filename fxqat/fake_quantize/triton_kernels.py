@@ -1,8 +1,8 @@
 """The kernels of :mod:`fxqat.fake_quantize.kernels` for tensors on a GPU, in Triton.
 
 They are imported when the first tensor on a GPU is rounded; torch for CUDA brings Triton along. The formulas are those
-of :mod:`~fxqat.fake_quantize.straight_through`, and the forward results have the same bits. Sums are added in a fixed
-order, so that the same tensors give the same gradients.
+of :mod:`~fxqat.fake_quantize.straight_through`, and the forward results have the same bits (but for the sign of zero,
+where 0 is the end of the range). Sums are added in a fixed order: the same tensors give the same gradients.
 
 A tensor is (outer, channels, inner) in memory; a program of the GPU takes elements of one channel. They are float32,
 float16 or bfloat16, and everything is computed in float32.
@@ -17,20 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxqat.fake_quantize.kernels import PER_CHANNEL_BITS, Layout, with_strides_of
+from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
 from fxqat.numerics import SCALE_PATTERNS, rounding
-
-ELEMENTS = 1024
-"""What a program takes at a time: a block."""
-
-BLOCKS = 16
-"""Blocks of a program of the backward pass, at least, if there are so many."""
-
-PROGRAMS = 2048
-"""Programs of the backward pass, at most, unless there are more channels."""
 
 EXACT = {"enable_fp_fusion": False}
 """A product and a sum are rounded one after the other."""
+
+FORWARD = {"BLOCK": 1024, "num_warps": 4, **EXACT}
+BACKWARD = {"BLOCK": 2048, "num_warps": 8, **EXACT}
+"""The elements that a program takes at a time (a block), and its threads / 32: the fastest of some tried on an H200."""
+
+BLOCKS, PROGRAMS = 4, 8192
+"""Of the backward pass: blocks of a program, at least; and programs, at most, unless there are more channels."""
 
 SMALLEST, LARGEST = (tl.constexpr(pattern) for pattern in SCALE_PATTERNS)
 BELOW, ABOVE, NOT_A_NUMBER, HALF_STEP = (tl.constexpr(float(code)) for code in (-128, 127, -127, 126))
@@ -39,12 +37,22 @@ BELOW, ABOVE, NOT_A_NUMBER, HALF_STEP = (tl.constexpr(float(code)) for code in (
 WHOLE = tl.constexpr(2.0**23)
 """From here on, every float32 is an integer."""
 
+SHIFT = tl.constexpr(1.5 * 2.0**23)
+"""Added to a number below 2**22, it leaves no room for a fraction."""
+
 
 @triton.jit
 def _nearest_integer(value):
     """Halves to even; the sign of zero, NaN and infinity stay."""
     whole = tl.where(value < 0.0, -WHOLE, WHOLE)
     nearest = tl.where(tl.abs(value) < WHOLE, (value + whole) - whole, value)
+    return tl.where(nearest == 0.0, value * 0.0, nearest)
+
+
+@triton.jit
+def _nearest_small_integer(value):
+    """The same below 2**22, in fewer operations."""
+    nearest = (value + SHIFT) - SHIFT
     return tl.where(nearest == 0.0, value * 0.0, nearest)
 
 
@@ -66,7 +74,7 @@ def _valid_scale(scale, half, mask):
 def _steps(x, grid, offset, quant_min, quant_max):
     """``x / grid``; that as an integer, less the zero point; and whether x is below and above the range."""
     q = tl.div_rn(x, grid)
-    rounded = _limited(_nearest_integer(q), quant_min - offset, quant_max - offset)
+    rounded = _nearest_small_integer(_limited(q, quant_min - offset, quant_max - offset))
     return q, rounded, q + offset <= quant_min, q + offset >= quant_max
 
 
@@ -80,7 +88,21 @@ def _places(first, channel, size, channels, inner, ROWS: tl.constexpr, BLOCK: tl
     return channel * size + number, number < size
 
 
-@triton.jit(do_not_specialize=["channels", "blocks", "half", "mask", "low", "high", "step", "of_scale", "of_zero_point", "of_factor", "of_used_scale"])
+@triton.jit(
+    do_not_specialize=[
+        "channels",
+        "blocks",
+        "half",
+        "mask",
+        "low",
+        "high",
+        "step",
+        "of_scale",
+        "of_zero_point",
+        "of_factor",
+        "of_used_scale",
+    ]
+)
 def _forward(
     x_pointer,
     result,
@@ -112,10 +134,7 @@ def _forward(
     program = tl.program_id(0).to(tl.int64)
     channel = program // blocks
     own = tl.load(scale + channel * of_scale)
-    if used_scale is None:
-        used = _valid_scale(own, half, mask)
-    else:
-        used = tl.load(used_scale + channel * of_used_scale)
+    used = _valid_scale(own, half, mask) if used_scale is None else tl.load(used_scale + channel * of_used_scale)
     grid = used
     if factor is not None:
         grid = tl.div_rn(used, tl.load(factor + channel * of_factor))
@@ -134,14 +153,24 @@ def _forward(
     q, rounded, below, above = _steps(x, grid, offset, quant_min, quant_max)
     tl.store(result + places, rounded * grid, mask=exist)
     if codes is not None:
-        code = tl.where(q != q, NOT_A_NUMBER, _nearest_integer((rounded - q) * (2 * HALF_STEP)))
+        code = tl.where(q != q, NOT_A_NUMBER, _nearest_small_integer((rounded - q) * (2 * HALF_STEP)))
         code = tl.where(above, ABOVE, tl.where(below, BELOW, code))
         tl.store(codes + places, code.to(tl.int8), mask=exist)
 
 
 @triton.jit(do_not_specialize=["channels", "blocks"])
 def _forward_again(
-    x_pointer, result, table, size, channels, inner, blocks, quant_min, quant_max, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_pointer,
+    result,
+    table,
+    size,
+    channels,
+    inner,
+    blocks,
+    quant_min,
+    quant_max,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One block of a channel."""
     program = tl.program_id(0).to(tl.int64)
@@ -321,7 +350,7 @@ def forward(
     table = torch.empty((3, where.channels), dtype=torch.float32, device=x.device)
     codes = torch.empty_like(x_hat, dtype=torch.int8) if with_codes else None
     size = where.outer * where.inner
-    blocks = triton.cdiv(size, ELEMENTS)
+    blocks = triton.cdiv(size, FORWARD["BLOCK"])
     with _on_device_of(x):
         _forward[(where.channels * blocks,)](
             with_strides_of(x_hat, x),
@@ -344,8 +373,7 @@ def forward(
             float(zero_point_step),
             *(int(where.per_channel & bit > 0) for bit in PER_CHANNEL_BITS),
             ROWS=where.outer > 1,
-            BLOCK=ELEMENTS,
-            **EXACT,
+            **FORWARD,
         )
     return x_hat, table, codes
 
@@ -354,11 +382,11 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
     """As :func:`fxqat.fake_quantize.kernels.forward_again`."""
     x_hat = torch.empty_like(x)
     size = where.outer * where.inner
-    blocks = triton.cdiv(size, ELEMENTS)
+    blocks = triton.cdiv(size, FORWARD["BLOCK"])
     numbers = (size, where.channels, where.inner, blocks, float(quant_min), float(quant_max))
     with _on_device_of(x):
         tensors = (with_strides_of(x_hat, x), x_hat, table)
-        _forward_again[(where.channels * blocks,)](*tensors, *numbers, ROWS=where.outer > 1, BLOCK=ELEMENTS, **EXACT)
+        _forward_again[(where.channels * blocks,)](*tensors, *numbers, ROWS=where.outer > 1, **FORWARD)
     return x_hat
 
 
@@ -375,11 +403,11 @@ def round_bias(
     used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
     roundings = (*rounding(input_bits), *rounding(weight_bits), *rounding(1, up=True))
     per_channel = weight_scale.dim() > 0
-    programs = triton.cdiv(bias.numel(), ELEMENTS) if per_channel else 1
+    programs = triton.cdiv(bias.numel(), FORWARD["BLOCK"]) if per_channel else 1
     with _on_device_of(bias):
         tensors = (bias, input_scale, weight_scale, used_scale, error)
         numbers = (bias.numel(), *roundings, 1.0 / bias_limit, int32_limit)
-        _round_bias[(programs,)](*tensors, *numbers, PER_CHANNEL=per_channel, BLOCK=ELEMENTS, **EXACT)
+        _round_bias[(programs,)](*tensors, *numbers, PER_CHANNEL=per_channel, **FORWARD)
     return used_scale, error
 
 
@@ -397,7 +425,7 @@ def backward(
     """As :func:`fxqat.fake_quantize.kernels.backward`; the gradient of x has the dtype of ``grad``."""
     grad_x = torch.empty_like(saved, dtype=grad.dtype)
     size = where.outer * where.inner
-    blocks = triton.cdiv(size, ELEMENTS)
+    blocks = triton.cdiv(size, BACKWARD["BLOCK"])
     per_program = max(BLOCKS, triton.cdiv(blocks * where.channels, PROGRAMS))
     programs = triton.cdiv(blocks, per_program)
     shared = where.channels > 1 and not where.per_channel & PER_CHANNEL_BITS[0]
@@ -428,11 +456,10 @@ def backward(
             grad_scale,
             IS_CODES=saved.dtype == torch.int8,
             ROWS=where.outer > 1,
-            BLOCK=ELEMENTS,
-            **EXACT,
+            **BACKWARD,
         )
         if sums is not None and (needs_scale or needs_zero_point):
             count = where.channels * programs if shared else programs
             numbers = (where.channels, programs, count, grad_scale)
-            _total[(1 if shared else where.channels,)](sums, *grads, table, *numbers, BLOCK=ELEMENTS, **EXACT)
+            _total[(1 if shared else where.channels,)](sums, *grads, table, *numbers, **FORWARD)
     return grad_x, grads[0], grads[1]

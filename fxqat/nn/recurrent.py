@@ -269,7 +269,7 @@ def run_layer(
 
 @contextmanager
 def _weights_anywhere() -> Iterator[None]:
-    """cuDNN wants the weights side by side in memory and tells to call ``flatten_parameters``; rounded ones never are."""
+    """Without cuDNN's warning that the weights do not lie side by side in memory: rounded ones never do."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         yield

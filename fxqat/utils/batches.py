@@ -72,7 +72,7 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
 
 
 def to_device_of(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, with all tensors on the model's device; if it is on several, those on none of them go to the first."""
+    """The values, with all tensors on the model's device; if it has several, those on none of them go to the first."""
     devices = list(dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers())))
     found: list[bool] = []
     map_tensors(values, lambda tensor: found.append(tensor.device in devices))

@@ -300,7 +300,16 @@ class EqualRandomNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.manual_seed(0)
             self.drawn = True
+        if func is torch.ops.aten.native_dropout.default:  # on GPUs, which draw other numbers for dropout in place
+            x, probability, training = args
+            return _dropout(x, probability) if training is not False else func(*args)
         return func(*args, **(kwargs or {}))
+
+
+def _dropout(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Result and mask of dropout, from the numbers that dropout in place draws."""
+    mask = torch.empty_like(x).bernoulli_(1.0 - probability)
+    return x * mask.div(1.0 - probability), mask.bool()
 
 
 @functools.cache

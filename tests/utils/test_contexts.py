@@ -184,3 +184,13 @@ def test_equal_calls_give_equal_random_numbers_in_any_order() -> None:
         assert torch.equal(torch.randn(3), other)
         assert torch.equal(torch.rand(3), first)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dropout_of_a_gpu_draws_the_numbers_of_dropout_in_place() -> None:
+    x = torch.randn(4, 300, requires_grad=True)
+    with equal_random_numbers(nn.Linear(2, 2)):
+        expected = nn.functional.dropout(x * 1.0, 0.3, training=True, inplace=True)
+        found, mask = torch.native_dropout(x, 0.3, train=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(mask, expected != 0)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)))

@@ -7,10 +7,11 @@ on the same cores make the figures useless.
     python tests/benchmarks/performance/step_time.py --compiled --models resnet18
 
 A row for Brevitas is measured if it is installed (``pip install brevitas``). With ``--compiled`` the models are
-compiled too, without caches; *first step* is then the time to compile. On a GPU::
+compiled too, without caches; *first step* is then the time to compile. On a GPU, steps are also captured as CUDA
+graphs::
 
-    python tests/benchmarks/performance/step_time.py --device cuda --bf16 --compiled --batch 64 --image 224 \\
-        --models resnet50 mobilenet_v3_large
+    python tests/benchmarks/performance/step_time.py --device cuda --bf16 --compiled --batch 64 256 --image 224 \\
+        --models resnet50 mobilenet_v3_large --output docs/evidence/step_time_gpu.rst
 """
 
 from __future__ import annotations
@@ -111,17 +112,17 @@ def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Ste
     return step
 
 
-def variants(name: str, x: torch.Tensor, backends: list[str], with_peers: bool) -> dict[str, nn.Module]:
+def variants(name: str, x: torch.Tensor, backends: list[str], frozen: bool) -> dict[str, nn.Module]:
     """The models to compare; the first is the baseline."""
     model = build(name, x.device.type, x.shape[-1])
     found = {"float": model}
     for backend in backends:
         found[f"fxqat {backend}"] = quantized(model, x, backend, "train")
-    found[f"fxqat {backends[0]}, BN frozen"] = quantized(model, x, backends[0], "freeze")
-    if with_peers:
-        found["torch.ao FX"] = torch_fx(model, x)
-        if BREVITAS:
-            found["Brevitas layerwise"] = brevitas_layerwise(model, x)
+    if frozen:
+        found[f"fxqat {backends[0]}, BN frozen"] = quantized(model, x, backends[0], "freeze")
+    found["torch.ao FX"] = torch_fx(model, x)
+    if BREVITAS:
+        found["Brevitas layerwise"] = brevitas_layerwise(model, x)
     return found
 
 
@@ -171,40 +172,85 @@ def _recorded_peak(model: nn.Module, step: Step) -> float:
     return (kept + max(itertools.accumulate(changes))) / 2**20
 
 
-def measure(name: str, arguments: argparse.Namespace, table: PrettyTable) -> None:
-    """Add the rows of a model: eager, with memory; and compiled, if asked for."""
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph: the GPU does not wait for Python."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure(name: str, batch: int, arguments: argparse.Namespace, table: PrettyTable) -> None:
+    """Add the rows of a model: eager, with memory; as CUDA graphs, on a GPU; and compiled, if asked for."""
     device = "cuda" if arguments.device == "cuda" else "cpu"
     dtype = torch.bfloat16 if arguments.bf16 else None
     torch.manual_seed(0)
-    held: dict[str, float] = {}
-    x = torch.randn(arguments.batch, 3, arguments.image, arguments.image, device=device)
-    for compiled in (False, True)[: 1 + arguments.compiled]:
-        models = variants(name, x, arguments.backends, with_peers=not compiled)
-        if compiled:
-            torch.compiler.reset()
-            models = {key: torch.compile(model, fullgraph=True) for key, model in models.items()}
-        steps = {key: step_of(model, x, dtype) for key, model in models.items()}
-        first: dict[str, float] = {}
-        mode = "compiled" if compiled else "eager"
-        for key, step in list(steps.items()):
-            try:
-                first[key] = seconds_of(step, device)
-            except Exception as error:  # noqa: BLE001  of another quantizer
-                if key == "float" or key.startswith("fxqat"):
-                    raise
-                del steps[key]
-                table.add_row([name, mode, key, f"fails: {error}", *[""] * 5])
-        seconds = interleaved(steps, arguments.rounds, device)
-        for key, values in seconds.items():
-            ratio = statistics.median(v / base for v, base in zip(values, seconds["float"], strict=True))
-            limit = LIMITS.get(name, ("", ""))[compiled] if key.startswith("fxqat") else ""
-            if not compiled:
-                held[key] = peak_memory(models[key], steps[key])
-            memory = (
-                [f"{held[key]:.0f}", f"{held[key] / held['float']:.2f}"] if key in held and not compiled else ["", ""]
-            )
-            cells = [f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, *memory]
-            table.add_row([name, mode, key, *cells, f"{first[key]:.1f}" if compiled else ""])
+    x = torch.randn(batch, 3, arguments.image, arguments.image, device=device)
+    models = variants(name, x, arguments.backends, not arguments.no_frozen)
+    steps = {key: step_of(model, x, dtype) for key, model in models.items()}
+    failed = first_steps(steps, device)[1]
+    held = {key: peak_memory(models[key], step) for key, step in steps.items()}
+    add_rows(table, (name, batch, "eager"), steps, arguments, memory=held, failed=failed)
+    ours = {key: model for key, model in models.items() if key == "float" or key.startswith("fxqat")}
+    if device == "cuda":
+        graphs = {key: captured(steps[key]) for key in ours}
+        add_rows(table, (name, batch, "CUDA graph"), graphs, arguments)
+    if arguments.compiled and batch == arguments.batch[-1]:
+        torch.compiler.reset()
+        steps = {key: step_of(torch.compile(model, fullgraph=True), x, dtype) for key, model in ours.items()}
+        add_rows(table, (name, batch, "compiled"), steps, arguments, first=first_steps(steps, device)[0])
+
+
+def first_steps(steps: dict[str, Step], device: str) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds of each first step; and the errors of other quantizers, whose steps are removed."""
+    seconds, failed = {}, {}
+    for key, step in list(steps.items()):
+        try:
+            seconds[key] = seconds_of(step, device)
+        except Exception as error:  # noqa: BLE001  of any kind
+            if key == "float" or key.startswith("fxqat"):
+                raise
+            del steps[key]
+            failed[key] = f"fails: {error}"
+    return seconds, failed
+
+
+def add_rows(
+    table: PrettyTable,
+    labels: tuple[str, int, str],
+    steps: dict[str, Step],
+    arguments: argparse.Namespace,
+    memory: dict[str, float] | None = None,
+    first: dict[str, float] | None = None,
+    failed: dict[str, str] | None = None,
+) -> None:
+    """Measure the steps in turns; a row for each, and for those that failed."""
+    name, batch, mode = labels
+    limits = dict(zip(("eager", "compiled"), LIMITS.get(name, ()), strict=False))
+    seconds = interleaved(steps, arguments.rounds, arguments.device)
+    for key, values in seconds.items():
+        ratio = statistics.median(v / base for v, base in zip(values, seconds["float"], strict=True))
+        limit = limits.get(mode, "") if key.startswith("fxqat") and arguments.device == "cpu" else ""
+        held = [f"{memory[key]:.0f}", f"{memory[key] / memory['float']:.2f}"] if memory else ["", ""]
+        cells = [f"{1e3 * statistics.median(values):.1f}", f"{ratio:.2f}", limit, *held]
+        table.add_row([name, batch, mode, key, *cells, f"{first[key]:.1f}" if first else ""])
+    for key, reason in (failed or {}).items():
+        table.add_row([name, batch, mode, key, reason, *[""] * 5])
+
+
+def where(arguments: argparse.Namespace) -> str:
+    """The machine and the kernels, in words."""
+    if arguments.device == "cuda":
+        used = kernels.gpu_kernels(torch.device("cuda", 0)) is not None
+        precision = "bf16 autocast" if arguments.bf16 else "float32"
+        return f"{torch.cuda.get_device_name()}, {precision}. Kernels of fake-quant: {'Triton' if used else 'none'}"
+    return f"CPU, {torch.get_num_threads()} threads. Kernels of fake-quant (eager, float32): {kernels.STATE}"
 
 
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
@@ -216,14 +262,14 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
         if BREVITAS
         else "Brevitas is not installed: no row."
     )
-    return f"""Time and memory of a training step
-==================================
+    title = f"Time and memory of a training step{' on a GPU' * (arguments.device == 'cuda')}"
+    return f"""{title}
+{"=" * len(title)}
 
 Milliseconds and memory of one training step with fake-quant on and observers off, against the same step of the float
-model: forward, loss, backward, ``torch.optim.SGD`` with momentum and ``fused=True``; batch {arguments.batch},
-{arguments.image} px, {arguments.device}, {torch.get_num_threads()} threads. Kernels of fake-quant on CPU (eager,
-float32): {kernels.STATE}. The models are torchvision's, and
-``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
+model: forward, loss, backward, ``torch.optim.SGD`` with momentum and ``fused=True``; {arguments.image} px,
+{where(arguments)}. The models are torchvision's,
+and ``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
 
 * *variant*: the backend; *BN frozen* with ``bn_mode="freeze"``. *torch.ao FX* is torch's own ``prepare_qat_fx`` with
   its default x86 configuration. {peer}
@@ -231,6 +277,7 @@ float32): {kernels.STATE}. The models are torchvision's, and
 * *over float*: the median over the rounds of the ratio to the float model's step. *limit*: what it should not exceed.
 * *memory, MiB*: of the tensors alive at the peak of a step, by torch's record of allocations; then its ratio to the
   float model's, which should not exceed {MEMORY_LIMIT}.
+* *CUDA graph*: the whole step, captured once and replayed, so that the GPU does not wait for Python.
 * *first step*: seconds of the first compiled step, which compiles, without caches.
 
 Written by ``tests/benchmarks/performance/step_time.py`` with torch {torch.__version__} on {date.today()}; do not edit.
@@ -243,10 +290,11 @@ def main() -> None:
     """Measure, print the table, write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(LIMITS))
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8])
     parser.add_argument("--image", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--backends", nargs="+", default=["TSQAT", "TensorRT"])
+    parser.add_argument("--no-frozen", action="store_true", help="leave out the variant with BatchNorm frozen")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compiled, too")
@@ -257,13 +305,13 @@ def main() -> None:
         sys.exit("--device cuda: torch sees no GPU on this machine; nothing was measured")
     torch.compiler.config.force_disable_caches = True
     torch.set_num_threads(arguments.threads)
-    columns = ["model", "mode", "variant", "ms", "over float", "limit", "memory, MiB", "over float ", "first step, s"]
-    table = PrettyTable(columns, align="l")
-    for name in arguments.models:
-        measure(name, arguments, table)
+    columns = ["model", "batch", "mode", "variant", "ms", "over float", "limit", "memory, MiB", "over float "]
+    table = PrettyTable([*columns, "first step, s"], align="l")
+    for name, batch in itertools.product(arguments.models, arguments.batch):
+        measure(name, batch, arguments, table)
+        if arguments.output:
+            arguments.output.write_text(page(table, arguments), encoding="utf-8")
     print(table)
-    if arguments.output:
-        arguments.output.write_text(page(table, arguments), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""How the kernels of fake-quant see a tensor in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PER_CHANNEL_BITS = (1, 2, 4, 8)
+"""Of scale, zero point, factor and used scale."""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as the kernels see it.
+
+    Attributes:
+        outer: rows of channels.
+        channels: number of grids.
+        inner: neighbouring elements of one channel.
+        per_channel: which of scale, zero point, factor and used scale have a value per channel, in bits.
+    """
+
+    outer: int
+    channels: int
+    inner: int
+    per_channel: int
+
+
+def with_strides_of(like: Tensor, values: Tensor) -> Tensor:
+    """``values`` in the strides of ``like``: themselves or a copy."""
+    return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
