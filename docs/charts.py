@@ -133,4 +133,7 @@ CHARTS: dict[str, Chart] = {
     "evidence/step_time": Chart(
         "Step time over the float model's", ("model", "mode", "variant"), {"over float": "over float"}, line=1
     ),
+    "evidence/step_time_gpu": Chart(
+        "Step time over the float model's", ("model", "batch", "mode", "variant"), {"over float": "over float"}, line=1
+    ),
 }

@@ -57,6 +57,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_ladder": (f"{ACCURACY}/ladder.py", "fxqat/tools", *TRAINED),
     "evidence/onnx_in": ("tests/benchmarks/onnx_in.py", "fxqat/cli", *ALL),
     "evidence/step_time": (f"{SPEED}/step_time.py", *TRAINED),
+    "evidence/step_time_gpu": (f"{SPEED}/step_time.py", *TRAINED),
     "evidence/step_account": (f"{SPEED}/step_account.py", f"{SPEED}/step_time.py", *TRAINED),
     "evidence/step_compiled": (f"{SPEED}/compiled_step.py", f"{SPEED}/step_time.py", *TRAINED),
     "evidence/export_memory": (f"{SPEED}/export_memory.py", *EXPORT, "fxqat/quantization"),
