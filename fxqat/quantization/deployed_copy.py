@@ -73,15 +73,14 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
 
 
 def _not_a_number(gm: nn.Module) -> list[str]:
-    of_quants = {id(parameter) for _, quant in named_fake_quants(gm) for parameter in quant.parameters()}
     statistics = [
         (f"{path}.{name}", buffer)
         for path, module in gm.named_modules()
         if isinstance(module, BatchNorm)
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    named = [(name, parameter) for name, parameter in gm.named_parameters() if id(parameter) not in of_quants]
-    return [name for name, tensor in (*named, *statistics) if tensor.is_floating_point() and tensor.isnan().any()]
+    named = (*gm.named_parameters(), *statistics)
+    return [name for name, tensor in named if tensor.is_floating_point() and tensor.isnan().any()]
 
 
 def is_half_precision(gm: nn.Module) -> bool:
