@@ -12,18 +12,22 @@ Cases:
    value would lose the write. Updates of buffers stay in place.
 5. Arguments that tracing fixed to a value are removed from the signature.
 6. Ops that give values and indices are described as tuples of values; the indices are not quantizable values.
-7. ``nn.Identity``, which libraries use as a placeholder, is removed.
+7. ``nn.Identity``, which libraries use as a placeholder, is removed. Of a list of tensors that passes through it, the
+   items are read directly: each is a value of its own.
 8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from fxqat.nn.product_layer import ProductLayer, linear_product
@@ -52,14 +56,12 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         fixed_arguments: names of the arguments of forward that tracing fixed to a value.
     """
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
+    _remove_identities(gm)  # case 7
     _read_items_once(gm.graph)  # case 8
     products_to_linear(gm)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     for node in list(gm.graph.nodes):
         op = identify(node)
-        if type(called_module(node)) is nn.Identity and len(node.all_input_nodes) == 1:
-            _remove_identity(gm, node)  # case 7
-            continue
         if node.op == "call_function" and op.family == WEIGHTED:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
             _weighted_to_module(gm, node, kind, made)  # case 1
@@ -226,10 +228,26 @@ def _out_of_place(node: fx.Node) -> None:
         overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
 
 
-def _remove_identity(gm: fx.GraphModule, node: fx.Node) -> None:
-    if not has_hooks(gm.get_submodule(str(node.target))):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        gm.graph.erase_node(node)
+def _remove_identities(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        module = called_module(node)
+        if type(module) is nn.Identity and not has_hooks(module):
+            _replace_by_argument(node, next(chain(node.args, node.kwargs.values())))
+
+
+def _replace_by_argument(node: fx.Node, value: Any) -> None:
+    """Let the readers of a node read a value instead. It may be a list of nodes: its items are then read directly."""
+
+    def instead(argument: Any) -> Any:
+        return value if argument is node else argument
+
+    for reader in list(node.users):
+        if reader.target is operator.getitem and reader.args[0] is node and not isinstance(value, fx.Node):
+            _replace_by_argument(reader, value[reader.args[1]])
+        else:
+            args, kwargs = map_aggregate((reader.args, reader.kwargs), instead)
+            reader.args, reader.kwargs = args, kwargs
+    node.graph.erase_node(node)
 
 
 def _replace(old: fx.Node, new: fx.Node) -> None:

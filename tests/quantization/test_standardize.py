@@ -1,10 +1,13 @@
 """Standardize: one spelling per op, the same numbers."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxqat import prepare_by_platform
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import trace
 
@@ -241,3 +244,27 @@ def test_an_item_is_read_once_and_an_item_overwritten_in_place_is_read_after_it(
     x = torch.randn(2, 4)
     for found, expected in zip(gm(x.clone()), Items()(x.clone()), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class ListThroughPlaceholder(nn.Module):
+    """As slowfast fuses its pathways."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
+        self.fusion = nn.Identity()
+
+    def forward(self, x):
+        pair = self.fusion([self.small(x).relu(), (self.large(x).relu() * 9, 2)])
+        y, size = pair[1]
+        return self.fusion([F.avg_pool2d(pair[0], 2), F.avg_pool2d(y, size)])
+
+
+def test_tensors_that_pass_a_placeholder_in_a_list_are_values_of_their_own():
+    model, x = ListThroughPlaceholder().eval(), torch.randn(2, 3, 6, 6)
+    gm = standardized(model)
+    assert not any(node.target is operator.getitem for node in gm.graph.nodes)
+    assert [type(module) for module in modules_called(gm)] == [nn.Conv2d, nn.Conv2d]
+    assert all(torch.equal(a, b) for a, b in zip(gm(x), model(x), strict=True))
+    pools = [node for node in prepare_by_platform(model, "TSQAT").graph.nodes if node.target is F.avg_pool2d]
+    assert len({pool.args[0].target for pool in pools}) == 2  # the fake-quants that they read
