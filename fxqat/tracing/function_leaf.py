@@ -41,6 +41,20 @@ class FunctionLeaf(nn.Module):
         return self.function(*positional, **(kwargs | named))
 
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FunctionLeaf:
+        """A copy; constants that cannot be copied, such as those that hold a Python module, are shared."""
+        constants = {place: _copied_if_possible(value, memo) for place, value in self.constants.items()}
+        memo[id(self)] = result = FunctionLeaf(self.function, constants).train(self.training)
+        return result
+
+
+def _copied_if_possible(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001  an object of a user's is copied by its own code
+        return value
+
+
 class ModuleArgument(fx.proxy.TraceError):
     """A function that is called as a whole gets a module, whose tensors the graph would lose."""
 

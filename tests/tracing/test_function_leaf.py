@@ -163,6 +163,16 @@ def test_arguments_that_a_graph_cannot_hold_are_kept_in_the_leaf():
     assert torch.equal(FunctionLeaf(gate, {})(x), x * 2)
 
 
+def test_what_cannot_be_copied_is_shared_by_copies():
+    backend, config = Config(threshold=-1e9), Config(threshold=-1e9)
+    backend.framework = torch  # as einops' recipes hold it
+    leaf = FunctionLeaf(gate, {1: backend, "config": config}).eval()
+    other = copy.deepcopy(leaf)
+    assert other.constants[1] is backend
+    assert other.constants["config"] is not config
+    assert not other.training
+
+
 def test_failing_functions_are_innermost_first():
     class Raises:
         def relu(self):
