@@ -40,7 +40,6 @@ class FunctionLeaf(nn.Module):
         named = {name: value for name, value in self.constants.items() if isinstance(name, str)}
         return self.function(*positional, **(kwargs | named))
 
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FunctionLeaf:
         """A copy; constants that cannot be copied, such as those that hold a Python module, are shared."""
         constants = {place: _copied_if_possible(value, memo) for place, value in self.constants.items()}
