@@ -179,7 +179,9 @@ def _check_all(runs: _Runs, inputs: Arguments, check: str, strict: bool) -> list
     if strict and runs.failure is not None:
         kind = type(runs.failure).__name__
         raise ConfigError(
-            f"the model itself does not run on example_inputs, in eval mode: {kind}: {runs.failure}"
+            f"the model itself does not run on example_inputs, in eval mode: {kind}: {runs.failure}\n"
+            "If it does run without fxqat, check='off' leaves out the comparison, in which operators that compile "
+            "themselves (flex_attention) cannot run."
         ) from runs.failure
     if check == "full":
         with other_weights(runs.prepared):
