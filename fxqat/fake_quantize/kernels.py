@@ -112,9 +112,12 @@ def usable(tensor: Tensor) -> bool:
 
 def _is_parameter(values: Tensor, beside: Tensor) -> bool:
     """Whether the kernels can take a scale or the like of a tensor that they take."""
-    if values.dtype is not torch.float32 or not values.is_contiguous():
-        return False
-    return is_plain(values) and values.device == beside.device
+    return (
+        values.dtype is torch.float32
+        and is_plain(values)
+        and values.is_contiguous()
+        and values.get_device() == beside.get_device()
+    )
 
 
 def layout(

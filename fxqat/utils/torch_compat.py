@@ -206,14 +206,17 @@ def _plain_keys(device: str) -> frozenset[int]:
     return frozenset(torch._C._dispatch_keys(tensor).raw_repr() for tensor in plain)
 
 
+_PLAIN_ON_CPU = _plain_keys("cpu")
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is strided numbers in the memory of the CPU or of a GPU.
 
     Others are on another device, sparse, fake, functional, batched by ``vmap``, of a subclass with its own operators,
     or lazily negated.
     """
-    device = tensor.device.type
-    return device in ("cpu", "cuda") and torch._C._dispatch_keys(tensor).raw_repr() in _plain_keys(device)
+    keys = torch._C._dispatch_keys(tensor).raw_repr()
+    return keys in _PLAIN_ON_CPU or (tensor.is_cuda and keys in _plain_keys("cuda"))
 
 
 def is_recorded() -> bool:
