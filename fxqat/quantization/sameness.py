@@ -177,12 +177,9 @@ def _check_all(runs: _Runs, inputs: Arguments, check: str, strict: bool) -> list
     """Make the runs of :func:`check_sameness`."""
     found = [runs.require("on the given inputs", inputs)]
     if strict and runs.failure is not None:
-        kind = type(runs.failure).__name__
-        raise ConfigError(
-            f"the model itself does not run on example_inputs, in eval mode: {kind}: {runs.failure}\n"
-            "If it does run without fxqat, check='off' leaves out the comparison, in which operators that compile "
-            "themselves (flex_attention) cannot run."
-        ) from runs.failure
+        what = f"the model itself does not run on example_inputs, in eval mode: {type(runs.failure).__name__}"
+        hint = "If it does run without fxqat, as flex_attention does, check='off' leaves out the comparison."
+        raise ConfigError(f"{what}: {runs.failure}\n{hint}") from runs.failure
     if check == "full":
         with other_weights(runs.prepared):
             found.append(runs.require("on inputs with other values", of_other_values(inputs)))
