@@ -109,9 +109,6 @@ def run_exporter(
             node.metadata_props[SCOPES] = without_groups(node.metadata_props[SCOPES])
         if node.op_type == "DynamicQuantizeLinear":
             node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
-        for output in node.outputs:
-            if not output.name:  # unread; torch 2.11 gives several of a node their shapes, which ONNX takes for one
-                output.type = output.shape = None
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
 
