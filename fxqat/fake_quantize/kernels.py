@@ -25,10 +25,11 @@ from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
 from fxqat.numerics import fake_quantize
 from fxqat.utils.torch_compat import is_plain, is_recorded
 
-logger = logging.getLogger(__name__)
-
 SWITCH = "FXQAT_KERNELS"
-"""The environment variable that switches the kernels off when it is ``0``; read when fxqat is imported."""
+"""The environment variable that switches the kernels off when it is ``0``.
+
+It is read when fxqat is imported; for the kernels of a GPU, when the first tensor there is rounded.
+"""
 
 SOURCE = Path(__file__).with_name("kernels.c")
 """What the kernels are built from. They hold its checksum, so that those of another version are not used."""
@@ -88,7 +89,7 @@ def gpu_kernels(device: torch.device) -> ModuleType | None:
         reason = "their results are not those of torch's operators"
     except Exception as error:  # noqa: BLE001  no Triton, no C compiler for it, a GPU that it does not support
         reason = f"{type(error).__name__}: {error}"
-    logger.warning(
+    logging.getLogger("fxqat").warning(
         "Fake-quant on %s runs on torch's operators, which is slower: its kernels cannot be used (%s). "
         "Set the environment variable %s=0 to go without this message.",
         device,

@@ -11,9 +11,7 @@ With T steps, N samples, D directions, I features in, H features out and G gates
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -262,17 +260,8 @@ def run_layer(
     states = states or [x.new_zeros(directions, x.shape[1], hidden)] * cell.num_states
     first: Any = list(states) if cell.num_states == 2 else states[0]
     options = (len(given[0]) == 4, 1, 0.0, training, directions == 2, False)
-    with _weights_anywhere() if x.is_cuda and not torch.compiler.is_compiling() else nullcontext():
-        y, *last = cell.function(x, first, list(chain(*given)), *options)
+    y, *last = cell.function(x, first, list(chain(*given)), *options)
     return y.unflatten(2, (directions, hidden)).transpose(1, 2), *last
-
-
-@contextmanager
-def _weights_anywhere() -> Iterator[None]:
-    """Without cuDNN's warning that the weights do not lie side by side in memory: rounded ones never do."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-        yield
 
 
 def dynamic_lstm(x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:

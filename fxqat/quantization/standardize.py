@@ -242,7 +242,8 @@ def _replace_by_argument(node: fx.Node, value: Any) -> None:
         return value if argument is node else argument
 
     for reader in list(node.users):
-        if reader.target is operator.getitem and reader.args[0] is node and not isinstance(value, fx.Node):
+        reads_item = reader.target is operator.getitem and reader.all_input_nodes == [node]
+        if reads_item and not isinstance(value, fx.Node):
             _replace_by_argument(reader, value[reader.args[1]])
         else:
             args, kwargs = map_aggregate((reader.args, reader.kwargs), instead)

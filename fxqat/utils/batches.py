@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError
-from fxqat.utils.tensors import map_tensors
+from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import unwrap
 
 LABELS = ("label", "labels", "target", "targets")
@@ -74,9 +74,7 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
 def to_device_of(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values, with all tensors on the model's device; if it has several, those on none of them go to the first."""
     devices = list(dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers())))
-    found: list[bool] = []
-    map_tensors(values, lambda tensor: found.append(tensor.device in devices))
-    if all(found) or not devices:
+    if not devices or all(tensor.device in devices for tensor in flatten_tensors(values)):
         return values
     moved: tuple[Any, ...] = map_tensors(values, lambda t: t if t.device in devices else t.to(devices[0]))
     return moved

@@ -268,3 +268,18 @@ def test_tensors_that_pass_a_placeholder_in_a_list_are_values_of_their_own():
     assert all(torch.equal(a, b) for a, b in zip(gm(x), model(x), strict=True))
     pools = [node for node in prepare_by_platform(model, "TSQAT").graph.nodes if node.target is F.avg_pool2d]
     assert len({pool.args[0].target for pool in pools}) == 2  # the fake-quants that they read
+
+
+class ItemOfComputedNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fusion = nn.Identity()
+
+    def forward(self, x):
+        return self.fusion([x, x * 2])[x.dim() - 3]
+
+
+def test_an_item_whose_number_is_computed_is_read_when_the_model_runs():
+    gm, x = standardized(ItemOfComputedNumber()), torch.randn(2, 3, 6, 6)
+    assert torch.equal(gm(x), x * 2)
+    assert torch.equal(gm(x[0]), x[0])
