@@ -42,9 +42,8 @@ FEW = {
 }
 PLACES_HERE = PLACES if ON_GPU else [((700,), None), ((3, 250), 0), ((5, 4, 40), 1), ((2, 3, 8, 5, 6), 2)]
 
-of_kernels = pytest.mark.skipif(
-    not ON_GPU and os.environ.get(INTERPRETER) != "1", reason="runs in a process of its own, with the interpreter"
-)
+ALONE = "runs in a process of its own, with the interpreter"
+of_kernels = pytest.mark.skipif(not ON_GPU and os.environ.get(INTERPRETER) != "1", reason=ALONE)
 pytestmark = [needs_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, of NaN and infinity
 
 
@@ -56,6 +55,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     done = subprocess.run(command, env={**environment, INTERPRETER: "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout
+    assert ALONE not in done.stdout  # the reason for which they would have been skipped there, too
 
 
 @pytest.fixture(scope="module")
