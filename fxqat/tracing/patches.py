@@ -75,27 +75,41 @@ def holds_proxies(cached: Any) -> bool:
     return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
 
 
-def cached_functions() -> Iterator[tuple[Any, str]]:
-    """The owner and name of each cached function or method that user code finds in a module or in a class of it.
+class CachedFunctions:
+    """The cached functions and methods that user code finds in a module or in a class of it.
 
     A module is searched again when it has more or fewer names than before; ``__main__``, which may be a notebook,
     always.
     """
-    for name, module in list(sys.modules.items()):
-        if type(module) is not ModuleType:
-            continue
-        known, size, found = _SEARCHED.get(name, NOT_SEARCHED)
-        if known is not module or size != len(module.__dict__) or name == "__main__":
-            is_users = name.partition(".")[0] not in NOT_USER_PACKAGES
-            found = tuple(_cached_in(module)) if is_users else ()
-            _SEARCHED[name] = (module, len(module.__dict__), found)
-        if found:
-            yield from found
+
+    def __init__(self) -> None:
+        self._loaded: list[Any] = []
+        self._users: list[ModuleType] = []
+        self._sizes: list[int] = []
+        self._found: dict[ModuleType, tuple[int, tuple[tuple[Any, str], ...]]] = {}
+
+    def find(self) -> list[tuple[Any, str]]:
+        """The owner and name of each."""
+        loaded = list(sys.modules.values())
+        if [*map(id, loaded)] != [*map(id, self._loaded)]:
+            plain = {name: module for name, module in sys.modules.copy().items() if type(module) is ModuleType}
+            not_searched = (*NOT_USER_PACKAGES, "__main__")
+            self._users = [module for name, module in plain.items() if name.partition(".")[0] not in not_searched]
+            self._loaded, self._sizes = loaded, []
+        sizes = [*map(len, map(vars, self._users))]
+        if sizes != self._sizes:
+            known = self._found
+            self._found = {}
+            for module, size in zip(self._users, sizes, strict=True):
+                is_known = module in known and known[module][0] == size
+                self._found[module] = known[module] if is_known else (size, tuple(_cached_in(module)))
+            self._sizes = sizes
+        main = sys.modules.get("__main__")
+        of_main = _cached_in(main) if type(main) is ModuleType else ()
+        return [*(place for _, found in self._found.values() for place in found), *of_main]
 
 
-Searched = tuple[ModuleType | None, int, tuple[tuple[Any, str], ...]]
-NOT_SEARCHED: Searched = (None, 0, ())
-_SEARCHED: dict[str, Searched] = {}
+CACHED_FUNCTIONS = CachedFunctions()
 
 
 def _cached_in(module: ModuleType) -> Iterator[tuple[Any, str]]:
@@ -166,7 +180,7 @@ class Patches:
             self._patch(*CAUSAL_CHECK, self._causal_check)
             self._patch(torch.autograd.Variable, "__new__", self._variable)
             self._patch(nn.Module, "to", self._module_to)
-            for owner, name in list(cached_functions()):
+            for owner, name in CACHED_FUNCTIONS.find():
                 self._patch(owner, name, self._uncached)
             nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
             stack.callback(delattr, nn.Module, "training")

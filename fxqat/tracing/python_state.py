@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import OrderedDict, defaultdict
@@ -53,7 +54,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                 vars(root.get_submodule(path))[name] = value
         for namespace, contents in namespaces:
             changes += [f"forward keeps a tensor in {name}: it is as before" for name in _restored(namespace, contents)]
-        if random.getstate() != of_python or repr(np.random.get_state(legacy=False)) != repr(of_numpy):
+        if random.getstate() != of_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(of_numpy):
             changes.append("forward draws random numbers of Python or numpy: they stay as they were while tracing")
             random.setstate(of_python)
             np.random.set_state(of_numpy)
