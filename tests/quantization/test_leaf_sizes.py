@@ -9,7 +9,6 @@ from torch.nn import functional as F
 import fxqat
 from fxqat.errors import ExportError
 
-
 SIZES_ARE_FIXED = torch.__version__ < (2, 15)
 """Whether torch's exporter cannot go on with a size that depends on values."""
 
