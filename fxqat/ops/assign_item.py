@@ -1,4 +1,4 @@
-"""Item assignment without overwriting."""
+"""Writes to a tensor without overwriting it."""
 
 from __future__ import annotations
 
@@ -18,4 +18,17 @@ def assign_item(x: Any, key: Any, value: Any) -> Any:
     """
     result = x.clone() if isinstance(x, Tensor) else copy.copy(x)
     result[key] = value
+    return result
+
+
+def after_method(x: Tensor, method: str, *args: Any, **kwargs: Any) -> Tensor:
+    """A copy of a tensor after a method that overwrites it.
+
+    Example:
+        >>> import torch
+        >>> after_method(torch.zeros(3), "fill_", 2.0).tolist()
+        [2.0, 2.0, 2.0]
+    """
+    result = x.clone()
+    getattr(result, method)(*args, **kwargs)
     return result

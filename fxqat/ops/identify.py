@@ -276,13 +276,27 @@ def interpolation_mode(node: fx.Node) -> str:
     return str(module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest"))
 
 
+NO_WRITES = (
+    "requires_grad_",
+    "detach_",
+    "share_memory_",
+    "rename_",
+    "set_",
+    "resize_",
+    "apply_",
+    "map_",
+    "as_strided_",
+)
+"""Methods whose names look like those of writes to a tensor."""
+
+
 def works_in_place(node: fx.Node) -> bool:
     """Whether a call overwrites its first operand."""
     if node.op == "call_module":
         return getattr(called_module(node), "inplace", False) is True
     if node.op == "call_method":
         name = str(node.target)
-        return out_of_place_method(name) != name and name in _BY_METHOD
+        return out_of_place_method(name) != name and name not in NO_WRITES and hasattr(torch.Tensor, name)
     if node.op != "call_function":
         return False
     return node.target in OUT_OF_PLACE or _has_inplace_set(node)

@@ -8,8 +8,7 @@ Cases:
    Products with a parameter are linear, too (``fxqat.quantization.products``).
 2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
 3. A module call that passes its input by keyword passes it by position.
-4. In-place ops become out-of-place ops, and later readers of the overwritten value read the result: fake-quant of the
-   value would lose the write. Updates of buffers stay in place.
+4. Writes in place become new values (``fxqat.quantization.in_place``).
 5. Arguments that tracing fixed to a value are removed from the signature.
 6. Ops that give values and indices are described as tuples of values; the indices are not quantizable values.
 7. ``nn.Identity``, which libraries use as a placeholder, is removed. Of a list of tensors that passes through it, the
@@ -33,10 +32,10 @@ from torch.nn import functional as F
 from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
-from fxqat.ops.identify import gives_indices, identify, operands, out_of_place_method, works_in_place
-from fxqat.ops.table import OUT_OF_PLACE
+from fxqat.ops.identify import gives_indices, identify
+from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
-from fxqat.utils.fx_graph import attribute_of, called_module, unique_name, writes_state
+from fxqat.utils.fx_graph import attribute_of, called_module, unique_name
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
@@ -71,12 +70,11 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
-        if works_in_place(node) and not writes_state(node):
-            _out_of_place(node)  # case 4
         if gives_indices(op):
             node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":
             node.meta[VALUE] = "tensor"  # case 6
+    no_writes_to_values(gm)  # case 4
     _drop_unread_attributes(gm)
     gm.graph.lint()
     return gm
@@ -205,27 +203,6 @@ def _input_by_position(node: fx.Node) -> None:
         rest = dict(node.kwargs)
         node.args = (rest.pop(names[0]),)
         node.kwargs = rest
-
-
-def _out_of_place(node: fx.Node) -> None:
-    module = called_module(node)
-    if module is not None:
-        module.inplace = False  # type: ignore[assignment]  # this module is in our copy of the model
-    elif node.op == "call_function" and node.target in OUT_OF_PLACE:
-        node.target = OUT_OF_PLACE[node.target]
-    elif node.op == "call_method":
-        node.target = out_of_place_method(str(node.target))
-    else:
-        position = list(inspect.signature(node.target).parameters).index("inplace")  # type: ignore[arg-type]
-        if position < len(node.args):
-            node.args = (*node.args[:position], False, *node.args[position + 1 :])
-        else:
-            node.kwargs = {**node.kwargs, "inplace": False}
-    overwritten = next(iter(operands(node, identify(node))), None)
-    if isinstance(overwritten, fx.Node):
-        if VALUE in overwritten.meta:  # setitem itself returns None
-            node.meta[VALUE] = overwritten.meta[VALUE]
-        overwritten.replace_all_uses_with(node, delete_user_cb=lambda user: user is not node and node < user)
 
 
 def _remove_identities(gm: fx.GraphModule) -> None:

@@ -20,6 +20,7 @@ from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
 from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
 from fxqat.utils.node_meta import (
+    ADDRESS,
     INFINITE_INPUT,
     IS_MASK,
     SHAPE,
@@ -30,6 +31,7 @@ from fxqat.utils.node_meta import (
     holds_infinity,
 )
 from fxqat.utils.source import line_of_failure
+from fxqat.utils.tensors import flatten_tensors
 
 
 class ValueTracer(LeafTracer):
@@ -265,6 +267,7 @@ class ValueTracer(LeafTracer):
             node.meta[VALUE] = describe(value.data)
             if isinstance(value.data, Tensor):
                 node.meta[SHAPE] = tuple(value.data.shape)
+            node.meta[ADDRESS] = next(map(address_of, flatten_tensors(value.data)), 0)
             node.meta[IS_MASK] = holds_infinity(value.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
         proxy = ValueProxy(node, self, value)
         if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):

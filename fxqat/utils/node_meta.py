@@ -16,6 +16,9 @@ VALUE = "fxqat_value"
 SHAPE = "fxqat_shape"
 """Key in ``node.meta``: the shape of a node's tensor on the example inputs."""
 
+ADDRESS = "fxqat_address"
+"""Key in ``node.meta``: the address of the memory of a node's tensor, or of the first of a tuple, while tracing."""
+
 IS_MASK = "fxqat_is_mask"
 """Key in ``node.meta``: whether the value holds infinity on the example inputs."""
 

@@ -1,0 +1,185 @@
+"""Writes in place, also to views, reach all that is read later."""
+
+import copy
+
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxqat
+from fxqat.errors import TraceError
+
+
+def to_a_slice(y):
+    y[:, 2:4].zero_()
+    return y
+
+
+def to_a_slice_by_an_operator(y):
+    part = y[:, 2:4]
+    part *= 3.0
+    return y
+
+
+def to_a_slice_by_a_function(y):
+    F.relu(y[:, 2:5], inplace=True)
+    return y
+
+
+def to_another_shape(y):
+    y.view(-1, 2, 3).clamp_(max=0.1)
+    return y
+
+
+def to_a_transpose(y):
+    y.t()[1:3].neg_()
+    return y
+
+
+def to_a_permuted_slice(y):
+    y.unsqueeze(1).permute(2, 0, 1)[0].add_(1.0)
+    return y
+
+
+def to_selected_columns(y):
+    y.select(1, 2).fill_(0.5)
+    y.narrow(1, 0, 2).copy_(y[:, 4:])
+    return y
+
+
+def to_what_another_view_shows(y):
+    other = y[:, 2:]
+    y[:, 1:4].zero_()
+    return torch.cat([y, other], 1)[:, 3:9]
+
+
+def to_the_value_of_a_view(y):
+    part = y[:, :3]
+    y.mul_(2.0)
+    return torch.cat([part, y[:, 3:]], 1)
+
+
+def twice(y):
+    y[:, 0].add_(1.0)
+    y[:, :2].mul_(2.0)
+    return y
+
+
+def by_items(y):
+    y[:, :2] += 1
+    y[:, 3] *= 2
+    return y
+
+
+def to_a_part_that_is_read_alone(y):
+    first, second = y.chunk(2, 1)
+    return torch.cat([first, second.sigmoid().mul_(2.0)], 1)
+
+
+WRITES = (
+    *(to_a_slice, to_a_slice_by_an_operator, to_a_slice_by_a_function, to_another_shape, to_a_transpose),
+    *(to_a_permuted_slice, to_selected_columns, to_what_another_view_shows, to_the_value_of_a_view, twice, by_items),
+    *(to_a_part_that_is_read_alone,),
+)
+
+
+class Net(nn.Module):
+    """Two layers and a write to what is between them."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.write(self.first(x)))
+
+
+def quantized(model, x, backend, **options):
+    gm = fxqat.prepare_by_platform(model, backend, **options)
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    return gm
+
+
+@torch.no_grad()
+def noise(found, expected):
+    return float((found - expected).square().mean() / expected.square().mean())
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "OpenVINO"])
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_what_is_read_later_has_the_write(write, backend, tmp_path):
+    torch.manual_seed(0)
+    model, x = Net(write).eval(), torch.randn(32, 4)
+    gm = quantized(model, x, backend, example_inputs=x)
+    found = gm.train()(x)
+    assert noise(found, model(x)) < 2e-3
+    found.square().sum().backward()
+    assert all(parameter.grad.any() for parameter in (gm.first.weight, gm.last.weight))
+    fxqat.convert_export(gm.eval(), (x,), tmp_path / "model.onnx")
+    (of_file,) = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(of_file), gm(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("write", [WRITES[0], *WRITES[2:9]], ids=lambda write: write.__name__)
+def test_without_example_inputs(write):
+    torch.manual_seed(0)
+    model, x = Net(write).eval(), torch.randn(32, 4)
+    assert noise(quantized(model, x, "TSQAT")(x), model(x)) < 2e-3
+
+
+def test_a_computed_bias():
+    class Bias(nn.Module):  # as in torchvision's second Swin
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            bias = self.bias.clone()
+            length = bias.numel() // 3
+            bias[length : 2 * length].zero_()
+            return F.linear(x, self.weight, bias)
+
+    model, x = Bias(), torch.randn(32, 4)
+    gm = quantized(model, x, "OpenVINO", example_inputs=x)
+    gm(x).sum().backward()
+    assert noise(gm(x), model(x)) < 2e-3
+    expected = torch.full((6,), 32.0)
+    expected[2:4] = 0.0
+    torch.testing.assert_close(gm.bias.grad, expected)
+
+
+class Cache(nn.Module):
+    """Writes to views of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(3, 4))
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.kept[:2].copy_(x[:2].detach())
+        self.kept[2].add_(1.0)
+        return self.fc(x) + self.kept.sum()
+
+
+def test_a_view_of_a_buffer_is_updated():
+    model, x = Cache(), torch.randn(5, 4)
+    gm = fxqat.prepare_by_platform(copy.deepcopy(model), "TSQAT", example_inputs=x)
+    for _ in range(3):
+        torch.testing.assert_close(gm(x), model(x))
+    torch.testing.assert_close(gm.kept, model.kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("view", [lambda y: y.diagonal(), lambda y: y.chunk(2, 1)[0]], ids=["diagonal", "chunk"])
+def test_other_views_are_refused_by_line(view):
+    def write(y):
+        view(y).add_(1.0)
+        return y
+
+    message = r"write in place to a view by [a-z]+ of first(?s:.*)test_in_place.py"
+    with torch.no_grad(), pytest.raises(TraceError, match=message):
+        fxqat.prepare_by_platform(Net(write), "TSQAT", example_inputs=torch.randn(6, 4))
