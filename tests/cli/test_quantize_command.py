@@ -109,6 +109,16 @@ def test_the_script_to_continue_with_trains_and_exports(
     assert (tmp_path / "model.onnx").exists()
 
 
+def test_an_output_that_cannot_be_written_is_told_before_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("fxqat.cli.quantize_command.climb", lambda *_, **__: pytest.fail("climbed"))
+    assert call(f"quantize @:net --calib @:batches -o {tmp_path / 'file' / 'out'}", monkeypatch) == 2
+    assert f"cannot write -o {tmp_path / 'file' / 'out'}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("form", ["folder", "npz"])
 def test_images_are_read_with_labels(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 10, 3), dtype=np.uint8)
