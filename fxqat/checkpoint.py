@@ -40,7 +40,7 @@ from fxqat.onnx.runtimes import check_runtime
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
-from fxqat.utils.files import atomic_path, check_distinct
+from fxqat.utils.files import atomic_path, check_distinct, check_path
 from fxqat.utils.sharded import on_one_rank, sharded_as, whole
 from fxqat.utils.torch_compat import is_flattened, is_sharded
 from fxqat.utils.zip_digest import append_digest, is_intact
@@ -197,6 +197,7 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
             FullyShardedDataParallel. The model is then unchanged.
     """
     gm = prepared_model(model, CheckpointError)
+    check_path("file_path", file_path, CheckpointError)
     _is_sharded(gm)
     try:
         content = torch.load(file_path, map_location="cpu", weights_only=True)
@@ -236,6 +237,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
             fake-quant of the model, or has an entry that does not fit the scheme.
     """
     gm = prepared_model(model, CheckpointError)
+    check_path("file_path_json", file_path_json, CheckpointError)
     document = read_params(file_path_json)
     _check_backend(gm, document.get("backend"), str(file_path_json))
     tensors = document["tensors"]

@@ -169,7 +169,7 @@ def convert_export(
     check_names(input_names, output_names)
     check_runtime(runtime)
     runtime = runtime or gm.provenance.runtime or None
-    check_paths(file_path, file_path_json)
+    check_paths(file_path=file_path, file_path_json=file_path_json)
     normalizers = parse_input_stats(input_stats, inputs)
     inputs = raw_inputs(inputs, normalizers)
     user_translations(custom_translation_table)

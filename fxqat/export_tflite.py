@@ -102,7 +102,7 @@ def export_tflite(
     """
     gm = prepared_model(model, ExportError)
     inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
-    check_paths(file_path, file_path_json)
+    check_paths(file_path=file_path, file_path_json=file_path_json)
     versions = litert_versions()
     require_calibrated(gm)
 

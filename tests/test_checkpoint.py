@@ -1,6 +1,7 @@
 """Checkpoints: the float model loads them, and QAT resumes from them bit by bit."""
 
 import copy
+import io
 import json
 import math
 import subprocess
@@ -573,6 +574,13 @@ def test_a_file_of_something_else_is_refused(content: Any, tmp_path: Path) -> No
     torch.save(content, tmp_path / "c.pth")
     message = refused(prepared("residual"), tmp_path / "c.pth", r"c\.pth")
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize("load", [load_checkpoint, load_quant_params])
+@pytest.mark.parametrize("given", [io.BytesIO(b"content"), {"state_dict": {}}])
+def test_what_is_no_path_is_refused(load: Callable[..., Any], given: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"must be the path of a file, got {type(given).__name__}:"):
+        load(prepared("residual", "TSQAT"), given)
 
 
 def test_a_value_that_is_no_tensor_is_refused(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_wrong_file_is_not_written(converts_once, monkeypatch, fault, tmp_path
 
 def test_the_same_checks_as_for_onnx(converts_once, tmp_path):
     gm, x = small()
-    with pytest.raises(ExportError, match="same path"):
+    with pytest.raises(ExportError, match="are the same file"):
         export_tflite(gm, x, tmp_path / "m", tmp_path / "m")
     with pytest.raises(ExportError, match="cannot write"):
         export_tflite(gm, x, tmp_path / "missing" / "m.tflite")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class Source:
         return given or self.batch_size or 8
 
 
-def load_model(name: str, weights: Path | None = None) -> Source:
+def load_model(name: str, weights: str | os.PathLike[str] | None = None) -> Source:
     """Make the float model that MODEL names.
 
     Args:
@@ -91,7 +92,7 @@ def load_model(name: str, weights: Path | None = None) -> Source:
     else:
         raise ConfigError(f"MODEL {name!r}: expected {FORMS}")
     if weights is not None:
-        _load_weights(source.model, weights)
+        _load_weights(source.model, Path(weights))
         source = replace(source, file=None)
     source.model.eval()
     return source

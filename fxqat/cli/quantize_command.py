@@ -110,6 +110,8 @@ def quantize(
         raise click.UsageError("--eval-samples is for data with labels in --eval")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"-o {output} is a file; give a folder")
+    with _work_folder(output):
+        pass  # a place that cannot be written is told before the ladder is climbed, which can take hours
     open_sizes = parse_dynamic_shapes(dynamic_shapes)
     source = load_model(model, weights)
     size = source.batches_of(batch_size)

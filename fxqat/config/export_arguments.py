@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError, ExportError
 from fxqat.utils.batches import read_batch
-from fxqat.utils.files import check_writable
+from fxqat.utils.files import check_distinct, check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.unused_names import unused_name
 
@@ -112,15 +111,13 @@ def interface_names(
     return of_inputs, [str(name) for name in taken[len(of_inputs) :]]
 
 
-def check_paths(*paths: str | os.PathLike[str] | None) -> None:
+def check_paths(**paths: str | os.PathLike[str] | None) -> None:
     """Check that every file can be written; None is a file that was not asked for.
 
     Raises:
-        ExportError: two paths are the same, or one cannot be written.
+        ExportError: two are the same file, one is no path, or one cannot be written.
     """
-    given = [Path(path).resolve() for path in paths if path is not None]
-    if len(set(given)) != len(given):
-        raise ExportError(f"the model file and the parameter file have the same path {given[0]}")
-    for path in paths:
+    check_distinct(paths, ExportError)
+    for path in paths.values():
         if path is not None:
             check_writable(path, ExportError)

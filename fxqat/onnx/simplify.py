@@ -2,7 +2,8 @@
 
 1. shape arithmetic on constants is folded; a Squeeze leaves out the axes that are not 1, which torch's exporter writes
    for ``x.squeeze(dim)`` although torch leaves such a dimension as it is and ONNX does not allow it;
-2. identities, unread nodes and unread initializers are removed;
+2. identities, unread nodes and unread initializers are removed. An identity by which a branch of an If or the body of a
+   Loop returns a value from outside is kept, because each graph must compute what it returns;
 3. the exporter's notes are removed: they name paths of the exporting machine, and are often longer than the graph.
 
 Initializers are not merged: two tensors of equal scale keep a scale each, under their own names.
@@ -24,7 +25,12 @@ class Simplify(ir.passes.InPlacePass):
             if node.op_type == "Squeeze":
                 _squeeze_ones(model.graph, node)  # case 1
         optimizer.fold_constants(model)  # case 1
+        kept = [node for node in model.graph.all_nodes() if _returns_from_outside(node)]
+        for node in kept:
+            node.domain = "kept"  # hidden from the next pass, which would leave the branch without a value to return
         common.IdentityEliminationPass()(model)  # case 2
+        for node in kept:
+            node.domain = ""
         common.RemoveUnusedNodesPass()(model)
         common.ClearMetadataAndDocStringPass()(model)  # case 3; it leaves those of the model and of values
         model.metadata_props.clear()
@@ -32,6 +38,13 @@ class Simplify(ir.passes.InPlacePass):
         for value in (*model.graph.inputs, *model.graph.initializers.values(), *made):
             value.metadata_props.clear()
         return ir.passes.PassResult(model, modified=True)
+
+
+def _returns_from_outside(node: ir.Node) -> bool:
+    """Whether a node is the identity by which a graph inside a node returns a value of a graph around it."""
+    if node.op_type != "Identity" or node.inputs[0] is None:
+        return False
+    return node.outputs[0].is_graph_output() and node.inputs[0].graph is not node.graph
 
 
 def _squeeze_ones(graph: ir.Graph, node: ir.Node) -> None:

@@ -20,7 +20,7 @@ from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes, set_attribute
 from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.tensors import copies_of_results
-from fxqat.utils.torch_compat import HOOKS, SeesConversion, keep_local_under_ddp, unwrap
+from fxqat.utils.torch_compat import HOOKS, SeesConversion, SeesLoading, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
 
@@ -138,7 +138,7 @@ def float_tensors(gm: QuantGraphModule, of: Callable[[Tensor], Tensor] = lambda 
     return tensors | {name: of(tensor) for name, tensor in gm.provenance.unread.items()}
 
 
-class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
+class QuantGraphModule(SeesConversion, SeesLoading, TrainEvalGraphModule):
     """A graph module with fake-quant in it, as ``prepare_by_platform`` returns it.
 
     It is called, trained, moved, copied, pickled and compiled as the model it was made from, and its ``state_dict()``
@@ -189,6 +189,11 @@ class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
                 *(after, before, "; ".join(left)),
             )
 
+    def take_names(self, state: dict[str, Any], prefix: str) -> None:
+        """Take tensors by their names in the float model, too: with ``strict=False`` its state dict loads whole."""
+        if "provenance" in vars(self):
+            _take_float_names(self, state, prefix)
+
     def _dtype(self) -> torch.dtype | None:
         """The type of the float model's parameters."""
         held = dict(self.named_parameters(remove_duplicate=False)) if "provenance" in vars(self) else {}
@@ -204,6 +209,34 @@ class QuantGraphModule(SeesConversion, TrainEvalGraphModule):
         result.living_copies = LivingCopies()
         self.__dict__.setdefault("living_copies", LivingCopies()).found.add(result)
         return result  # type: ignore[no-any-return]
+
+
+def _take_float_names(gm: QuantGraphModule, state: dict[str, Any], prefix: str) -> None:
+    """Give the tensors in a state dict of the float model the names that they have in the prepared model.
+
+    Those that the prepared model does not have are put where it remembers them. What does not fit stays as it is.
+    """
+    found = gm.provenance
+    own = {**dict(gm.named_parameters(remove_duplicate=False)), **dict(gm.named_buffers(remove_duplicate=False))}
+    for name in {*found.tensor_names, *found.split_tensors, *found.unread} - own.keys():
+        tensor = state.get(prefix + name)
+        if not isinstance(tensor, Tensor):
+            continue
+        if name in found.tensor_names:
+            pieces = {found.tensor_names[name]: tensor}
+        elif name in found.split_tensors:
+            names, dim = found.split_tensors[name].names, found.split_tensors[name].dim
+            sizes = [own[part].shape[dim] for part in names]
+            if tensor.dim() <= dim or tensor.shape[dim] != sum(sizes):
+                continue
+            pieces = dict(zip(names, tensor.split(sizes, dim), strict=True))
+        elif tensor.shape == found.unread[name].shape:
+            found.unread[name].detach().copy_(tensor)
+            pieces = {}
+        else:
+            continue
+        del state[prefix + name]
+        state.update({prefix + part: piece for part, piece in pieces.items()})
 
 
 def make_quant_graph_module(gm: nn.Module, graph: fx.Graph, name: str) -> QuantGraphModule:

@@ -11,6 +11,21 @@ from pathlib import Path
 from fxqat.errors import FxqatError
 
 
+def check_path(name: str, given: object, error: type[FxqatError]) -> None:
+    """Check that a file is given by its path, and not by an open file or its content.
+
+    Args:
+        name: the name of the argument.
+        given: the argument.
+        error: the class of the error to raise.
+
+    Raises:
+        FxqatError: the class ``error``, if it is no path.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise error(f"{name} must be the path of a file, got {type(given).__name__}: give a str or a Path")
+
+
 def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> None:
     """Check that a file can be written, without writing it.
 
@@ -25,18 +40,19 @@ def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> N
 
 
 def check_distinct(targets: Mapping[str, str | os.PathLike[str] | None], error: type[FxqatError]) -> None:
-    """Check that files to write are different files, also through relative paths and symbolic links.
+    """Check that files to write are given by paths, and are different, also through links and relative paths.
 
     Args:
         targets: the files by the names of their arguments; None is a file that is not asked for.
         error: the class of the error to raise.
 
     Raises:
-        FxqatError: the class ``error``, if two are the same file.
+        FxqatError: the class ``error``, if two are the same file, or one is no path.
     """
     names: dict[str, str] = {}
     for name, target in targets.items():
         if target is not None:
+            check_path(name, target, error)
             first = names.setdefault(os.path.realpath(target), name)
             if first != name:
                 raise error(f"{first} and {name} are the same file, {target}: give each a path of its own")

@@ -264,6 +264,22 @@ class SeesConversion(nn.Module):
         return self
 
 
+class SeesLoading(nn.Module):
+    """A module that sees the state dict that it, or a module around it, is to load."""
+
+    def take_names(self, state: dict[str, Any], prefix: str) -> None:
+        """Rename tensors before they are loaded; overridden.
+
+        Args:
+            state: the state dict, a copy that may be changed.
+            prefix: what the names of this module's tensors begin with.
+        """
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.take_names(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
 class ContentWatch(TorchDispatchMode):
     """Records whether an operator's result, or its size, depends on the values of a tensor.
 
@@ -294,13 +310,16 @@ class EqualRandomNumbers(TorchDispatchMode):
         drawn: whether there was such an operator.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        # an operator of higher order (torch.cond), which calls functions, has no tags
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             torch.manual_seed(0)
             self.drawn = True
         if func is torch.ops.aten.native_dropout.default:  # on GPUs, which draw other numbers for dropout in place

@@ -13,6 +13,7 @@ import fxqat
 from fxqat.cli.load_model import load_model
 from fxqat.errors import ExportError
 from fxqat.litert_conversion import litert_versions
+from tests.cli.programs import net
 from tests.cli.test_main import PROGRAMS, call
 
 FILES = [
@@ -88,8 +89,15 @@ def test_a_budget_that_is_not_met_is_exit_code_1(tmp_path: Path, monkeypatch: py
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == FILES
 
 
-def test_the_script_to_continue_with_trains_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call(f"quantize @:net --calib @:batches -o {tmp_path}", monkeypatch) == 0
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_script_to_continue_with_trains_and_exports(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ""
+    if weights:
+        torch.save({name: tensor + 0.5 for name, tensor in net().state_dict().items()}, tmp_path / "net.pth")
+        options = f"--weights {tmp_path / 'net.pth'}"
+    assert call(f"quantize @:net {options} --calib @:batches -o {tmp_path}", monkeypatch) == 0
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.onnx").unlink()
     text = (tmp_path / "continue_training.py").read_text()
@@ -97,7 +105,18 @@ def test_the_script_to_continue_with_trains_and_exports(tmp_path: Path, monkeypa
     names = {"data": [(torch.randn(4, 3, 8, 8), torch.arange(4))]}
     exec(text.replace("in ...:", "in data:"), names)
     assert names["gm"].quant_report.backend == "TSQAT"
+    assert torch.equal(names["model"].head.bias, net().head.bias + 0.5 * weights)
     assert (tmp_path / "model.onnx").exists()
+
+
+def test_an_output_that_cannot_be_written_is_told_before_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("fxqat.cli.quantize_command.climb", lambda *_, **__: pytest.fail("climbed"))
+    assert call(f"quantize @:net --calib @:batches -o {tmp_path / 'file' / 'out'}", monkeypatch) == 2
+    assert f"cannot write -o {tmp_path / 'file' / 'out'}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("form", ["folder", "npz"])

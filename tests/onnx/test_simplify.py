@@ -104,3 +104,29 @@ def test_a_squeeze_leaves_what_is_not_one_as_torch_does(axes, shape):
     x = np.arange(12, dtype=np.float32).reshape(2, 6)
     assert np.array_equal(run_session(session(proto), (torch.as_tensor(x),))[0], x)
     assert ("Squeeze" in node_types(proto)) == (1 in axes)
+
+
+def test_a_branch_that_returns_a_value_from_outside_keeps_its_identity() -> None:
+    def branch(name: str, kind: str) -> onnx.GraphProto:
+        result = helper.make_tensor_value_info(f"{name}_result", TensorProto.FLOAT, [2, 6])
+        nodes = [
+            helper.make_node("Identity", ["a"], [f"{name}_a"]),
+            helper.make_node(kind, [f"{name}_a"], [f"{name}_result"]),
+        ]
+        return helper.make_graph(nodes, name, [], [result])
+
+    nodes = [
+        helper.make_node("Neg", ["x"], ["a"]),
+        helper.make_node("ReduceMax", ["a"], ["most"], keepdims=0),
+        helper.make_node("Cast", ["most"], ["condition"], to=TensorProto.BOOL),
+        helper.make_node(
+            "If", ["condition"], ["y"], then_branch=branch("same", "Identity"), else_branch=branch("b", "Exp")
+        ),
+    ]
+    proto = ir.to_proto(Simplify()(model_of(nodes, {})).model)
+    onnx.checker.check_model(proto, full_check=True)
+    branches = [[node.op_type for node in attribute.g.node] for attribute in proto.graph.node[-1].attribute]
+    assert sorted(branches) == [["Exp"], ["Identity"]]
+    for x in (torch.ones(2, 6), torch.zeros(2, 6)):
+        expected = -x if bool(x.any()) else torch.exp(-x)
+        assert np.array_equal(run_session(session(proto), [x])[0], expected.numpy())

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils import prune
 
 from fxqat import disable_all, prepare_by_platform
+from fxqat.checkpoint import float_state_dict
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
@@ -140,6 +141,46 @@ def test_unread_tensors_are_remembered():
     assert set(prepared("auxiliary_head").provenance.unread) == {"auxiliary.weight", "auxiliary.bias"}
     unread = prepared("unused_parameters").provenance.unread
     assert set(unread) == {"spare.weight", "spare.bias", "temperature", "centre"}
+
+
+class Renamed(nn.Module):
+    """Prepared, its BatchNorm has another name, its parameters are split, and one layer is not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.unread = nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)).relu().flatten(2).transpose(1, 2)
+        return self.attention(y, y, 2 * y, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("prefix", ["", "inside."])
+def test_a_state_dict_of_the_float_model_loads_by_its_names(prefix):
+    x = torch.randn(8, 3, 6, 6)
+    gm, other = prepare_by_platform(Renamed(), "TSQAT", example_inputs=x), Renamed()
+    other(x)
+    other.eval()
+    state = {prefix + name: tensor for name, tensor in other.state_dict().items()}
+    found = (nn.ModuleDict({"inside": gm}) if prefix else gm).load_state_dict(state, strict=False)
+    assert found.unexpected_keys == []
+    assert all("fake_quant" in name for name in found.missing_keys)
+    torch.testing.assert_close(gm.eval()(x), other(x))
+    saved = float_state_dict(gm)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in other.state_dict().items())
+    assert found.missing_keys
+    with pytest.raises(RuntimeError, match="Missing key.*fake_quant"):
+        gm.load_state_dict(other.state_dict())
+
+
+def test_tensors_of_other_sizes_are_not_taken_for_the_float_models():
+    gm = prepare_by_platform(Renamed(), "TSQAT", example_inputs=torch.randn(8, 3, 6, 6))
+    other = {"attention.in_proj_weight": torch.zeros(13, 4), "unread.bias": torch.zeros(3)}
+    assert sorted(gm.load_state_dict(other, strict=False).unexpected_keys) == sorted(other)
+    with pytest.raises(RuntimeError, match="size mismatch for conv.bn.weight"):
+        gm.load_state_dict({"norm.weight": torch.zeros(5)}, strict=False)
 
 
 @pytest.mark.parametrize("name", TOYS)

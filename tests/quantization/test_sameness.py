@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -154,6 +155,23 @@ def test_random_numbers_are_equal_in_any_order():
     assert len(compare(noisy, reordered)) == 4
     with pytest.raises(TraceError, match="in training: output 0"):
         compare(noisy, lambda self, y: F.dropout(y, 0.2, self.training) + torch.rand_like(y))
+
+
+def test_a_branch_on_a_value_by_torch_cond_is_compared_and_exported(tmp_path):
+    class Branch(nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda y: y.clone(), lambda y: y * 2, (x,))
+
+    gm = fxqat.prepare_by_platform(nn.Sequential(nn.Linear(6, 6), Branch()), "TSQAT", example_inputs=torch.randn(3, 6))
+    assert len(gm.quant_report.sameness) == 4
+    fxqat.calibrate(gm, [torch.randn(8, 6)])
+    report = fxqat.convert_export(gm, torch.ones(3, 6), tmp_path / "model.onnx")
+    fxqat.enable_quantization(gm.eval())
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    results = [(gm(x), session.run(None, {"input": x.numpy()})[0]) for x in (torch.ones(3, 6), -torch.ones(3, 6))]
+    assert report.certificate.passed
+    for expected, found in results:
+        torch.testing.assert_close(torch.as_tensor(found), expected)
 
 
 def test_without_example_inputs_the_first_call_compares(caplog):

@@ -1,8 +1,10 @@
 """Atomic writing: the new file or the old one, never half of one, and no litter."""
 
+import io
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,6 +125,13 @@ def test_equal_paths_are_found_through_links_and_relative_paths(
     for one, other in (("x", tmp_path / "x"), ("folder/x", "link/x"), ("x", "folder/../x")):
         with pytest.raises(ExportError, match="first and second are the same file"):
             check_distinct({"first": one, "none": None, "second": other}, ExportError)
+
+
+@pytest.mark.parametrize("target", [io.BytesIO(), b"model.onnx", 3])
+def test_a_file_that_is_no_path_is_refused(target: Any) -> None:
+    expected = f"second must be the path of a file, got {type(target).__name__}: give a str or a Path"
+    with pytest.raises(ExportError, match=expected):
+        check_distinct({"first": "x", "second": target}, ExportError)
 
 
 def test_of_several_files_all_are_written_or_none(tmp_path: Path) -> None:
