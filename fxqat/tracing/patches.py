@@ -40,6 +40,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.containers import content_of, restore_content
 from fxqat.utils.source import is_user_file
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
 
@@ -142,7 +143,7 @@ class Patches:
         self._computing = False
         self._thread = 0
         self._restore = ExitStack()
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
         self._copies: dict[str, Tensor] = {}
 
     @property
@@ -175,8 +176,10 @@ class Patches:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.undo_assignments(0)
-        self._restore.close()
+        try:
+            self.undo_assignments(0)
+        finally:
+            self._restore.close()
         if self.tracer.hashed:
             for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
                 cached.cache_clear()
@@ -186,14 +189,13 @@ class Patches:
         while len(self.assigned) > first:
             self.assigned.pop()()
         for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+            restore_content(container, content)
 
     def watch(self, root: nn.Module) -> None:
         """Save the content of the dicts, lists and sets that the modules of a model hold (caches)."""
         inner = vars(nn.Module())
         held = [value for module in root.modules() for name, value in vars(module).items() if name not in inner]
-        self._containers = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
+        self._containers = [(value, content_of(value)) for value in held if isinstance(value, (dict, list, set))]
 
     @contextmanager
     def suspend(self) -> Iterator[None]:

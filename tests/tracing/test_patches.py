@@ -417,3 +417,37 @@ def test_gradients_that_follow_the_mode_are_those_of_training():
     for holder in (model, gm):
         holder(x).sum().backward()
     torch.testing.assert_close(gm.get_parameter("first.weight").grad, model.first.weight.grad)
+
+
+class FrozenDict(collections.OrderedDict):
+    """As in diffusers."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("You cannot use update on a FrozenDict instance.")
+
+
+class Configured(Base):
+    def __init__(self):
+        super().__init__()
+        self.config = FrozenDict(scale=2.0)
+
+    def forward(self, x):
+        return self.conv(x) * self.config["scale"]
+
+
+def test_a_dict_that_forbids_changes_is_left_alone():
+    prepared = prepare_by_platform(Configured(), example_inputs=(image(),))
+    assert_restored()
+    assert "equal to the model in training" in prepared.quant_report.sameness
+
+
+def test_patches_are_removed_although_an_assignment_cannot_be_undone():
+    maker = Maker()
+    patches = Patches(maker)
+
+    def fails():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), patches:
+        patches.assigned.append(fails)
+    assert_restored()
