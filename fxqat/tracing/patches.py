@@ -16,7 +16,8 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 10. a function with a cache (``functools.lru_cache``) is called without it: the cache of an earlier run would return
     sizes as numbers;
 11. ``Variable(x)`` is ``x``;
-12. ``module.to(x)`` takes the device and dtype of the example value.
+12. ``module.to(x)`` takes the device and dtype of the example value;
+13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns.
 
 The patches have an effect in the thread that traces only.
 """
@@ -158,6 +159,7 @@ class Patches:
             self._restore = stack
             self._patch(builtins, "isinstance", self._isinstance)
             self._patch(builtins, "callable", self._callable)
+            self._patch(builtins, "len", self._len)
             for name in CONSTRUCTORS:
                 self._patch(torch, name, self._constructor)
             self._patch(torch, "is_grad_enabled", self._is_grad_enabled)
@@ -268,6 +270,14 @@ class Patches:
             return not is_tensor and original(value)
 
         return callable
+
+    def _len(self, original: Callable[[Any], int]) -> Callable[[Any], Any]:
+        def len(value: Any) -> Any:  # noqa: A001  it replaces the builtin
+            traced = value.__dict__["fxqat_value"] if type(value) is ValueProxy and not self.suspended else None
+            is_tensor = traced is not None and isinstance(traced.data, Tensor) and traced.data.dim() > 0
+            return value.size(0) if is_tensor else original(value)
+
+        return len
 
     def _variable(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
