@@ -10,7 +10,8 @@ Beside the integers and the outputs, one run shows what is not in the file:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,7 @@ from fxqat.numerics import dynamic_quantize, quantize
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.user_hooks import drop_hooks, lost_hooks
-from fxqat.utils.contexts import equal_random_numbers, hooked
+from fxqat.utils.contexts import hooked
 from fxqat.utils.tensors import map_tensors, named_leaves
 
 SELECTING = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "msort": "TopK"}
@@ -107,7 +108,7 @@ def capture(
         hooked(activations, record, with_kwargs=True),
         hooked(layers, record_dynamic, with_kwargs=True),
         _Selections() as selections,
-        equal_random_numbers(work) as numbers,
+        _seeded() as drawn,
     ):
         outputs = _run(work, inputs)
     complex_ones = [f"{name!r} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
@@ -117,19 +118,30 @@ def capture(
             "its real and imaginary parts."
         )
     if hooks:
-        with equal_random_numbers(work):
+        with _seeded():
             _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
     after = {name: buffer.clone() for name, buffer in work.named_buffers()}
     updated = [name for name in after if name not in before or not _same({name: before[name]}, {name: after[name]})]
 
     def carries(name: str) -> bool:
         _set_buffers(work, before | {name: after[name]})
-        with equal_random_numbers(work):
+        with _seeded():
             return not _same(_run(work, inputs), outputs)
 
     carried = tuple(name for name in updated if carries(name))
     arrays = {name: output.detach().numpy() for name, output in outputs.items()}
-    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, numbers.drawn, reals)
+    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, any(drawn), reals)
+
+
+@contextmanager
+def _seeded() -> Iterator[list[bool]]:
+    """Equal random numbers in each such block; filled at its end: whether any were drawn."""
+    drawn: list[bool] = []
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        yield drawn
+        drawn.append(not torch.equal(before, torch.get_rng_state()))
 
 
 class _Selections(TorchFunctionMode):
