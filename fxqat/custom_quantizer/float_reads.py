@@ -49,7 +49,7 @@ def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind])
             reason = BY_OVERRIDE
         elif request.activation_rank > 0:  # the user wants them quantized
             continue
-        elif node.op == "output":
+        elif node.op == "output" or _is_returned_structure(node):
             operands, reason = [operand for operand in operands if operand in singles], LOSS
         elif _decides(node, kinds):
             reason = DECIDES
@@ -104,6 +104,11 @@ def _decides(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     if kinds[node] is not Kind.OTHER or op.name == "indices" or returns_structure(node):
         return False
     return not reads_sizes_only(node, kinds)
+
+
+def _is_returned_structure(node: fx.Node) -> bool:
+    """Whether a node makes the dataclass, or another object, that the model returns."""
+    return isinstance(node.target, type) and bool(node.users) and all(user.op == "output" for user in node.users)
 
 
 def _passes_on(request: Request, reason: str) -> bool:
