@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
 from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter, user_translations
-from fxqat.errors import ExportError, tells_of_the_bundle
+from fxqat.errors import ExportError, ParityError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
@@ -28,7 +28,7 @@ from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
-from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of
+from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of, opset_with_operators
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.runtimes import RUNTIMES, check_runtime, passes_for
@@ -47,6 +47,8 @@ from fxqat.utils.batches import described
 from fxqat.utils.contexts import without_autocast
 from fxqat.utils.files import write_all
 from fxqat.utils.tensors import flatten_tensors
+
+DRAWS = "the model draws random numbers in eval mode, and the file draws others"
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def convert_export(
         file_path: the ONNX file to write.
         file_path_json: the JSON file of scales and zero points to write.
         opset_version: 18 to the newest that onnx knows; 13 to 17 if onnx's version converter can convert the model.
-            None is 18, or 21 if a tensor has less than 5 or more than 8 bits.
+            None is 18, 21 if a tensor has less than 5 or more than 8 bits, or that of a newer operator that the model
+            becomes (DeformConv: 19).
         input_names: names of the file's inputs, one for each tensor, also in nested inputs; by default the names of the
             arguments.
         output_names: names of the file's outputs, one for each tensor, also in nested outputs; by default the keys of a
@@ -177,8 +180,9 @@ def convert_export(
 
     sizes = _open_sizes(gm, inputs, dynamic_shapes, dynamic_batch)
 
-    lowered = lower(gm, weights, opset_version or DEFAULT, normalizers)
-    opset_version = opset_for(lowered.tensors.values(), opset_version)
+    asked = opset_version
+    lowered = lower(gm, weights, asked or DEFAULT, normalizers)
+    opset_version = opset_for(lowered.tensors.values(), asked)
     captured = capture(gm, inputs, normalizers)
     warnings = lowered.warnings + not_in_file(captured)
     second = None
@@ -187,6 +191,7 @@ def convert_export(
         warnings += notes
 
     exported = run_exporter(lowered.module, inputs, sizes, custom_translation_table)
+    opset_version = opset_with_operators(exported, opset_version, asked)
     interface = interface_names(
         [str(value.name) for value in exported.graph.inputs], list(captured.outputs), input_names, output_names
     )
@@ -255,6 +260,8 @@ def not_in_file(captured: Captured) -> tuple[str, ...]:
             "state: each run starts from the values at the export. To keep the state, make it an input and an output "
             "of forward()."
         )
+    if captured.draws:
+        told.append(DRAWS)
     return tuple(told)
 
 
@@ -334,7 +341,13 @@ def _certify(
         if path in named
     }
     arrays = [t.numpy() for t in flatten_tensors(inputs)]
-    return require_parity(proto, arrays, in_file, list(captured.outputs.values()), captured.selections)
+    try:
+        return require_parity(proto, arrays, in_file, list(captured.outputs.values()), captured.selections)
+    except ParityError as error:
+        if not captured.draws:
+            raise
+        remedy = "Make them an input of forward(), or export with verify=False."
+        raise ParityError(f"the file cannot be compared with the model: {DRAWS}. {remedy}\n{error}") from error
 
 
 def write_files(

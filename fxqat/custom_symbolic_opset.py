@@ -159,8 +159,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
     Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
-    opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
-    opset 16; AveragePool, Conv and TopK, opset 11.
+    opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements,
+    opset 18; LeakyRelu, opset 16; AveragePool, Conv and TopK, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -177,6 +177,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
+        torch.ops.prims.prod.default: _prod,  # what the exporter makes of cumprod
         CDIST: _cdist,
         ADAPTIVE_AVG_POOL3D: _adaptive_avg_pool3d,
         # torch's own give a layer without a bias one of zeros (onnxscript 0.7.2), conv3d's of a wrong shape
@@ -271,6 +272,10 @@ def _amax(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
 
 def _amin(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     return op.ReduceMin(x, *_axes(dim), keepdims=keepdim)
+
+
+def _prod(x: Any, dims: Sequence[int] = (), output_dtype: int | None = None) -> Any:
+    return op.ReduceProd(x, *_axes(dims), keepdims=False)
 
 
 def _aminmax(x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any, Any]:

@@ -1492,3 +1492,34 @@ def test_example_inputs_with_nan_are_named_as_the_cause(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="The example inputs hold NaN, which has no integer: give others"):
         convert_export(gm, x, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+class Noisy(nn.Module):
+    """Adds noise in eval mode, too, as StyleGAN does; ``unread``: draws it only."""
+
+    def __init__(self, unread: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.unread = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), unread
+        self.scale = nn.Parameter(torch.ones(1) * 0.1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x)
+        noise = torch.randn(y.shape)
+        return self.second(y if self.unread else y + self.scale * noise), noise.shape[0] + y.amax()
+
+
+def test_a_model_that_draws_random_numbers_is_told_so(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    for unread in (False, True):
+        gm = prepare_by_platform(Noisy(unread).eval(), example_inputs=(x,))
+        calibrate(gm, [x])
+        if unread:  # nothing depends on them
+            assert convert_export(gm, (x,), tmp_path / "m.onnx").certificate is not None
+            continue
+        with pytest.raises(ParityError, match=r"^the file cannot be compared .* draws random .*\n(?s:.*)parity FAILED"):
+            convert_export(gm, (x,), tmp_path / "m.onnx")
+        assert not (tmp_path / "m.onnx").exists()
+        state = torch.get_rng_state()
+        report = convert_export(gm, (x,), tmp_path / "m.onnx", verify=False)
+        assert any("draws random numbers" in text for text in report.warnings)
+        assert torch.equal(state, torch.get_rng_state())

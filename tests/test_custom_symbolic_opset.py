@@ -10,6 +10,7 @@ import onnx
 import onnxscript
 import pytest
 import torch
+import torchvision
 from onnxscript import opset18
 from torch import Tensor, fx, nn
 
@@ -164,6 +165,7 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.hypot.default,
         torch.ops.aten.rrelu_with_noise_functional.default,
         torch.ops.aten.sort.stable,
+        torch.ops.prims.prod.default,
         CDIST,
         ADAPTIVE_AVG_POOL3D,
         torch.ops.aten.conv1d.default,
@@ -211,6 +213,8 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.argsort((x / 4).long(), dim=0, stable=True),
     lambda x: torch.sort(x[0, 0, 0], stable=True)[1],
     lambda x: torch.hypot(x, x + 1),
+    lambda x: torch.cumprod(x / 4, -1),
+    lambda x: torch.cat([torch.ones(2, 1, 4), x / 4], 1).cumprod(1)[:, :-1],
     lambda x: torch.conv3d(x[None, None], torch.arange(16.0).view(2, 1, 2, 2, 2), None, 1, (0, 1, 0)),
     lambda x: torch.conv3d(x[None], torch.arange(8.0).view(1, 1, 2, 2, 2), torch.ones(1), (1, 2, 1), 0, (1, 1, 2)),
     lambda x: torch.conv3d(x[None].repeat(2, 1, 1, 1), torch.arange(8.0).view(2, 1, 1, 2, 2), groups=2),
@@ -418,3 +422,26 @@ def test_a_failure_of_the_exporter_begins_with_the_reason() -> None:
     assert first.startswith("torch.onnx.export failed: No ONNX function found for")
     assert "bessel_j0" in first
     assert "Next steps" not in str(failure.value)
+
+
+class Deformable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset, self.last = nn.Conv2d(3, 27, 3, padding=1), nn.Conv2d(4, 2, 1)
+        self.deform = torchvision.ops.DeformConv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, mask = self.offset(x).chunk(3, 1)
+        return self.last(self.deform(x, torch.cat([first, second], 1), mask.sigmoid()).relu())
+
+
+def test_a_deformable_convolution_gets_the_opset_that_has_it(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8, generator=seeded())
+    gm = calibrate(prepare_by_platform(Deformable().eval(), example_inputs=(x,)), [x])
+    report = convert_export(gm, (x,), tmp_path / "deform.onnx")
+    assert report.opset_version == 19
+    assert report.certificate is not None
+    assert report.certificate.passed
+    assert convert_export(gm, (x,), tmp_path / "deform.onnx", opset_version=21).opset_version == 21
+    with pytest.raises(ExportError, match="DeformConv, which ONNX has since opset 19; opset_version is 18"):
+        convert_export(gm, (x,), tmp_path / "older.onnx", opset_version=18)

@@ -7,7 +7,8 @@ from collections.abc import Container, Mapping
 from torch import fx
 
 from fxqat.custom_quantizer.requests import Request
-from fxqat.custom_quantizer.value_kinds import reads_sizes_only, returns_structure
+from fxqat.custom_quantizer.unread_values import reads_no_value
+from fxqat.custom_quantizer.value_kinds import reads_sizes_only, returns_structure, single_numbers
 from fxqat.ops.families import LOOKUP, MATMUL, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, poles
 from fxqat.utils.node_meta import Kind
@@ -16,6 +17,7 @@ from fxqat.utils.train_eval_graph import eval_or_train
 BY_OVERRIDE = "read float because of an override"
 SINGULARITY = "read by an op with a singularity at zero: rounding would turn small values into zero"
 DECIDES = "becomes an index, a comparison or an order: rounding would change the decision"
+LOSS = "becomes a single number, as a loss: outside of a calibrated range it would have no gradient"
 
 LAYERS = (WEIGHTED, MATMUL, RECURRENT, LOOKUP, OPAQUE)
 """Families at which values that must stay float begin: their own operands are quantized as always."""
@@ -30,21 +32,25 @@ def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind])
     1. The user's overrides leave the ``activation`` of the reader float.
     2. The operation or its derivative is infinite where this operand is zero; rounding turns small values into zero.
     3. The value is compared, sorted, or becomes an integer.
+    4. It is an output of the model without dimensions: a loss that forward computes, or a statistic.
 
-    In the cases 2 and 3 everything back to the last layer is computed in float, in case 1 what only moves the values.
+    In the cases 2 to 4 everything back to the last layer is computed in float, in case 1 what only moves the values.
 
     Args:
         requests: of all nodes, in execution order.
         kinds: of all nodes.
     """
     found: dict[Read, str] = {}
+    singles = single_numbers(requests, kinds)
     for node in reversed(requests):
         request = requests[node]
-        operands, reason = node.all_input_nodes, common_reason(node, found)
+        operands, reason = node.all_input_nodes, common_reason(node, found, kinds)
         if request.activation is None and request.activation_rank > 0:
             reason = BY_OVERRIDE
         elif request.activation_rank > 0:  # the user wants them quantized
             continue
+        elif node.op == "output" or _is_returned_structure(node):
+            operands, reason = [operand for operand in operands if operand in singles], LOSS
         elif _decides(node, kinds):
             reason = DECIDES
         elif reason is None or not _passes_on(request, reason):
@@ -56,16 +62,20 @@ def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind])
     return found
 
 
-def common_reason(node: fx.Node, found: Mapping[Read, str]) -> str | None:
-    """Why all readers of a node read it float; None if one does not."""
-    reasons = {found.get((node, user)) for user in node.users}
+def common_reason(node: fx.Node, found: Mapping[Read, str], kinds: Mapping[fx.Node, Kind]) -> str | None:
+    """Why all nodes that read the values of a node read them float; None if one does not."""
+    reasons = {found.get((node, user)) for user in node.users if not reads_no_value(user, node, kinds)}
     if not reasons or None in reasons:
         return None
-    return next(reason for reason in (BY_OVERRIDE, DECIDES, SINGULARITY) if reason in reasons)
+    return next(reason for reason in (BY_OVERRIDE, DECIDES, SINGULARITY, LOSS) if reason in reasons)
 
 
 def quantized_readers(
-    node: fx.Node, requests: Mapping[fx.Node, Request], asking: list[fx.Node], left_float: Container[Read]
+    node: fx.Node,
+    requests: Mapping[fx.Node, Request],
+    asking: list[fx.Node],
+    left_float: Container[Read],
+    kinds: Mapping[fx.Node, Kind],
 ) -> frozenset[str] | None:
     """The names of the nodes that read the quantized value; None if all do.
 
@@ -74,12 +84,14 @@ def quantized_readers(
         requests: of all nodes.
         asking: the nodes that ask for it quantized: they alone read it so, unless its producer gives it to all.
         left_float: the reads that stay float.
+        kinds: of all nodes.
     """
     if requests[node].output is None:
         return frozenset(reader.name for reader in asking)
     if not any((node, reader) in left_float for reader in node.users):
         return None
-    return frozenset(reader.name for reader in node.users if (node, reader) not in left_float)
+    reading = [reader for reader in node.users if not reads_no_value(reader, node, kinds)]
+    return frozenset(reader.name for reader in reading if (node, reader) not in left_float)
 
 
 def _decides(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
@@ -92,6 +104,11 @@ def _decides(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     if kinds[node] is not Kind.OTHER or op.name == "indices" or returns_structure(node):
         return False
     return not reads_sizes_only(node, kinds)
+
+
+def _is_returned_structure(node: fx.Node) -> bool:
+    """Whether a node makes the dataclass, or another object, that the model returns."""
+    return isinstance(node.target, type) and bool(node.users) and all(user.op == "output" for user in node.users)
 
 
 def _passes_on(request: Request, reason: str) -> bool:

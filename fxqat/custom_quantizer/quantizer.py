@@ -278,7 +278,7 @@ class BackendQuantizer:
             vetoed = request.output is None and request.output_rank > strongest
             if not asked or vetoed or kinds[node] is Kind.OTHER:
                 continue
-            names = quantized_readers(node, requests, readers.get(node, []), left_float)
+            names = quantized_readers(node, requests, readers.get(node, []), left_float, kinds)
             if names is not None and not names:
                 continue
             config, rank = max(asked, key=precedence)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, SINGULARITY, Read, common_reason
+from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, LOSS, SINGULARITY, Read, common_reason
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
@@ -30,6 +30,12 @@ FAMILY_REASONS = {
     CONSTRUCTOR: CREATED,
     UNBOUNDED: NO_RANGE,
 }
+COMPUTED_FLOAT = {
+    DECIDES: "its result decides an index, a comparison or an order",
+    SINGULARITY: "rounding an operand could make it zero, where the op is singular",
+    LOSS: "its result becomes a single number, as a loss",
+}
+"""Why an op reads float values, by the reason for which the read stays float; the first that holds is told."""
 
 
 class Reasons:
@@ -106,12 +112,10 @@ class Reasons:
         if value is None and not reads_integers and not request.moves_values:
             return ""
         why = self._why_operands_are_float(node)
-        if DECIDES in why or SINGULARITY in why:
+        causes = [COMPUTED_FLOAT[reason] for reason in COMPUTED_FLOAT if reason in why]
+        if causes:
             output = f"; {self.spec.name} quantizes its output" if request.output is not None and value else ""
-            cause = "its result decides an index, a comparison or an order"
-            if DECIDES not in why:
-                cause = "rounding an operand could make it zero, where the op is singular"
-            return f"computed in float: {cause}{output}"
+            return f"computed in float: {causes[0]}{output}"
         return request.reason
 
     def _why_operands_are_float(self, node: fx.Node) -> set[str | None]:
@@ -131,7 +135,7 @@ class Reasons:
             return f"quantized after {activation.name}"
         if request.output is None and request.output_rank:
             return "its value is left float"
-        refused = common_reason(node, self.left_float)
+        refused = common_reason(node, self.left_float, self.kinds)
         if refused is not None and (request.output is not None or any(map(self._would_read_quantized, node.users))):
             return refused
         if request.moves_values and not any(operand in self.values for operand in node.all_input_nodes):

@@ -29,12 +29,13 @@ def unread_values(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> dict[fx.
         is_result = node.op in ("call_function", "call_method", "call_module") and kinds[node] is not Kind.OTHER
         if not is_result or not node.users or works_in_place(node) or writes_state(node):
             continue
-        if all(user in found or _reads_no_value(user, node, kinds) for user in node.users):
+        if all(user in found or reads_no_value(user, node, kinds) for user in node.users):
             found[node] = UNREAD
     return found
 
 
-def _reads_no_value(user: fx.Node, node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+def reads_no_value(user: fx.Node, node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Whether a node reads only the size, type or device of its operand."""
     if user.op == "output":
         return False
     if user.target is getattr:

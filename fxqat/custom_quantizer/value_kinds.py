@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
 
-from fxqat.ops.families import BINARY, CONSTRUCTOR, NOT_FLOAT, OPAQUE, RECURRENT
+from fxqat.ops.families import BINARY, CONSTRUCTOR, IDENTITY, MATH, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.ops.identify import identify, unbounded_values
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
-from fxqat.utils.node_meta import Kind, kind_of
+from fxqat.utils.node_meta import SHAPE, Kind, kind_of
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 
 SEEN = {
@@ -22,6 +22,8 @@ SEEN = {
 }
 """The kind of a value that tracing saw (see ``fxqat.utils.node_meta.describe``)."""
 
+REDUCTIONS = ("mean", "sum", "norm", "var", "std", "max", "min")
+"""Ops that reduce all dimensions to one number if they get none."""
 
 NO_RANGE = "holds values that stand for infinity, as masks do: one range cannot hold them and the others"
 UPDATES_BUFFER = "updates a buffer of the model: not part of the result"
@@ -76,6 +78,29 @@ def reads_sizes_only(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     if op.family == CONSTRUCTOR:
         return getattr(node.target, "__name__", node.target) not in ("tensor", "as_tensor", "new_tensor")
     return op.name == "size" and node.target != "item" and kinds[node] is Kind.OTHER
+
+
+def single_numbers(nodes: Iterable[fx.Node], kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
+    """The computed values that have no dimension, as losses; without example inputs, those that the ops show to be.
+
+    Args:
+        nodes: in execution order.
+        kinds: of all nodes.
+    """
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if kinds[node] is not Kind.FLOAT or node.op in ("placeholder", "get_attr"):
+            continue
+        if SHAPE in node.meta:
+            is_single = node.meta[SHAPE] == ()
+        elif (op := identify(node)).name in REDUCTIONS:
+            is_single = len(node.args) == 1 and not {"dim", "axis"} & node.kwargs.keys()
+        else:
+            operands = [operand for operand in node.all_input_nodes if kinds[operand] is Kind.FLOAT]
+            is_single = op.family in (BINARY, MATH, IDENTITY) and bool(operands) and found.issuperset(operands)
+        if is_single:
+            found.add(node)
+    return found
 
 
 def untrained(gm: fx.GraphModule) -> set[fx.Node]:

@@ -5,16 +5,20 @@ A model that has this opset already stays as it is. Elsewhere the converter need
 1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
 3. it has no step from opset 14 to 13 for operators that only take more integer types in 14: it does not see them;
-4. it keeps the IR version: older opsets get the one that runtimes of their time read.
+4. it keeps the IR version: older opsets get the one that runtimes of their time read;
+5. torch's exporter writes operators (DeformConv) that are newer than the opset it declares: it does not see them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import onnx
 import onnx_ir as ir
 from onnx import numpy_helper, version_converter
 
 from fxqat.errors import ExportError
+from fxqat.onnx.opset import newer_operators
 from fxqat.scheme import STORAGE_OPSETS
 
 WIDENED_IN_14 = ("Add", "Div", "Mul", "Relu", "Sub")
@@ -54,8 +58,10 @@ class ConvertOpset(ir.passes.InPlacePass):
 def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
     _write_constants(model)
     _drop_default_attributes(model)
-    if opset_version < 14:
-        _move_widened(model, "", HIDDEN)
+    declared = next(entry.version for entry in model.opset_import if entry.domain == "")
+    hidden = {*newer_operators({node.op_type for node in model.graph.node}, declared)}
+    hidden |= {*WIDENED_IN_14} if opset_version < 14 else set()
+    _move(model, hidden, "", HIDDEN)
     try:
         converted = version_converter.convert_version(model, opset_version)
     except Exception as cause:  # the converter raises whatever its C++ side does
@@ -63,7 +69,7 @@ def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             f"this model cannot be expressed in opset {opset_version} (onnx's converter: {cause}). "
             "Use opset_version=18."
         ) from cause
-    _move_widened(converted, HIDDEN, "")
+    _move(converted, hidden, HIDDEN, "")
     # case 4; version 13 has the types of 2 bits
     converted.ir_version = 8 if opset_version < 18 else 10 if opset_version < STORAGE_OPSETS[2] else 13
     return converted
@@ -90,12 +96,12 @@ def _drop_default_attributes(model: onnx.ModelProto) -> None:
                 node.attribute.remove(attribute)
 
 
-def _move_widened(model: onnx.ModelProto, source: str, target: str) -> None:
-    """Case 3, in place: move the nodes of ``WIDENED_IN_14`` from one domain to another."""
+def _move(model: onnx.ModelProto, op_types: Collection[str], source: str, target: str) -> None:
+    """Cases 3 and 5, in place: move the nodes of some operators from one domain to another."""
     for node in model.graph.node:
-        if node.op_type in WIDENED_IN_14 and node.domain == source:
+        if node.op_type in op_types and node.domain == source:
             node.domain = target
     for entry in [entry for entry in model.opset_import if entry.domain == HIDDEN]:
         model.opset_import.remove(entry)
-    if target == HIDDEN:
+    if target == HIDDEN and op_types:
         model.opset_import.append(onnx.helper.make_opsetid(HIDDEN, 1))

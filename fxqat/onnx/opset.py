@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import onnx
+import onnx_ir as ir
 
 from fxqat.errors import ExportError
 from fxqat.scheme import STORAGE_OPSETS, QuantizedTensor
@@ -55,6 +56,33 @@ def opset_for(tensors: Iterable[QuantizedTensor], opset_version: int | None) -> 
                 f"or give {need} or more; or give this tensor 5 to 8 bits."
             )
     return opset_version
+
+
+def newer_operators(op_types: Iterable[str], opset_version: int) -> dict[str, int]:
+    """The operators of ONNX among ``op_types`` that came after an opset, and the opset of each."""
+    first: dict[str, int] = {}
+    for schema in onnx.defs.get_all_schemas_with_history():
+        if schema.domain == "":
+            first[schema.name] = min(schema.since_version, first.get(schema.name, schema.since_version))
+    return {name: first[name] for name in op_types if first.get(name, 0) > opset_version}
+
+
+def opset_with_operators(model: ir.Model, opset_version: int, asked: int | None) -> int:
+    """The opset of a file that has the operators of a model: at least ``opset_version``.
+
+    Raises:
+        ExportError: an operator is newer than the opset that was asked for.
+    """
+    newer = newer_operators({node.op_type for node in model.graph if node.domain == ""}, opset_version)
+    if not newer:
+        return opset_version
+    name, needed = max(newer.items(), key=lambda item: item[1])
+    if asked is not None:
+        raise ExportError(
+            f"the model becomes the operator {name}, which ONNX has since opset {needed}; opset_version is {asked}. "
+            f"Leave opset_version out or give {needed} or more."
+        )
+    return needed
 
 
 def opset_of(model: onnx.ModelProto) -> int:

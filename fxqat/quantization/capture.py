@@ -3,13 +3,15 @@
 Beside the integers and the outputs, one run shows what is not in the file:
 
 1. hooks of the user: the model runs without those that the file does not have; it is an error if they change an output;
-2. buffers that the model updates: the file has no state, each run starts from the buffers as they are now.
+2. buffers that the model updates: the file has no state, each run starts from the buffers as they are now;
+3. random numbers that the model draws in eval mode: the file draws others.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,7 @@ class Captured:
         hooks: the user's hooks that the file does not have.
         updated: names of the buffers that the run changed.
         carried: those of them whose new values change the outputs of the next run.
+        draws: whether the model draws random numbers.
         reals: float32 arrays by tensor name: the values before they were rounded. Empty unless asked for.
     """
 
@@ -55,6 +58,7 @@ class Captured:
     hooks: tuple[str, ...]
     updated: tuple[str, ...]
     carried: tuple[str, ...]
+    draws: bool = False
     reals: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -104,6 +108,7 @@ def capture(
         hooked(activations, record, with_kwargs=True),
         hooked(layers, record_dynamic, with_kwargs=True),
         _Selections() as selections,
+        _seeded() as drawn,
     ):
         outputs = _run(work, inputs)
     complex_ones = [f"{name!r} is {output.dtype}" for name, output in outputs.items() if output.is_complex()]
@@ -113,17 +118,30 @@ def capture(
             "its real and imaginary parts."
         )
     if hooks:
-        _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
+        with _seeded():
+            _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
     after = {name: buffer.clone() for name, buffer in work.named_buffers()}
     updated = [name for name in after if name not in before or not _same({name: before[name]}, {name: after[name]})]
 
     def carries(name: str) -> bool:
         _set_buffers(work, before | {name: after[name]})
-        return not _same(_run(work, inputs), outputs)
+        with _seeded():
+            return not _same(_run(work, inputs), outputs)
 
     carried = tuple(name for name in updated if carries(name))
     arrays = {name: output.detach().numpy() for name, output in outputs.items()}
-    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, reals)
+    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, any(drawn), reals)
+
+
+@contextmanager
+def _seeded() -> Iterator[list[bool]]:
+    """Equal random numbers in each such block; filled at its end: whether any were drawn."""
+    drawn: list[bool] = []
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        yield drawn
+        drawn.append(not torch.equal(before, torch.get_rng_state()))
 
 
 class _Selections(TorchFunctionMode):

@@ -17,7 +17,8 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 10. a function with a cache (``functools.lru_cache``) is called without it: the cache of an earlier run would return
     sizes as numbers;
 11. ``Variable(x)`` is ``x``;
-12. ``module.to(x)`` takes the device and dtype of the example value.
+12. ``module.to(x)`` takes the device and dtype of the example value;
+13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns.
 
 The patches have an effect in the thread that traces only.
 """
@@ -41,6 +42,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
+from fxqat.utils.containers import content_of, restore_content
 from fxqat.utils.source import is_user_file
 from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
 
@@ -157,7 +159,7 @@ class Patches:
         self._computing = False
         self._thread = 0
         self._restore = ExitStack()
-        self._containers: list[tuple[Any, Any]] = []
+        self._containers: list[tuple[Any, list[Any]]] = []
         self._copies: dict[str, Tensor] = {}
 
     @property
@@ -172,6 +174,7 @@ class Patches:
             self._restore = stack
             self._patch(builtins, "isinstance", self._isinstance)
             self._patch(builtins, "callable", self._callable)
+            self._patch(builtins, "len", self._len)
             for name in CONSTRUCTORS:
                 self._patch(torch, name, self._constructor)
             self._patch(torch, "is_grad_enabled", self._is_grad_enabled)
@@ -190,8 +193,10 @@ class Patches:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.undo_assignments(0)
-        self._restore.close()
+        try:
+            self.undo_assignments(0)
+        finally:
+            self._restore.close()
         if self.tracer.hashed:
             for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
                 cached.cache_clear()
@@ -201,14 +206,13 @@ class Patches:
         while len(self.assigned) > first:
             self.assigned.pop()()
         for container, content in self._containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+            restore_content(container, content)
 
     def watch(self, root: nn.Module) -> None:
         """Save the content of the dicts, lists and sets that the modules of a model hold (caches)."""
         inner = vars(nn.Module())
         held = [value for module in root.modules() for name, value in vars(module).items() if name not in inner]
-        self._containers = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
+        self._containers = [(value, content_of(value)) for value in held if isinstance(value, (dict, list, set))]
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
@@ -281,6 +285,14 @@ class Patches:
             return not is_tensor and original(value)
 
         return callable
+
+    def _len(self, original: Callable[[Any], int]) -> Callable[[Any], Any]:
+        def len(value: Any) -> Any:  # noqa: A001  it replaces the builtin
+            traced = value.__dict__["fxqat_value"] if type(value) is ValueProxy and not self.suspended else None
+            is_tensor = traced is not None and isinstance(traced.data, Tensor) and traced.data.dim() > 0
+            return value.size(0) if is_tensor else original(value)
+
+        return len
 
     def _variable(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:

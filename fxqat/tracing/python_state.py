@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,8 @@ import numpy as np
 from torch import fx, nn
 
 from fxqat.errors import TraceError
+from fxqat.utils.containers import CONTAINERS, content_of, restore_content
 from fxqat.utils.torch_compat import forward_hooks
-
-CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
-"""The types of the global names whose content is restored."""
 
 NOT_USERS = ("torch", "fxqat", "builtins", "functools")
 """Packages whose objects keep nothing of forward."""
@@ -101,7 +98,7 @@ def held_objects(root: nn.Module) -> list[dict[str, Any]]:
 
 def _contents(namespace: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The values by name, and copies of the lists, dicts and sets among them."""
-    return {n: (v, v.copy() if type(v) in CONTAINERS else None) for n, v in namespace.items() if n[:2] != "__"}
+    return {n: (v, content_of(v) if type(v) in CONTAINERS else None) for n, v in namespace.items() if n[:2] != "__"}
 
 
 def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -> list[str]:
@@ -118,8 +115,7 @@ def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -
         old, content = contents[name]
         namespace[name] = old
         if content is not None:
-            old.clear()
-            (old.extend if isinstance(old, list) else old.update)(content)
+            restore_content(old, content)
     return found
 
 

@@ -151,7 +151,7 @@ class ValueProxy(fx.Proxy):
         self._record_structure()
         if isinstance(value, dict):
             return iter(list(value))
-        count = len(self) if isinstance(value, Tensor) else len(list(value))
+        count = self.__len__() if isinstance(value, Tensor) else len(list(value))
         return iter([self._item(i) for i in range(count)])
 
     def __getitem__(self, key: Any) -> Any:

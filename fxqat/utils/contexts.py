@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxqat.utils.containers import content_of, restore_content
 from fxqat.utils.torch_compat import EqualRandomNumbers
 
 FAST_PATH = threading.RLock()
@@ -114,7 +115,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     owners = [vars(module) for module in users_modules(model)]
     kept = [(owner, {name: value for name, value in owner.items() if name not in inner}) for owner in owners]
     held = [value for _, attributes in kept for value in attributes.values()]
-    contents = [(value, value.copy()) for value in held if isinstance(value, (dict, list, set))]
+    contents = [(value, content_of(value)) for value in held if isinstance(value, (dict, list, set))]
     try:
         yield
     finally:
@@ -123,8 +124,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 del owner[name]
             owner.update(attributes)
         for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+            restore_content(container, content)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """What must not be rounded: values made of constants, and values that decide."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 import fxqat
-from fxqat.custom_quantizer.float_reads import DECIDES
+from fxqat.custom_quantizer.float_reads import DECIDES, LOSS
 from fxqat.custom_quantizer.reasons import EXACT
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.utils.fx_graph import called_module
@@ -105,3 +107,89 @@ def test_an_override_has_the_last_word():
     gm = fxqat.prepare_by_platform(model, "TSQAT", config, example_inputs=(x,))
     assert gm.quant_report.row("score").output != ""
     assert "changed by" in gm.quant_report.row("score").reason
+
+
+class Phases(nn.Module):
+    """Positions become phases in float64, as in diffusers' FluxPosEmbed; besides, their device is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, text_ids):
+        ids = torch.cat((self.embed(x), text_ids), 0)
+        phase = torch.outer(ids.float()[:, 0], torch.arange(3, dtype=torch.float64)).cos().sum(1)
+        return self.linear(x) * phase.float().to(ids.device)[:2, None]
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "OpenVINO", "QNN"])
+def test_a_read_of_the_device_is_no_quantized_read(backend, tmp_path):
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 4), torch.zeros(2, 4))
+    gm = fxqat.prepare_by_platform(Phases().eval(), backend, example_inputs=inputs)
+    rows = {row.node: row for row in gm.quant_report}
+    assert rows["cat"].status == "float"
+    assert DECIDES in rows["cat"].reason
+    fxqat.calibrate(gm, [inputs], progress=False)
+    fxqat.enable_quantization(gm)
+    report = fxqat.convert_export(gm, inputs, tmp_path / "phases.onnx")
+    assert "cat" not in {tensor.name for tensor in report.tensors}
+
+
+class VectorQuantizer(nn.Module):
+    """Returns its result and the loss of its codebook, as a VQ-VAE does in training."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.decode = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.codes = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x):
+        z = self.encode(x)
+        code = self.codes[torch.cdist(z, self.codes).argmin(1)]
+        loss = ((code.detach() - z) ** 2).mean() + 0.25 * ((code - z.detach()) ** 2).mean()
+        return self.decode(z + (code - z).detach()), loss
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("backend", ["TSQAT", "OpenVINO", "TensorRT"])
+def test_a_loss_that_forward_computes_trains_the_model(backend, with_inputs):
+    model, x = VectorQuantizer().eval(), torch.randn(6, 4)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,) if with_inputs else None)
+    fxqat.calibrate(gm, [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    larger = 1.2 * x  # the loss is larger than in calibration
+    gm.train()(larger)[1].backward()
+    model.train()(larger)[1].backward()
+    found = dict(gm.named_parameters())
+    for name in ("codes", "encode.weight"):
+        expected = model.get_parameter(name).grad
+        assert torch.cosine_similarity(found[name].grad.flatten(), expected.flatten(), dim=0) > 0.9
+    rows = {row.node: row for row in gm.quant_report}
+    assert rows["pow_1"].status == rows["mean"].status == rows["add"].status == "float"
+    if backend != "TensorRT":  # it has no rule for them
+        assert LOSS in rows["pow_1"].reason
+
+
+@dataclass
+class Output:
+    sample: torch.Tensor
+    loss: torch.Tensor
+
+
+class InADataclass(VectorQuantizer):
+    """As in diffusers' VQModel."""
+
+    def forward(self, x):
+        return Output(*super().forward(x))
+
+
+def test_a_loss_in_a_dataclass_trains_the_model():
+    x = torch.randn(6, 4)
+    gm = fxqat.prepare_by_platform(InADataclass().eval(), "TSQAT", example_inputs=(x,))
+    fxqat.calibrate(gm, [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    gm.train()(1.2 * x).loss.backward()
+    assert dict(gm.named_parameters())["codes"].grad.abs().max() > 0
+    assert {row.node: row.status for row in gm.quant_report}["add"] == "float"

@@ -3,11 +3,21 @@
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import helper
 
 from fxqat.errors import ExportError
-from fxqat.onnx.opset import DEFAULT, OLDEST, check_opset, newest, opset_for, opset_of
+from fxqat.onnx.opset import (
+    DEFAULT,
+    OLDEST,
+    check_opset,
+    newer_operators,
+    newest,
+    opset_for,
+    opset_of,
+    opset_with_operators,
+)
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 
 
@@ -67,3 +77,20 @@ def test_opset_of_reads_the_default_domain(domain: str) -> None:
     assert opset_of(model) == 17
     model.opset_import[1].version = 21
     assert opset_of(model) == 21
+
+
+def test_an_operator_that_is_newer_than_the_opset_raises_it() -> None:
+    def model(*op_types: str) -> ir.Model:
+        values = [ir.val(f"v{number}") for number in range(len(op_types) + 1)]
+        nodes = [ir.node(kind, [values[i]], outputs=[values[i + 1]]) for i, kind in enumerate(op_types)]
+        return ir.Model(ir.Graph(values[:1], values[-1:], nodes=nodes, opset_imports={"": 18}), ir_version=10)
+
+    assert newer_operators(["Conv", "DeformConv", "Gelu", "NoOperator"], 18) == {"DeformConv": 19, "Gelu": 20}
+    assert newer_operators(["DeformConv"], 19) == {}
+    assert opset_with_operators(model("Relu"), 18, None) == 18
+    assert opset_with_operators(model("DeformConv", "Relu", "Gelu"), 18, None) == 20
+    assert (
+        opset_with_operators(model("DeformConv"), 21, None) == opset_with_operators(model("DeformConv"), 21, 21) == 21
+    )
+    with pytest.raises(ExportError, match="^the model becomes the operator DeformConv, .* since opset 19; .* is 17"):
+        opset_with_operators(model("DeformConv"), 17, 17)

@@ -189,3 +189,24 @@ def test_a_complex_output_is_refused():
     gm = calibrate(prepare_by_platform(Spectrum().eval()), (x,))
     with pytest.raises(ExportError, match=r"output 'spectrum' is torch\.complex64.*view_as_real"):
         capture(gm, (x,))
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_a_model_that_draws_is_told_from_one_that_could(noise):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            y = self.dropout(self.linear(x))
+            y = torch.nn.functional.scaled_dot_product_attention(y, y, y)
+            return y + torch.randn(y.shape) if noise else y
+
+    x = torch.randn(2, 3, 5, 4)
+    gm = calibrate(prepare_by_platform(Attention().eval(), example_inputs=(x,)), (x,))
+    state = torch.get_rng_state()
+    first, second = capture(gm, (x,)), capture(gm, (x,))
+    assert first.draws is second.draws is noise
+    assert np.array_equal(first.outputs["output"], second.outputs["output"])
+    assert torch.equal(state, torch.get_rng_state())

@@ -26,6 +26,7 @@ def now():
     return {
         "isinstance": builtins.isinstance,
         "callable": builtins.callable,
+        "len": builtins.len,
         "to": nn.Module.to,
         "variable": torch.autograd.Variable.__new__,
         "wrapper": getattr(*WRAPPER),
@@ -445,3 +446,67 @@ def test_gradients_that_follow_the_mode_are_those_of_training():
     for holder in (model, gm):
         holder(x).sum().backward()
     torch.testing.assert_close(gm.get_parameter("first.weight").grad, model.first.weight.grad)
+
+
+class FrozenDict(collections.OrderedDict):
+    """As in diffusers."""
+
+    def update(self, *args, **kwargs):
+        raise RuntimeError("You cannot use update on a FrozenDict instance.")
+
+
+class Configured(Base):
+    def __init__(self):
+        super().__init__()
+        self.config = FrozenDict(scale=2.0)
+
+    def forward(self, x):
+        return self.conv(x) * self.config["scale"]
+
+
+def test_a_dict_that_forbids_changes_is_left_alone():
+    prepared = prepare_by_platform(Configured(), example_inputs=(image(),))
+    assert_restored()
+    assert "equal to the model in training" in prepared.quant_report.sameness
+
+
+def test_patches_are_removed_although_an_assignment_cannot_be_undone():
+    maker = Maker()
+    patches = Patches(maker)
+
+    def fails():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), patches:
+        patches.assigned.append(fails)
+    assert_restored()
+
+
+class Lengths(Base):
+    """Reads the batch by ``len``, as rtdl and speechbrain do."""
+
+    def forward(self, x):
+        y = self.conv(x)
+        batch = len(y)
+        mask = torch.ones(1, device=y.device).expand(len(x), 1, 1, 1)
+        if len(y) == 0 or len(y.shape) != 4 or len([x, y]) != 2:
+            raise ValueError("no images")
+        return (y * mask).reshape(batch * 4, -1).reshape(batch, -1)
+
+
+def test_the_length_of_a_tensor_stays_open():
+    x = image()
+    prepared = prepare_by_platform(Lengths(), example_inputs=(x,))
+    assert_restored()
+    assert "equal to the model on a larger batch" in prepared.quant_report.sameness
+    assert prepared(torch.randn(5, 3, 8, 8)).shape[0] == 5
+    assert [(forced.expression, forced.value) for forced in prepared.quant_report.forced] == [("eq", False)]
+
+
+def test_a_tensor_without_dimensions_has_no_length():
+    class Scalar(Base):
+        def forward(self, x):
+            return self.conv(x) * len(x.mean())
+
+    with pytest.raises(TraceError, match="len"):
+        prepare_by_platform(Scalar(), example_inputs=(image(),))
