@@ -274,6 +274,7 @@ GRAPH_PASSES = (
     "quantization.split_parameters",
     "quantization.products",
     "quantization.standardize",
+    "quantization.in_place",
     "quantization.split_ops",
     "quantization.split_recurrent",
     "quantization.fuse",
