@@ -6,11 +6,13 @@ of torch's PT2E quantization:
 1. each Q/DQ pair becomes such a pair;
 2. a stored weight becomes its real values and such a pair, because the converter takes no integers as weights;
 3. a stored bias becomes its real values: the converter rounds them at the scale of the products, as fxqat does;
-4. a layer that was left float is followed by a barrier, or the converter would round its weights in its own way;
+4. a layer that was left float is followed by a barrier, or the converter would round its weights in its own way; and so
+   is a sum, because LiteRT 2.3's reference kernel gives wrong sums of integers;
 5. ``x ** 2`` becomes ``x * x``: the converter refuses some float powers;
 6. each reader of a quantized value gets a dequantizing operator of its own, as PT2E has it: the converter's layout pass
    forgets the layout of one with several readers;
-7. an input in the layout ``(N, ..., C)`` is first permuted to torch's.
+7. an input in the layout ``(N, ..., C)`` is first permuted to torch's;
+8. the layout pass is the greedy one where a value is expanded: the other one takes sizes in the wrong order.
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ def run_converter(lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequ
         from litert_torch.quantize.quant_config import QuantConfig
     except ImportError as cause:
         raise missing(cause) from cause
-    module = _ChannelsLast(_to_pt2e(lowered), channels_last).eval()
+    graph = _to_pt2e(lowered)
+    module = _ChannelsLast(graph, channels_last).eval()
     static = PT2EQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
-    with _without_progress(litert_torch.config):
+    with _settings(litert_torch.config, graph):
         try:
             model = litert_torch.convert(module, inputs, quant_config=QuantConfig(pt2e_quantizer=static))
             return bytes(model.model_content())
@@ -151,17 +154,12 @@ class _Bias(nn.Module):
         return self.values
 
 
-class _LeftFloat(nn.Module):
-    """A layer between quantized values that was left float."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
+class _Barrier(nn.Module):
+    """Keeps the converter from making one operator of integers of the operator before it and the rounding behind."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's result, computed in float."""
-        y = self.layer(x)
-        kept: Tensor = torch.ops.litert_torch.optimization_barrier([y, y])[0]  # of a single one it makes no list
+        """``x``."""
+        kept: Tensor = torch.ops.litert_torch.optimization_barrier([x, x])[0]  # of a single one it makes no list
         return kept
 
 
@@ -179,12 +177,15 @@ def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
     for path in lowered.tensors:
         module = lowered.module.get_submodule(path)
         lowered.module.set_submodule(path, FORMS[type(module)](module))
-    for node in lowered.module.graph.nodes:
+    barrier = unique_name(lowered.module, "barrier")
+    lowered.module.add_submodule(barrier, _Barrier())
+    for node in list(lowered.module.graph.nodes):
         op = identify(node)
-        if node.op == "call_module" and op.family == WEIGHTED and str(node.args[0].target) in lowered.tensors:
-            path = unique_name(lowered.module, "left_float")
-            lowered.module.add_submodule(path, _LeftFloat(lowered.module.get_submodule(str(node.target))))
-            node.target = path  # case 4
+        is_float_layer = node.op == "call_module" and op.family == WEIGHTED
+        if op.name == "sum" or (is_float_layer and str(node.args[0].target) in lowered.tensors):
+            with lowered.module.graph.inserting_after(node):
+                kept = lowered.module.graph.call_module(barrier, (node,))  # case 4
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
         elif op.name == "pow" and tuple(node.args[1:]) == (2,):
             node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
     for node in list(lowered.module.graph.nodes):
@@ -218,11 +219,13 @@ class _ChannelsLast(nn.Module):
 
 
 @contextmanager
-def _without_progress(config: Any) -> Iterator[None]:
-    """Keep the converter from printing what it does."""
-    shown = config.show_progress
+def _settings(config: Any, module: fx.GraphModule) -> Iterator[None]:
+    """Keep the converter from printing what it does; case 8."""
+    before = config.show_progress, config.layout_optimize_partitioner
     config.show_progress = False
+    if any(identify(node).name == "expand" for node in module.graph.nodes):
+        config.layout_optimize_partitioner = "GREEDY"
     try:
         yield
     finally:
-        config.show_progress = shown
+        config.show_progress, config.layout_optimize_partitioner = before

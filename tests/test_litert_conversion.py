@@ -84,3 +84,34 @@ def test_a_value_that_is_read_in_two_layouts_is_right_in_both(tmp_path):
     gm = prepare_by_platform(model, "LiteRT", example_inputs=(x,), check="off")
     report = export_tflite(calibrate(gm, (x,)), (x,), tmp_path / "model.tflite")
     assert report.certificate.passed
+
+
+class Reduced(torch.nn.Module):
+    """Two convolutions, and between them what the converter or a kernel of LiteRT gets wrong if it is left to them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.between, self.last = torch.nn.Conv2d(3, 8, 1), between, torch.nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("between", "in_float"),
+    [
+        (lambda y: y.relu() * y.sum(-1, keepdim=True), {"SUM"}),
+        (lambda y: y + y.mean((2, 3), keepdim=True).expand(-1, -1, 6, 5), set()),
+        (lambda y: torch.nn.functional.normalize(y.flatten(2), dim=-1).view_as(y), set()),
+        (lambda y: torch.relu(sum([y, y.sigmoid()])), set()),
+    ],
+    ids=["sum", "expand", "normalize", "sum-of-a-list"],
+)
+def test_the_file_computes_what_the_model_computes(between, in_float, tmp_path):
+    needs_litert()
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 6, 5)
+    gm = prepare_by_platform(Reduced(between), "LiteRT", example_inputs=(x,))
+    report = export_tflite(calibrate(gm, (x,)), (x,), tmp_path / "model.tflite")
+    assert report.certificate.passed
+    assert set(report.float_operators) - {"TRANSPOSE"} == in_float

@@ -14,6 +14,7 @@ Cases:
 7. ``nn.Identity``, which libraries use as a placeholder, is removed. Of a list of tensors that passes through it, the
    items are read directly: each is a value of its own.
 8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
+9. ``x + 0``, as ``sum`` begins, and ``x * 1`` are ``x``, if the example inputs show that ``x`` is a tensor of floats.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         elif op.name == "indices":
             node.meta[VALUE] = "tensor"  # case 6
     no_writes_to_values(gm)  # case 4
+    _remove_neutral_numbers(gm.graph)  # case 9
     _drop_unread_attributes(gm)
     gm.graph.lint()
     return gm
@@ -210,6 +212,23 @@ def _remove_identities(gm: fx.GraphModule) -> None:
         module = called_module(node)
         if type(module) is nn.Identity and not has_hooks(module):
             _replace_by_argument(node, next(chain(node.args, node.kwargs.values())))
+
+
+NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+"""By the name of an op, the number as its second operand that changes no value."""
+
+
+def _remove_neutral_numbers(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        op = identify(node)
+        if op.name not in NEUTRAL or node.kwargs or len(node.args) != 2 or node.meta.get(VALUE) != "float":
+            continue
+        first, second = node.args
+        if op.name in ("add", "mul") and not isinstance(first, fx.Node):
+            first, second = second, first
+        is_number = type(second) in (int, float) and second == NEUTRAL[op.name]
+        if is_number and isinstance(first, fx.Node) and first.meta.get(VALUE) == "float":
+            _replace_by_argument(node, first)
 
 
 def _replace_by_argument(node: fx.Node, value: Any) -> None:

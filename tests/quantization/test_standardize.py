@@ -246,6 +246,23 @@ def test_an_item_is_read_once_and_an_item_overwritten_in_place_is_read_after_it(
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_numbers_that_change_no_value_are_removed():
+    class Neutral(nn.Module):
+        def forward(self, x):
+            y = x.relu()
+            other = y + 0
+            other.mul_(2)  # does not change y
+            return sum([y, other]) * 1 / 1.0 - 0, 1 - y, (y > 1) * 1
+
+    x = torch.randn(2, 4)
+    gm = standardize(trace(Neutral().eval(), example_inputs=(x,)).gm)
+    gm.recompile()
+    for found, expected in zip(gm(x), Neutral()(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    names = [getattr(node.target, "__name__", node.target) for node in gm.graph.nodes]
+    assert [names.count(name) for name in ("relu", "add", "mul", "truediv", "sub", "gt")] == [1, 1, 2, 0, 1, 1]
+
+
 class ListThroughPlaceholder(nn.Module):
     """As slowfast fuses its pathways."""
 

@@ -15,6 +15,7 @@ on a rounding boundary, where LiteRT rounds up and torch to even."""
 CONV = Rule(reason="CONV_2D or DEPTHWISE_CONV_2D: integers in and out")
 TRANSPOSE_CONV = Rule(reason="TRANSPOSE_CONV on quantized values: LiteRT's converter writes it in float")
 COMPUTES = Rule(reason="LiteRT has an int8 kernel for it")
+NORMALIZE = Rule(reason="L2_NORMALIZATION along the last dimension; LiteRT's converter writes others in float")
 ONE_SCALE = Rule(share="all", reason="LiteRT has an int8 kernel for it, whose inputs and output have one scale")
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
@@ -26,8 +27,9 @@ LITERT = BackendSpec(
     rules=MappingProxyType(
         dict.fromkeys(("conv1d", "conv2d"), CONV)
         | dict.fromkeys(("conv_transpose1d", "conv_transpose2d"), TRANSPOSE_CONV)
-        | dict.fromkeys(("linear", "matmul", "mean", "sum"), COMPUTES)
+        | dict.fromkeys(("linear", "matmul", "mean"), COMPUTES)
         | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
+        | {"normalize": NORMALIZE}
         | dict.fromkeys(("relu", "relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
         | dict.fromkeys(
             (
@@ -49,6 +51,7 @@ LITERT = BackendSpec(
             "sigmoid": (0.0, 255 / 256),  # scale 1/256, zero point -128
             "softmax": (0.0, 255 / 256),
             "tanh": (-1.0, 127 / 128),  # 1/128, 0
+            "normalize": (-1.0, 127 / 128),  # L2_NORMALIZATION: 1/128, 0
             "log_softmax": (-255 / 16, 0.0),  # 1/16, 127
         }
     ),
@@ -58,6 +61,7 @@ LITERT = BackendSpec(
             "LiteRT's 8-bit specification has no such operator",
         )
         | {"silu": "split into sigmoid and mul, which are integer operators"}
+        | {"sum": "the reference kernel of LiteRT 2.3 for SUM on integers gives wrong values"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
     legal_weights=(LegalSchemes(frozenset({8}), symmetric=True, signed=True),),
