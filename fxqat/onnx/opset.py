@@ -73,7 +73,8 @@ def opset_with_operators(model: ir.Model, opset_version: int, asked: int | None)
     Raises:
         ExportError: an operator is newer than the opset that was asked for.
     """
-    newer = newer_operators({node.op_type for node in model.graph if node.domain == ""}, opset_version)
+    written = max(opset_version, DEFAULT)  # to an older opset, onnx's converter leads
+    newer = newer_operators({node.op_type for node in model.graph if node.domain == ""}, written)
     if not newer:
         return opset_version
     name, needed = max(newer.items(), key=lambda item: item[1])

@@ -24,8 +24,11 @@ from fxqat.utils.source import line_of_node
 
 SHAPING = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 SWAPPING = ("transpose", "swapaxes", "swapdims", "t", "adjoint")
-VIEWS = (*SHAPING, "permute", "getitem", "select", "split", "contiguous", "identity", "expand", "diagonal", "unfold")
-"""Ops whose result may be a view of their first operand."""
+VIEWS = (*SHAPING, "permute", "getitem", "select", "split", "contiguous", "to", "expand", "diagonal", "unfold")
+"""Ops whose result may be a view of their first operand, or this operand itself."""
+
+COPIES = ("clone", torch.clone, "to", "float", "type_as", "cpu", "cuda")
+"""Those of their spellings that are taken for copies where no example inputs tell."""
 
 BASIC = (int, slice, type(None), type(...))
 """The types of the items of a key that selects without copying."""
@@ -132,7 +135,7 @@ class _Write:
         if name == "getitem" and not identify(first).gives_tuple:
             key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             return first if all(isinstance(item, BASIC) for item in key) else None
-        return None if node.target in ("clone", torch.clone, "cpu", "cuda") else first
+        return None if node.target in COPIES else first
 
     def _views(self, value: fx.Node) -> Iterator[fx.Node]:
         """The views of a tensor that exist before the call, and may share memory with what it overwrites."""
@@ -144,10 +147,9 @@ class _Write:
         return any(self.node < user for user in value.users) or any(map(self._is_read_later, self._views(value)))
 
     def _is_assigned_next(self) -> bool:
-        """Whether the result is assigned to the place of the view, as by ``y[:, :2] += 1``."""
-        place = self.overwritten.args[:2]
-        users = [user for user in self.node.users if user.target is operator.setitem]
-        return self.overwritten.target is operator.getitem and any(user.args[:2] == place for user in users)
+        """Whether the next node assigns the result to the place of the view, as by ``y[:, :2] += 1``."""
+        is_item, following = self.overwritten.target is operator.getitem, self.node.next
+        return is_item and following.target is operator.setitem and following.args == (*self.overwritten.args, self.node)
 
     def _view_again(self, value: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
         for view in list(self._views(value)):
@@ -184,7 +186,7 @@ class _Write:
             dims: Any = view.args[1] if isinstance(view.args[1], (tuple, list)) else view.args[1:]
             order = sorted(range(len(dims)), key=lambda place: dims[place] % len(dims))
             return self._add("call_method", "permute", (value, *order))
-        if target in ("contiguous", "positive"):
+        if name in ("contiguous", "to") and target != "detach":
             return value
         raise TraceError(
             f"cannot follow a write in place to a view by {target} of {parent}, which forward reads later\n"

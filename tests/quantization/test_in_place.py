@@ -73,6 +73,19 @@ def by_items(y):
     return y
 
 
+def by_an_item_that_is_assigned_later(y):
+    part = y[:, :2]
+    part += 1
+    total = y.sum(1, keepdim=True)
+    y[:, :2] = part
+    return y + total
+
+
+def to_the_same_tensor(y):
+    y.float().contiguous().add_(1.0)
+    return y
+
+
 def to_a_part_that_is_read_alone(y):
     first, second = y.chunk(2, 1)
     return torch.cat([first, second.sigmoid().mul_(2.0)], 1)
@@ -81,7 +94,7 @@ def to_a_part_that_is_read_alone(y):
 WRITES = (
     *(to_a_slice, to_a_slice_by_an_operator, to_a_slice_by_a_function, to_another_shape, to_a_transpose),
     *(to_a_permuted_slice, to_selected_columns, to_what_another_view_shows, to_the_value_of_a_view, twice, by_items),
-    *(to_a_part_that_is_read_alone,),
+    *(by_an_item_that_is_assigned_later, to_the_same_tensor, to_a_part_that_is_read_alone),
 )
 
 
