@@ -148,8 +148,9 @@ class _Write:
 
     def _is_assigned_next(self) -> bool:
         """Whether the next node assigns the result to the place of the view, as by ``y[:, :2] += 1``."""
-        is_item, following = self.overwritten.target is operator.getitem, self.node.next
-        return is_item and following.target is operator.setitem and following.args == (*self.overwritten.args, self.node)
+        following, assigned = self.node.next, (*self.overwritten.args, self.node)
+        is_item = self.overwritten.target is operator.getitem
+        return is_item and following.target is operator.setitem and following.args == assigned
 
     def _view_again(self, value: fx.Node, new: dict[fx.Node, fx.Node]) -> None:
         for view in list(self._views(value)):
