@@ -19,7 +19,7 @@ from fxqat.ops.assign_item import after_method, assign_item
 from fxqat.ops.identify import identify, operands, out_of_place_method, works_in_place
 from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.utils.fx_graph import called_module, writes_state
-from fxqat.utils.node_meta import ADDRESS, SHAPE, SPELLING, VALUE
+from fxqat.utils.node_meta import ADDRESS, SHAPE, SPELLING, VALUE, kind_of
 from fxqat.utils.source import line_of_node
 
 SHAPING = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
@@ -32,9 +32,6 @@ COPIES = ("clone", torch.clone, "to", "float", "type_as", "cpu", "cuda")
 
 BASIC = (int, slice, type(None), type(...))
 """The types of the items of a key that selects without copying."""
-
-FILLING: dict[str, Any] = {"zero": torch.zeros_like, "fill": torch.full_like}
-"""By the name of a method without its underscore, what gives its result without reading the overwritten values."""
 
 
 def no_writes_to_values(gm: fx.GraphModule) -> None:
@@ -62,12 +59,9 @@ def _out_of_place(node: fx.Node) -> Any:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
         name = out_of_place_method(str(node.target))
-        if name in FILLING:
-            node.op = "call_function"
-            node.target = FILLING[name]
-        elif name == "copy" and node.meta.get(VALUE) == _kind(node.args[1]):
-            node.target, node.args = "expand_as", (node.args[1], node.args[0])
-        elif hasattr(Tensor, name) and name != "bernoulli":  # which takes its operand for probabilities
+        if _without_reading(node, name):
+            return overwritten
+        if hasattr(Tensor, name) and name != "bernoulli":  # which takes its operand for probabilities
             node.target = name
         else:
             node.args = (node.args[0], str(node.target), *node.args[1:])
@@ -81,8 +75,24 @@ def _out_of_place(node: fx.Node) -> Any:
     return overwritten
 
 
+def _without_reading(node: fx.Node, name: str) -> bool:
+    """Rewrite a method whose result does not depend on the values that it overwrites; False for any other."""
+    target: Any
+    given = _given(node, {"fill": "value", "copy": "other"}[name])[0] if name in ("fill", "copy") else None
+    if name == "zero":
+        kind, target, args = "call_function", torch.zeros_like, node.args[:1]
+    elif isinstance(given, fx.Node) and kind_of(given) == kind_of(node):
+        kind, target, args = "call_method", "expand_as", (given, node.args[0])
+    elif name == "fill" and not isinstance(given, fx.Node):
+        kind, target, args = "call_function", torch.full_like, (node.args[0], given)
+    else:
+        return False
+    node.op, node.target, node.args, node.kwargs = kind, target, args, {}
+    return True
+
+
 class _Write:
-    """Lets what a graph reads after a call be as if the call had overwritten a value.
+    """Gives the readers after a call what they would read if the call had overwritten a value.
 
     Args:
         node: the call, which is out of place now.
@@ -169,7 +179,7 @@ class _Write:
         return self._add("call_function", assign_item, (tensor, key, value))
 
     def _whole(self, view: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
-        """A tensor of which a view has got a new value."""
+        """The tensor after one of its views got a new value."""
         name, target = identify(view).name, str(getattr(view.target, "__name__", view.target))
         if name == "getitem" and self._source(view) is parent:
             return self._assigned(parent, view.args[1], value)
@@ -194,10 +204,6 @@ class _Write:
             f"  at: {line_of_node(self.node)}\n"
             "Remedy: compute the new value out of place."
         )
-
-
-def _kind(value: Any) -> Any:
-    return value.meta.get(VALUE) if isinstance(value, fx.Node) else None
 
 
 def _given(node: fx.Node, *names: str) -> list[Any]:

@@ -98,17 +98,17 @@ class CachedFunctions:
             not_searched = (*NOT_USER_PACKAGES, "__main__")
             self._users = [module for name, module in plain.items() if name.partition(".")[0] not in not_searched]
             self._loaded, self._sizes = loaded, []
-        sizes = [*map(len, map(vars, self._users))]
+        users = self._users  # another thread may replace the list
+        sizes = [*map(len, map(vars, users))]
         if sizes != self._sizes:
-            known = self._found
-            self._found = {}
-            for module, size in zip(self._users, sizes, strict=True):
+            known, found = self._found, {}
+            for module, size in zip(users, sizes, strict=True):
                 is_known = module in known and known[module][0] == size
-                self._found[module] = known[module] if is_known else (size, tuple(_cached_in(module)))
-            self._sizes = sizes
+                found[module] = known[module] if is_known else (size, tuple(_cached_in(module)))
+            self._found, self._sizes = found, sizes
         main = sys.modules.get("__main__")
         of_main = _cached_in(main) if type(main) is ModuleType else ()
-        return [*(place for _, found in self._found.values() for place in found), *of_main]
+        return [*(place for _, places in self._found.values() for place in places), *of_main]
 
 
 CACHED_FUNCTIONS = CachedFunctions()
