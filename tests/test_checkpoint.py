@@ -4,8 +4,6 @@ import copy
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,8 @@ from fxqat.errors import CalibrationError, CheckpointError, ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.graph_module import QuantGraphModule
 from tests.export_models import MODELS, build, calibrate, deployed_outputs, flat, inputs_of, prepared
+from tests.fresh_process import FreshProcess
 
-ROOT = Path(__file__).resolve().parents[1]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
@@ -232,11 +230,10 @@ def test_the_next_step_and_the_export_are_the_same_in_another_process(tmp_path: 
     gm, made = trained("residual", "Adam", steps=2)
     save_checkpoint(gm, tmp_path / "c.pth", extra={"optimizer": made.state_dict()})
     threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"  # they decide the order of sums
-    command = [sys.executable, "-c", threads + SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as there:  # runs beside the export here
-        convert_export(gm, inputs_of("residual"), tmp_path / "here.onnx", tmp_path / "here.json", verify=False)
-        _, message = there.communicate(timeout=120)
-    assert there.returncode == 0, message[-3000:]
+    there = FreshProcess(["-c", threads + SCRIPT, tmp_path])  # runs beside the export here
+    convert_export(gm, inputs_of("residual"), tmp_path / "here.onnx", tmp_path / "here.json", verify=False)
+    done = there.wait()
+    assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "here.onnx").read_bytes() == (tmp_path / "there.onnx").read_bytes()
     assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()
     loss = train_step(gm, made, inputs_of("residual", 4, 10))

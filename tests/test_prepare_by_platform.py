@@ -1,9 +1,6 @@
 """The front door: same numbers as the float model, the model untouched, clear errors."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +26,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.tensors import flatten_tensors
 from tests.export_models import run_file
+from tests.fresh_process import run_fresh
 from tests.models import BACKENDS, TOYS, build, calibrate, calibrated, inputs, prepared
 
 PLACEMENTS = [backend for backend in BACKENDS if backend != "Experimental"]  # its placement is that of TSQAT
@@ -349,8 +347,7 @@ def test_it_compiles_in_one_graph(name, training):
 def test_it_compiles_with_inductor():
     """In a process of its own: at the end of a long test run, torch's compiler crashes the process that it is in."""
     script = "from tests.test_prepare_by_platform import compile_with_inductor; compile_with_inductor(); print('equal')"
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    done = run_fresh(["-c", script])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "equal\n"
 

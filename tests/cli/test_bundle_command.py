@@ -1,8 +1,5 @@
 """``fxqat bundle``: what fails here fails there."""
 
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import pytest
 
 import fxqat
 from tests.cli.test_main import call
+from tests.fresh_process import run_fresh
 
 FILES = {
     "reproduce.py", "setup.json", "versions.json", "structure.txt", "inputs.txt", "report.txt", "outcome.txt",
@@ -25,6 +23,7 @@ HELPERS = {
     "blocks/sizes.py": "from flat import WIDTH as SIDE\n",
     "plain/where.py": "THERE = 0\n",
 }  # `plain` is a package without __init__.py
+PATH = {"PYTHONPATH": str(Path(fxqat.__file__).parents[1])}
 IMPORTED = {"net.py", "flat.py", "blocks/__init__.py", "blocks/body.py", "blocks/sizes.py", "plain/where.py"}
 
 
@@ -40,9 +39,8 @@ def reproduced(bundle: Path, there: Path) -> tuple[set[str], str]:
         names = set(archive.namelist())
         archive.extractall(there)
     assert names >= FILES
-    path = {"PYTHONPATH": str(Path(fxqat.__file__).parents[1])}
-    command = [sys.executable, "reproduce.py"]
-    done = subprocess.run(command, cwd=there, env=os.environ | path, capture_output=True, text=True, check=True)
+    done = run_fresh(["reproduce.py"], there, PATH)
+    assert done.returncode == 0, done.stderr
     return names - FILES, done.stdout.strip().splitlines()[-1]
 
 
@@ -65,9 +63,9 @@ def test_the_bundle_reproduces_the_failure(
 ) -> None:
     home = tmp_path / "home"
     write(home, HELPERS | changed)
-    words = [sys.executable, "-m", "fxqat", "bundle", model, "--input", "2x3", "-o", "../bundle.zip"]
-    path = {"PYTHONPATH": str(Path(fxqat.__file__).parents[1])}
-    done = subprocess.run(words, cwd=home, env=os.environ | path, capture_output=True, text=True, check=True)
+    words = ["-m", "fxqat", "bundle", model, "--input", "2x3", "-o", "../bundle.zip"]
+    done = run_fresh(words, home, PATH)
+    assert done.returncode == 0, done.stderr
     outcome = done.stdout.strip().rpartition("bundle.zip: ")[2]
     assert message in outcome
     assert reproduced(tmp_path / "bundle.zip", tmp_path / "there") == (taken, outcome)

@@ -12,6 +12,7 @@ import pytest
 
 from fxqat.cli.main import run
 from fxqat.fake_quantize import kernels
+from tests.fresh_process import run_fresh
 
 PROGRAMS = Path(__file__).parent / "programs.py"
 
@@ -149,12 +150,7 @@ print("codes", *(code(draw.uniform(0.001, seconds), f"out{i}") for i in range(10
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the timer of signals is of Unix")
 def test_interrupts_at_random_times_leave_all_files_or_none(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
+    done = run_fresh(["-c", INTERRUPTED, tmp_path])
     assert done.returncode == 0, done.stderr[-3000:]
     codes = [int(code) for code in done.stdout.splitlines()[-1].split()[1:]]
     assert codes.count(130) >= 5

@@ -2,9 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -16,6 +13,7 @@ import fxqat
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.quantization.sameness import Reference, check_sameness
+from tests.fresh_process import run_fresh
 from tests.models import TOYS, build, inputs, prepared
 
 RUNS = ["on the given inputs", "on inputs with other values", "on a larger batch", "in training"]
@@ -164,9 +162,7 @@ def test_random_numbers_are_equal_in_any_order():
 def test_a_branch_on_a_value_by_torch_cond_is_compared_and_exported(tmp_path):
     """In a process of its own: after ``torch.cond``, torch 2.14 compiles other models in pieces."""
     script = "import sys; from tests.quantization.test_sameness import export_branch as run; run(sys.argv[1])"
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", script, str(tmp_path / "model.onnx")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = run_fresh(["-c", script, tmp_path / "model.onnx"])
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "model.onnx").exists()
 

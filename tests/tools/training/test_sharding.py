@@ -1,7 +1,5 @@
 """DDP and FSDP2 on two and four processes train as one process does on all their data."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import fxqat
 from fxqat.errors import ConfigError
 from fxqat.tools.training.sharding import shard
+from tests.fresh_process import run_fresh
 from tests.tools.training.sharding_worker import (
     SAVED,
     STEPS,
@@ -33,9 +32,7 @@ pytestmark = pytest.mark.xdist_group("sharding")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the processes wrote."""
     path = tmp_path_factory.mktemp("sharding")
-    command = [sys.executable, "-m", "tests.tools.training.sharding_worker", str(path)]
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run(command, cwd=root, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    done = run_fresh(["-m", "tests.tools.training.sharding_worker", path])
     assert done.returncode == 0, done.stderr[-3000:]
     return path
 
