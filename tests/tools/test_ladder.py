@@ -1,6 +1,6 @@
 """The ladder: which recipe is taken, and when it ends."""
 
-import math
+import functools
 from collections.abc import Callable
 from itertools import count
 
@@ -53,20 +53,26 @@ def test_in_the_end_all_tensors_but_one_are_float(backend: str) -> None:
     assert result.metric > 0.2 * result.trials[0].metric
 
 
+def bits(weight: int, value: int) -> dict:
+    return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight}, "a_qscheme": {"bit": value}}}
+
+
+@functools.cache
+def uniformly(weight: int, value: int) -> float:
+    """The metric with so many bits everywhere."""
+    return closeness(ptq(Net().eval(), batches(), "Experimental", bits(weight, value)))
+
+
+@pytest.mark.xdist_group("uniformly")
 @pytest.mark.parametrize("low", [(3, 4), (4, 8), (4, 4)])
 def test_a_wider_choice_is_never_below_a_uniform_one_of_its_cost(low: tuple[int, int]) -> None:
     """Of budgets that need wider tensors: each cheaper uniform choice, quantized here, is not within the budget."""
 
-    def config(weight: int, value: int) -> dict:
-        return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight}, "a_qscheme": {"bit": value}}}
-
-    uniform = {(w, a): -math.inf for w in range(low[0], 9) for a in range(low[1], 9) if w <= a}
-    for pair in uniform:
-        uniform[pair] = closeness(ptq(Net().eval(), batches(), "Experimental", config(*pair)))
+    uniform = {(w, a): uniformly(w, a) for w in range(low[0], 9) for a in range(low[1], 9) if w <= a}
     taken = []
     for drop in (0.5, 1.0, 2.0, 4.0):
         result = quantize(
-            Net().eval(), batches(), "Experimental", closeness, drop, prepare_custom_config_dict=config(*low),
+            Net().eval(), batches(), "Experimental", closeness, drop, prepare_custom_config_dict=bits(*low),
             steps=[("calibration", [{}]), ("rounding", [{"equalize": True}])], progress=False,
         )  # fmt: skip
         cost = next(trial.cost for trial in result.trials if trial.recipe == result.recipe)
