@@ -1,6 +1,7 @@
 """Golden files, whose diff shows a change of behaviour for review; and the processes that tests of ranks share."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import torch
 from tests import exporter_registry
 from tests.distributed_worker import WORLD
 
+if not torch.cuda.is_available():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch looks for a driver again and again: 2 % of the time
 gc.disable()  # until all tests are collected: see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

@@ -11,7 +11,6 @@ It shares the memory of the parameters, except those of the user's own modules, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -26,6 +25,7 @@ from fxqat.nn.deployed import Normalize
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
 from fxqat.utils.contexts import users_modules
+from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import HALF, map_tensors, widened
 from fxqat.utils.torch_compat import BatchNorm, is_sharded
 from fxqat.utils.train_eval_graph import select_mode
@@ -60,7 +60,7 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
     for parameter in gm.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in written:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    work = copy.deepcopy(gm, memo).cpu().eval().requires_grad_(False)
+    work = own_copy(gm, memo).cpu().eval().requires_grad_(False)
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False
         quant.fake_quant_enabled = True

@@ -15,6 +15,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.perturbed_inputs import Arguments
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, hooked, in_mode
 from fxqat.utils.fx_graph import called_module, module_path
+from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import flatten_tensors, is_close
 from fxqat.utils.train_eval_graph import graph_of_mode
 
@@ -36,7 +37,7 @@ def first_difference(
         training: the mode.
     """
     expected: list[tuple[str, list[Tensor]]] = []
-    model, prepared = copy.deepcopy(model), copy.deepcopy(prepared)  # forward may overwrite parameters
+    model, prepared = copy.deepcopy(model), own_copy(prepared)  # forward may overwrite parameters
     paths = {module: path for path, module in model.named_modules()}
 
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

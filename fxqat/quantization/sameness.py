@@ -44,6 +44,7 @@ from fxqat.utils.contexts import (
     users_modules,
     without_fast_path,
 )
+from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors
 from fxqat.utils.torch_compat import copy_tensor_hooks, tensor_version
 
@@ -328,7 +329,7 @@ class _Runs:
             effect, difference = _distances(expected, moved), _distances(expected, found)
             if any(difference[name] > MAGNIFIED * effect[name] for name in different):
                 return False
-            wide_inputs, wide = map_tensors(inputs, _wide), copy.deepcopy(self.prepared).double()
+            wide_inputs, wide = map_tensors(inputs, _wide), own_copy(self.prepared).double()
             exact = self._run_float(wide_inputs, training, _wide)
             if not _different(exact, self._run_prepared(wide, wide_inputs, training)):
                 return True

@@ -35,6 +35,7 @@ from fxqat.nn.recurrent import RecurrentLayer, run_layer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_in, set_attribute
+from fxqat.utils.living_copies import own_copy
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule, from_calls
 from fxqat.utils.unused_names import unused_name
@@ -77,7 +78,7 @@ def to_float(model: nn.Module) -> FloatGraphModule:
         ['Conv2d', 'BatchNorm2d']
     """
     gm = prepared_model(model, ConfigError)
-    work = copy.deepcopy(gm)
+    work = own_copy(gm)
     writer = _Writer(work, _float_tensors(work))
     for node in work.graph.nodes:
         writer.write(node)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, TypeVar
 from weakref import WeakSet
+
+T = TypeVar("T")
 
 
 class LivingCopies:
@@ -23,3 +26,12 @@ class LivingCopies:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LivingCopies, ()
+
+
+def own_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """A deep copy that fxqat makes for itself and drops: it counts as switched, so that nobody is told of it."""
+    result = copy.deepcopy(value, memo)
+    record = getattr(result, "living_copies", None)
+    if isinstance(record, LivingCopies):
+        record.switched = True
+    return result
