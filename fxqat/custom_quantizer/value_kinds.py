@@ -8,7 +8,8 @@ import torch
 from torch import fx, nn
 
 from fxqat.ops.families import BINARY, CONSTRUCTOR, IDENTITY, MATH, NOT_FLOAT, OPAQUE, RECURRENT
-from fxqat.ops.identify import identify, unbounded_values
+from fxqat.ops.identify import identify
+from fxqat.ops.unbounded import unbounded_values
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 from fxqat.utils.node_meta import SHAPE, Kind, kind_of
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in

@@ -16,10 +16,10 @@ from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
-from fxqat.ops.families import BINARY, CONCAT, IDENTITY, MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
+from fxqat.ops.families import MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
-from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs
-from fxqat.utils.node_meta import INFINITE, IS_MASK, holds_infinity, kind_of
+from fxqat.utils.fx_graph import called_module
+from fxqat.utils.node_meta import INFINITE, kind_of
 from fxqat.utils.training_only import is_idle
 
 OPERAND_NAMES = (
@@ -226,27 +226,6 @@ def _bounded(op: Op, *values: Any) -> Op:
 def gives_indices(op: Op) -> bool:
     """Whether an op returns a tuple of values and their indices."""
     return op.gives_tuple and op.family != RECURRENT and op.name != "split"
-
-
-def unbounded_values(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value holds numbers that stand for infinity: no range fits them and the other numbers.
-
-    An op inserts such numbers, or they are in a tensor of the model or in a mask computed from the example inputs. Ops
-    that move values and elementwise ops (a mask that is added) pass them on. Max pooling does not: its windows also
-    hold values that are no padding.
-    """
-    found: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        op = identify(node)
-        carries = op.family in (PASS_THROUGH, IDENTITY, CONCAT, BINARY) and "max_pool" not in op.name
-        carried = carries and any(source in found for source in node_inputs(operands(node, op)))
-        if node.op == "get_attr":
-            inserted = holds_infinity(attribute_of(gm, node))
-        else:
-            inserted = op.family == UNBOUNDED or node.meta.get(IS_MASK, False)
-        if carried or inserted:
-            found.add(node)
-    return found
 
 
 def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.contexts import parameters_kept
-from fxqat.utils.node_meta import INFINITE_INPUT
+from fxqat.utils.node_meta import INFINITE_INPUT, is_additive_mask
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import is_sharded
 
@@ -26,7 +26,7 @@ def of_other_values(inputs: Arguments) -> Arguments:
     """Inputs of the same sizes with other values.
 
     Samples change places. Float values become smaller, with noise; what is not negative, or within 0 and 1, stays so.
-    Integers and booleans change places within a sample. Masks with infinities stay as they are.
+    Integers and booleans change places within a sample. Masks of attention stay as they are.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -36,7 +36,7 @@ def of_other_values(inputs: Arguments) -> Arguments:
         if not tensor.is_floating_point():
             return tensor.flip(0, -1) if tensor.dim() > 1 else tensor.flip(0)
         low, high = (float(value) for value in torch.aminmax(tensor.detach()))
-        if not (abs(low) < INFINITE_INPUT and abs(high) < INFINITE_INPUT):
+        if is_additive_mask(tensor) or not (abs(low) < INFINITE_INPUT and abs(high) < INFINITE_INPUT):
             return tensor
         noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
         spread = float(tensor.detach().float().std()) if tensor.numel() > 1 else 0.0

@@ -21,7 +21,6 @@ from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
 from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
 from fxqat.utils.node_meta import (
     ADDRESS,
-    INFINITE_INPUT,
     IS_MASK,
     SHAPE,
     VALUE,
@@ -29,6 +28,7 @@ from fxqat.utils.node_meta import (
     ForcedNumber,
     describe,
     holds_infinity,
+    is_additive_mask,
 )
 from fxqat.utils.source import line_of_failure
 from fxqat.utils.tensors import flatten_tensors
@@ -268,7 +268,8 @@ class ValueTracer(LeafTracer):
             if isinstance(value.data, Tensor):
                 node.meta[SHAPE] = tuple(value.data.shape)
             node.meta[ADDRESS] = next(map(address_of, flatten_tensors(value.data)), 0)
-            node.meta[IS_MASK] = holds_infinity(value.data, INFINITE_INPUT if kind == "placeholder" else math.inf)
+            is_mask = is_additive_mask(value.data) if kind == "placeholder" else holds_infinity(value.data, math.inf)
+            node.meta[IS_MASK] = is_mask
         proxy = ValueProxy(node, self, value)
         if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):
             return self.create_proxy("call_method", "detach", (proxy,), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -45,6 +45,9 @@ INFINITE = 1e4
 
 INFINITE_INPUT = 1e8
 """The same for inputs, which may be data with a wide range."""
+
+INFINITE_SCORE = 30.0
+"""The same for what is added to scores before a softmax: models also write masks with -100. exp(-30) is below 1e-13."""
 
 QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
 """The types that ONNX QuantizeLinear takes."""
@@ -116,6 +119,17 @@ def holds_infinity(value: object, magnitude: float = INFINITE) -> bool:
         return False
     low, high = torch.aminmax(value)
     return low.item() <= -magnitude or high.item() == math.inf
+
+
+def is_additive_mask(value: object) -> bool:
+    """Whether a tensor holds infinity, or nothing but 0 and one number that is infinite as a score."""
+    if holds_infinity(value, INFINITE_INPUT):
+        return True
+    if not holds_infinity(value, INFINITE_SCORE):
+        return False
+    mask = cast("Tensor", value)
+    low, high = torch.aminmax(mask)
+    return bool(high == 0 and ((mask == low) | (mask == high)).all())
 
 
 def kind_of(node: fx.Node) -> str | None:

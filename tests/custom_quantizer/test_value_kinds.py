@@ -112,12 +112,20 @@ class Biased(nn.Module):
         return self.after((self.before(x) + mask).softmax(-1))
 
 
-@pytest.mark.parametrize(("value", "status"), [(-float("inf"), "float"), (-1e9, "float"), (-3e4, "quantized")])
+@pytest.mark.parametrize(
+    ("value", "status"), [(-float("inf"), "float"), (-1e9, "float"), (-100.0, "float"), (-20.0, "quantized")]
+)
 def test_an_input_with_infinities_is_a_mask(value, status):
     mask = torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, value)
     report = prepare_by_platform(Biased(), "TSQAT", example_inputs=(torch.randn(4, 4), mask)).quant_report
     assert {row.node: row.status for row in report}["mask"] == status
     assert {row.op: row.status for row in report}["softmax"] == "quantized"
+
+
+def test_an_input_with_many_values_is_data():
+    given = -3e4 * torch.rand(4, 4)
+    report = prepare_by_platform(Biased(), "TSQAT", example_inputs=(torch.randn(4, 4), given)).quant_report
+    assert {row.node: row.status for row in report}["mask"] == "quantized"
 
 
 class PaddedPool(nn.Module):
