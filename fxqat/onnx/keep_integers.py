@@ -11,9 +11,9 @@ type lie within its range. OpenVINO keeps a QuantizeLinear whose integers an ope
    stand behind Concat; operators that add or multiply constants, or clamp, before the second QuantizeLinear. OpenVINO
    merges the DequantizeLinear and these operators with the second QuantizeLinear, then moves the first one before
    Concat and copies its reader with one input instead of all: the process ends with a segmentation fault.
-3. QuantizeLinear of a constant, as of position embeddings. If its DequantizeLinear is an operand of Add or Mul,
-   OpenVINO rejects the file: it looks for the input of an operator where the constant is. With Clip it computes the
-   integers when it compiles.
+3. QuantizeLinear of a constant, as of position embeddings, or of what is computed from constants. If its
+   DequantizeLinear is an operand of Add or Mul, OpenVINO rejects the file: it looks for the input of an operator where
+   the constant is. With Clip it computes the integers when it compiles.
 
 Source: OpenVINO, ``low_precision_transformations/src``: ``move_fake_quantize.cpp``, ``fake_quantize.cpp``, ``add.cpp``.
 """
@@ -37,7 +37,8 @@ class KeepIntegers(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Add the Clips in place."""
         quantizers = [node for node in model.graph if node.op_type == "QuantizeLinear" and _has_type(node)]
-        found = [node for node in quantizers if _is_dropped(node) or _is_moved(node) or _is_constant(node)]
+        constants = _constants(model.graph)
+        found = [node for node in quantizers if _is_dropped(node) or _is_moved(node) or input_of(node, 0) in constants]
         for node in found:
             zero_point = input_of(node, 2).const_value
             assert zero_point is not None  # checked by _has_type
@@ -71,9 +72,14 @@ def _is_moved(quantizer: ir.Node) -> bool:
     return reader is not None and reader.op_type == "QuantizeLinear"
 
 
-def _is_constant(quantizer: ir.Node) -> bool:
-    """Case 3."""
-    return input_of(quantizer, 0).const_value is not None
+def _constants(graph: ir.Graph) -> set[ir.Value]:
+    """Case 3: the initializers, and what is computed from them; the exporter folds no large tensor."""
+    found = set(graph.initializers.values())
+    for node in graph:
+        given = [value for value in node.inputs if value is not None]
+        if node.op_type == "Constant" or (given and found.issuperset(given)):
+            found.update(node.outputs)
+    return found
 
 
 def _reader_of_reals(quantizer: ir.Node) -> ir.Node | None:

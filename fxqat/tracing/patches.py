@@ -7,8 +7,9 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
    not call the tracer;
 3. a buffer that forward assigns becomes a write to the buffer in the graph;
 4. reading ``self.training`` gives a flag that reports a branch on it;
-5. a function registered with ``torch.fx.wrap`` becomes one node, as in torch.fx. One that works in place on its
-   arguments is traced into instead, so that the graph shows what it overwrites;
+5. a function registered with ``torch.fx.wrap`` becomes one node, as in torch.fx. It is traced into instead if it works
+   in place on its arguments, so that the graph shows what it overwrites, or if it gets a parameter, so that its layers
+   are quantized;
 6. torch's transformers do not inspect the values of a mask (they would only use them to choose a faster kernel);
 7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value;
 8. ``torch.set_grad_enabled(self.training)`` is recorded as a forced True: the graph computes gradients in eval mode;
@@ -358,6 +359,7 @@ class Patches:
                 if (
                     self.suspended
                     or next(proxies_in((args, kwargs)), None) is None
+                    or any(isinstance(value_of(proxy), nn.Parameter) for proxy in proxies_in((args, kwargs)))
                     or self._overwrites(function, args, kwargs)
                 ):
                     return function(*args, **kwargs)

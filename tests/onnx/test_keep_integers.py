@@ -126,13 +126,14 @@ def behind_concat(before: str, between: str) -> onnx.ModelProto:
     )
 
 
-def with_constant(operator: str) -> onnx.ModelProto:
-    """``y = dq(q(x)) operator dq(q(constant))``."""
+def with_constant(operator: str, computed: str = "Identity(d)") -> onnx.ModelProto:
+    """``y = dq(q(x)) operator dq(q(constant))``, where the constant may be computed from ``d``."""
     return text_model(
         "(float[2, 3, 4] x) => (float[2, 3, 4] y)",
         f"""x_q = QuantizeLinear(x, s, z)
         x_dq = DequantizeLinear(x_q, s, z)
-        d_q = QuantizeLinear(d, t, z)
+        d_used = {computed}
+        d_q = QuantizeLinear(d_used, t, z)
         d_dq = DequantizeLinear(d_q, t, z)
         y = {operator}(x_dq, d_dq)""",
     )
@@ -151,6 +152,7 @@ FAILING = {
     "clamp between": behind_concat("", "Clip(x_dq)"),
     "sum with a constant": with_constant("Add"),
     "product with a constant": with_constant("Mul"),
+    "sum with a computed constant": with_constant("Add", "Abs(d)"),
 }
 
 

@@ -58,6 +58,18 @@ def add_to_tail(x, y):
     x[:, 1:] += y[:, 1:]
 
 
+@torch.fx.wrap
+def scores(x, weight):
+    """Computes a layer, as torchvision's attention over windows; torch.fx alone could not follow the branch."""
+    return torch.nn.functional.linear(x, weight) if x.shape[0] > 1 else x
+
+
+@torch.fx.wrap
+def scores_if_positive(x, weight):
+    """The same, branching on tensor values."""
+    return torch.nn.functional.linear(x, weight) if x.sum() > 0 else x
+
+
 def run_if_positive(block, x):
     """Branches on tensor values and calls a module."""
     return block(x) if x.sum() > 0 else 2 * block(x)

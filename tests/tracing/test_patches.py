@@ -328,6 +328,34 @@ def test_a_wrapped_function_is_a_node_unless_it_works_in_place():
     assert [node.op for node in first.graph.nodes].count("call_function") == 2
 
 
+class WrappedLayer(nn.Module):
+    """Gives a parameter to a function registered with torch.fx.wrap."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
+        self.name = name
+
+    def forward(self, x):
+        return getattr(patched_functions, self.name)(self.first(x).square(), self.weight)
+
+
+def test_a_wrapped_function_that_gets_a_parameter_is_traced_into():
+    gm = prepare_by_platform(WrappedLayer("scores"), "TSQAT", example_inputs=(torch.randn(3, 4),))
+    (row,) = [row for row in gm.quant_report.rows if row.op == "linear" and row.node != "first"]
+    assert row.weight.startswith("int8")
+    assert_restored()
+
+
+def test_if_it_cannot_be_traced_it_stays_whole():
+    model, x = WrappedLayer("scores_if_positive"), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    (leaf,) = gm.quant_report.leaves
+    assert leaf.path.endswith("scores_if_positive")
+    torch.testing.assert_close(gm(x), model(x))
+    assert_restored()
+
+
 class Busy(Base):
     """Makes tensors, branches on their type, and calls modules, slowly enough that threads meet."""
 
