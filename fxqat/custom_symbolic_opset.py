@@ -160,7 +160,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
     opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements,
-    opset 18; LeakyRelu, opset 16; AveragePool, Conv and TopK, opset 11.
+    opset 18; LeakyRelu, opset 16; BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and
+    TopK, opset 11.
     """
     return {
         torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
@@ -184,6 +185,12 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.conv1d.default: _conv,
         torch.ops.aten.conv2d.default: _conv,
         torch.ops.aten.conv3d.default: _conv,
+        torch.ops.aten.conv_transpose1d.default: _conv_transpose,
+        torch.ops.aten.conv_transpose2d.input: _conv_transpose,
+        torch.ops.aten.conv_transpose3d.input: _conv_transpose,
+        # torch has none, and would trace the whole graph once more to decompose these
+        torch.ops.aten.batch_norm.default: _batch_norm,
+        torch.ops.aten.to.dtype: _to,
     }
 
 
@@ -354,18 +361,73 @@ def _conv(
     dilation: Sequence[int] = (1,),
     groups: int = 1,
 ) -> Any:
+    return _convolution(op.Conv, x, weight, bias, stride, padding, dilation, group=groups)
+
+
+def _conv_transpose(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sequence[int] = (1,),
+    padding: Sequence[int] = (0,),
+    output_padding: Sequence[int] = (0,),
+    groups: int = 1,
+    dilation: Sequence[int] = (1,),
+) -> Any:
+    added = list(output_padding) * ((len(weight.shape) - 2) // len(output_padding))
+    options = {"group": groups, "output_padding": added}
+    return _convolution(op.ConvTranspose, x, weight, bias, stride, padding, dilation, **options)
+
+
+def _convolution(
+    operator: Callable[..., Any],
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    **options: Any,
+) -> Any:
     kernel = list(weight.shape[2:])
     strides, pads, dilations = (list(given) * (len(kernel) // len(given)) for given in (stride, padding, dilation))
     is_batched = len(x.shape) == len(weight.shape)
     batch: Any = None if is_batched else op.Constant(value_ints=[0])
-    result: Any = op.Conv(
+    result: Any = operator(
         x if is_batched else op.Unsqueeze(x, batch),
         weight,
         *(() if bias is None else (bias,)),
         strides=strides,
         pads=[*pads, *pads],
-        group=groups,
         dilations=dilations,
         kernel_shape=kernel if all(isinstance(size, int) for size in kernel) else None,
+        **options,
     )
     return result if is_batched else op.Squeeze(result, batch)
+
+
+def _batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    channels = x.shape[1]
+    ones: Any = op.Constant(value_floats=[1.0] * channels)
+    zeros: Any = op.Constant(value_floats=[0.0] * channels)
+    if training:  # without running statistics, also in eval mode: those of the batch
+        axes: Any = op.Constant(value_ints=[axis for axis in range(len(x.shape)) if axis != 1])
+        mean = op.ReduceMean(x, axes, keepdims=False)
+        centered: Any = op.Sub(x, op.ReduceMean(x, axes, keepdims=True))
+        var = op.ReduceMean(op.Mul(centered, centered), axes, keepdims=False)
+    scale, offset = ones if weight is None else weight, zeros if bias is None else bias
+    return op.BatchNormalization(x, scale, offset, mean, var, epsilon=eps)
+
+
+def _to(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: str = "") -> Any:
+    return op.Cast(x, to=dtype)

@@ -171,6 +171,11 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.conv1d.default,
         torch.ops.aten.conv2d.default,
         torch.ops.aten.conv3d.default,
+        torch.ops.aten.conv_transpose1d.default,
+        torch.ops.aten.conv_transpose2d.input,
+        torch.ops.aten.conv_transpose3d.input,
+        torch.ops.aten.batch_norm.default,
+        torch.ops.aten.to.dtype,
     }
     first.clear()
     assert set(translation_table()) == set(second)
@@ -195,6 +200,11 @@ class Functions(nn.Module):
 def scattered(x: Tensor, dim: int, *shape: int) -> Tensor:
     index = torch.arange(shape[dim]).flip(0).view([-1 if d == dim % 3 else 1 for d in range(3)]).expand(shape)
     return torch.zeros_like(x).scatter(dim, index, x)
+
+
+def normalized(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    mean, variance = torch.tensor([0.5, 0.0, -1.0]), torch.tensor([1.0, 0.5, 2.0])
+    return torch.nn.functional.batch_norm(x, mean, variance, weight, bias)
 
 
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
@@ -222,6 +232,15 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     *(lambda x, p=p: torch.cdist(x, x[:, 1:] * 2, p=p) for p in (0.0, 1.0, 2.0, 3.0, float("inf"))),
     lambda x: torch.nn.functional.adaptive_avg_pool3d(x[None].repeat(1, 1, 2, 2), (2, 3, 1)),
     lambda x: torch.nn.functional.adaptive_avg_pool3d(x[None, None].repeat(1, 1, 1, 2, 2), (1, 2, 4)),
+    lambda x: torch.conv_transpose1d(x, torch.arange(12.0).view(3, 2, 2), torch.ones(2), stride=3, output_padding=2),
+    lambda x: torch.conv_transpose2d(x[None], torch.arange(8.0).view(2, 1, 2, 2), None, (2, 1), (1, 0), (1, 0), 2),
+    lambda x: torch.conv_transpose2d(x, torch.arange(12.0).view(2, 1, 3, 2), torch.ones(1), 1, 1, dilation=(1, 2)),
+    lambda x: torch.conv_transpose3d(x[:, None], torch.arange(8.0).view(2, 1, 1, 2, 2), groups=2),
+    lambda x: normalized(x, torch.arange(3.0), torch.ones(3)),
+    lambda x: normalized(x[:, :, 0]),
+    lambda x: torch.nn.functional.batch_norm(x, None, None, torch.arange(3.0), training=True),
+    lambda x: torch.nn.functional.batch_norm(x[None], None, None, training=True, eps=0.1),
+    lambda x: x.to(torch.int32).to(torch.float32) + x.to(torch.float32),
 ]
 
 
@@ -240,7 +259,30 @@ def test_what_torch_does_not_translate_computes_the_same(
 ) -> None:
     found, expected = results[place]
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class Common(nn.Module):
+    """Layers of many networks for which torch's exporter has no translation, without and with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bn = nn.ConvTranspose2d(3, 4, 2, bias=False), nn.BatchNorm2d(4)
+        self.down, self.last = nn.ConvTranspose2d(4, 2, 2), nn.BatchNorm2d(2, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.down(self.bn(self.up(x)).to(torch.float64).to(torch.float32)))
+
+
+def test_common_layers_need_no_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("decomposed")
+
+    monkeypatch.setattr("torch.onnx._internal.exporter._fx_passes.decompose_with_registry", refuse)
+    model = run_exporter(Common().eval(), (torch.randn(2, 3, 5, 5),))
+    found = [node for node in model.graph if node.op_type in ("ConvTranspose", "BatchNormalization")]
+    assert [node.op_type for node in found] == ["ConvTranspose", "BatchNormalization"] * 2
+    assert [len(node.inputs) for node in found[::2]] == [2, 3]
 
 
 class Regions(nn.Module):
