@@ -136,7 +136,7 @@ def outcome(
     folder.mkdir()
     monkeypatch.chdir(folder)
     code = call(words.replace("{d}", str(data)), monkeypatch)
-    printed = re.sub(r"\d+\.\d+ *\|", "|", "".join(capsys.readouterr()))
+    printed = re.sub(r"\d+\.\d+ *(\||s$)", "|", "".join(capsys.readouterr()), flags=re.MULTILINE)
     files = [path for path in sorted(folder.rglob("*")) if path.suffix not in (".html", ".pth") and path.is_file()]
     content = {
         path.name: sorted((i.filename, i.CRC) for i in zipfile.ZipFile(path).infolist())
