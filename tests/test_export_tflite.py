@@ -138,3 +138,26 @@ def test_the_model_is_not_changed(converts_once, tmp_path):
     assert report.certificate is None
     assert report.certificate_path is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in gm.state_dict().items())
+
+
+class Attended(nn.Module):
+    """What is left of attention: its scores are nearly equal, as with random weights."""
+
+    def forward(self, scores, values):
+        return scores.softmax(-1) @ values
+
+
+def test_values_that_the_kernel_rounds_twice_are_no_fault(tmp_path):
+    """LiteRT rounds a sum of products to a multiple of 1/8 first, so that 1 of 16 is rounded to the other side."""
+    needs_litert()
+    generator = torch.Generator().manual_seed(0)
+    inputs = 0.1 * torch.randn(1, 2, 197, 197, generator=generator), torch.randn(1, 2, 197, 64, generator=generator)
+    gm = calibrate(prepare_by_platform(Attended().eval(), "LiteRT", example_inputs=inputs), inputs)
+    scales = {name: part.scale.item() for name, part in gm.named_modules() if hasattr(part, "scale")}
+    multiplier = scales["softmax_act_fake_quant"] * scales["values_act_fake_quant"] / scales["matmul_act_fake_quant"]
+    assert 1 / 16 < multiplier < 1 / 8
+    certificate = export_tflite(gm, inputs, tmp_path / "model.tflite").certificate
+    assert certificate.passed
+    (found,) = [tensor for tensor in certificate.kernels["reference"].tensors if tensor.name == "matmul"]
+    assert 0.05 < found.step.off_by_1 < 1 / 16 + 0.01
+    assert found.off_by_1 == found.step.off_by_2_plus == 0

@@ -9,8 +9,8 @@ become the next integer. Rules, for both kinds of kernels:
 
 1. step by step, no value is off by 2 steps or more; of all values of the file, at most ``MAX_OFF_BY_ONE`` are off by 1,
    and of one tensor's at most ``MAX_OF_TENSOR`` and three more. Values on a rounding boundary are not counted: those
-   within ``TIE`` of a step of it, because torch rounds a half to even, LiteRT up or away from zero; and averages within
-   ``2**-(k+1)``, because the reference kernel rounds them twice, first to a multiple of ``2**-k``;
+   within ``TIE`` of a step of it, because torch rounds a half to even, LiteRT up or away from zero; and averages and
+   products of two activations within ``2**-(k+1)``, because kernels round them twice, first to a multiple of ``2**-k``;
 2. step by step, every output agrees with the model's, see :mod:`fxqat.onnx.output_parity`.
 
 A tensor of the file is recognized by its scale, its zero point and its shape in any order of the dimensions that the
@@ -295,12 +295,17 @@ def _boundaries(model: Any) -> dict[int, float]:
     for operator in operators(model):
         for index in operator.outputs:
             near[index] = TIE
-            if operator.name == "MEAN" and not operator.is_float:
-                source, result = (graph.tensors[i] for i in (operator.inputs[0], index))
-                number = np.prod(source.shape) / np.prod(result.shape)
-                multiplier = source.quantization.scale[0] / (result.quantization.scale[0] * number)
+            if operator.name in ("MEAN", "BATCH_MATMUL") and not operator.is_float:
+                multiplier = _multiplier(operator.name, *(graph.tensors[i] for i in (index, *operator.inputs[:2])))
                 near[index] += 2.0 ** (np.frexp(multiplier)[1] - 1) if multiplier < 0.5 else 0.0
     return near
+
+
+def _multiplier(name: str, result: Any, x: Any, y: Any) -> float:
+    """What an operator multiplies its sum of integers by."""
+    multiplier = x.quantization.scale[0] / result.quantization.scale[0]
+    other = np.prod(result.shape) / np.prod(x.shape) if name == "MEAN" else y.quantization.scale[0]
+    return float(multiplier * other)
 
 
 def _layouts(values: np.ndarray, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
