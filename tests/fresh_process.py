@@ -39,7 +39,9 @@ class FreshProcess:
     def wait(self, timeout: float = 300) -> CompletedProcess[str]:
         """Its exit code and what it printed, once it has ended."""
         self.process.join(timeout)
-        assert self.process.exitcode is not None, f"it still runs after {timeout} s"
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"the process still runs after {timeout} s")
         stdout, stderr = (file.read_text() for file in self.files)
         self.folder.cleanup()
         return CompletedProcess((), self.process.exitcode, stdout, stderr)

@@ -238,8 +238,8 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.conv_transpose3d(x[:, None], torch.arange(8.0).view(2, 1, 1, 2, 2), groups=2),
     lambda x: normalized(x, torch.arange(3.0), torch.ones(3)),
     lambda x: normalized(x[:, :, 0]),
-    lambda x: torch.nn.functional.batch_norm(x, None, None, torch.arange(3.0), training=True),
-    lambda x: torch.nn.functional.batch_norm(x[None], None, None, training=True, eps=0.1),
+    lambda x: torch.nn.functional.batch_norm(x, None, None, torch.arange(3.0), training=True) + 9,
+    lambda x: torch.nn.functional.batch_norm(x[None], None, None, training=True, eps=0.1) + 9,  # a sum may be near 0
     lambda x: x.to(torch.int32).to(torch.float32) + x.to(torch.float32),
 ]
 
@@ -259,7 +259,7 @@ def test_what_torch_does_not_translate_computes_the_same(
 ) -> None:
     found, expected = results[place]
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 class Common(nn.Module):

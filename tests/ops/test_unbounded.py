@@ -87,6 +87,21 @@ def test_a_bias_of_small_numbers_is_quantized(number, kept_float):
     assert len([part for part in gm.modules() if isinstance(part, FakeQuantizeBase)]) > 4
 
 
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer((-100.0 * self.layer(x).square()).unsqueeze(0).softmax(-1))
+
+
+def test_a_temperature_is_no_mask():
+    gm = prepare_by_platform(Temperature().eval(), BackendType.TSQAT, example_inputs=(torch.randn(2, 6),))
+    assert NO_RANGE not in {row.reason for row in gm.quant_report}
+    assert gm.quant_report.row("mul").status == "shares"
+
+
 class NoSoftmax(nn.Module):
     def __init__(self) -> None:
         super().__init__()
