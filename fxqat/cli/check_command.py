@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.dynamic_sizes import open_sizes
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.coverage import Coverage, coverage, side_by_side
+from fxqat.utils.temporary import temporary_folder
 
 
 @click.command()
@@ -92,8 +92,8 @@ def _why_fixed(gm: QuantGraphModule, example: Any, sizes: Any) -> str:
     logger.setLevel(logging.ERROR)  # warnings of the export are not about the sizes
     try:
         calibrate(gm.eval(), [example], progress=False)
-        with tempfile.TemporaryDirectory() as folder:
-            convert_export(gm, example, Path(folder) / "model.onnx", dynamic_shapes=sizes)
+        with temporary_folder() as folder:
+            convert_export(gm, example, folder / "model.onnx", dynamic_shapes=sizes)
     except (ExportError, ParityError) as error:
         return str(error).splitlines()[0]
     finally:

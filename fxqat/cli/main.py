@@ -9,7 +9,7 @@ import click
 
 from fxqat.cli.bundle_command import bundle
 from fxqat.cli.check_command import check
-from fxqat.cli.interrupt import EXIT_INTERRUPT, ignore_interrupts, interrupts_raised
+from fxqat.cli.interrupt import EXIT_INTERRUPT, ignore_interrupts, leave_at_interrupt
 from fxqat.cli.profile_command import profile
 from fxqat.cli.quantize_command import quantize
 from fxqat.cli.verify_command import verify
@@ -48,6 +48,7 @@ for each in (fxqat, *fxqat.commands.values()):  # raw docstrings: click wants th
 
 def command() -> None:
     """The process ``fxqat``."""
+    leave_at_interrupt()
     try:
         run()
     finally:
@@ -57,9 +58,7 @@ def command() -> None:
 def run() -> None:
     """Run the command; an error is one line on stderr and exit code 2, Ctrl-C is exit code 130."""
     try:
-        with interrupts_raised():
-            code = fxqat.main(prog_name="fxqat", standalone_mode=False)  # the code of Context.exit, or None
-        sys.exit(code)
+        sys.exit(fxqat.main(prog_name="fxqat", standalone_mode=False))  # the code of Context.exit, or None
     except click.ClickException as error:
         error.show()
         sys.exit(EXIT_ERROR)

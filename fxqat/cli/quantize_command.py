@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import jinja2
 import torch
 
 from fxqat.checkpoint import save_checkpoint
-from fxqat.cli.interrupt import INTERRUPTS
+from fxqat.cli.interrupt import ignore_interrupts
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
 from fxqat.cli.load_model import load_model, parse_dynamic_shapes
 from fxqat.cli.options import (
@@ -37,6 +37,7 @@ from fxqat.tools.coverage import coverage
 from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
 from fxqat.utils.batches import read_batch
+from fxqat.utils.temporary import deleted_after, temporary_folder
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 CONTINUE = '''"""Continue by training: this model has the quantization of {config}. Give it your data and your loss."""
@@ -166,8 +167,8 @@ def _write(
         script = CONTINUE.format(**named, config="config.yaml", checkpoint="model.pth", example=zeros)
         (work / "continue_training.py").write_text(script, encoding="utf-8")
         names = sorted(path.name for path in work.iterdir())
-        with INTERRUPTS.hold():
-            _put_in_place(work, output)
+        ignore_interrupts()
+        _put_in_place(work, output)
     click.echo(str(result))
     if report.certificate is not None:
         click.echo(report.certificate.summary())
@@ -192,18 +193,21 @@ def _tflite(result: Result, example: tuple[Any, ...], path: Path) -> str:
 def _work_folder(output: Path) -> Iterator[Path]:
     """A folder beside ``output``; what is left of it after the block is deleted, with the folders made for it."""
     missing = [parent for parent in output.resolve().parents if not parent.exists()]
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as folder:
-            work = Path(folder) / output.name
+    with ExitStack() as stack:
+        for parent in reversed(missing):
+            stack.enter_context(deleted_after(partial(_delete_empty, parent)))
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(temporary_folder(output.parent, f".{output.name}")) / output.name
             work.mkdir()
             yield work
-    except OSError as error:
-        raise ConfigError(f"cannot write -o {output}: {error}") from error
-    finally:
-        for parent in missing:
-            with suppress(OSError):  # not empty: the output is there
-                parent.rmdir()
+        except OSError as error:
+            raise ConfigError(f"cannot write -o {output}: {error}") from error
+
+
+def _delete_empty(folder: Path) -> None:
+    with suppress(OSError):  # not empty: the output is there
+        folder.rmdir()
 
 
 def _put_in_place(work: Path, output: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import platform
 import sys
 import sysconfig
-import tempfile
 import traceback
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize import kernels
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.utils.files import atomic_path
+from fxqat.utils.temporary import temporary_folder
 from fxqat.utils.tensors import map_tensors
 
 PACKAGES = (
@@ -98,7 +98,7 @@ def run_steps(setup: Setup) -> Outcome:
     """Load, prepare, calibrate and export a model, always on the same random inputs and, if random, weights."""
     outcome = Outcome()
     try:
-        with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
+        with torch.random.fork_rng(devices=[]), temporary_folder() as folder:
             torch.manual_seed(0)
             source = load_model(setup.model, None if setup.weights is None else Path(setup.weights))
             outcome.model, outcome.structure = source.model, str(source.model)
@@ -107,7 +107,7 @@ def run_steps(setup: Setup) -> Outcome:
             gm = prepare_by_platform(source.model, setup.backend, setup.config, example_inputs=inputs).eval()
             outcome.report = str(gm.quant_report)
             calibrate(gm, [inputs], progress=False)
-            found = convert_export(gm, inputs, Path(folder) / "model.onnx")
+            found = convert_export(gm, inputs, folder / "model.onnx")
             outcome.report += f"\n{found.certificate}"
     except Exception as error:
         lines = str(error).splitlines() or [""]
@@ -151,7 +151,7 @@ def write_bundle(path: Path, setup: Setup, with_weights: bool) -> str:
         sources["config.yaml"] = Path(setup.config)
     with (
         atomic_path(path, ConfigError) as target,
-        tempfile.TemporaryDirectory() as folder,
+        temporary_folder() as folder,
         zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
     ):
         if with_weights and setup.weights is not None:
@@ -159,7 +159,7 @@ def write_bundle(path: Path, setup: Setup, with_weights: bool) -> str:
             sources[str(there.weights)] = Path(setup.weights)
         elif with_weights and outcome.model is not None and ":" in setup.model:
             there = replace(there, weights="weights.pth")
-            sources["weights.pth"] = Path(folder) / "weights.pth"
+            sources["weights.pth"] = folder / "weights.pth"
             torch.save(outcome.model.state_dict(), sources["weights.pth"])
         for name, source in sources.items():
             archive.write(source, name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from fxqat.errors import FxqatError
+from fxqat.utils.temporary import deleted_after, unused_path
 
 
 def check_path(name: str, given: object, error: type[FxqatError]) -> None:
@@ -36,7 +37,8 @@ def check_writable(target: str | os.PathLike[str], error: type[FxqatError]) -> N
     Raises:
         FxqatError: the class ``error``, if the folder is missing or cannot be written, or the target is a folder.
     """
-    _temporary_beside(Path(target), error).unlink()
+    with temporary_path(target, error):
+        pass
 
 
 def check_distinct(targets: Mapping[str, str | os.PathLike[str] | None], error: type[FxqatError]) -> None:
@@ -83,13 +85,20 @@ def atomic_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iter
 @contextmanager
 def temporary_path(target: str | os.PathLike[str], error: type[FxqatError]) -> Iterator[Path]:
     """A temporary path beside ``target``, which is deleted after the block; see :func:`atomic_path`."""
-    temporary = _temporary_beside(Path(target), error)
-    try:
-        yield temporary
-    except OSError as cause:
-        raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
-    finally:
-        temporary.unlink(missing_ok=True)
+    target = Path(target)
+    temporary = unused_path(Path(os.path.realpath(target)).parent, f".{target.name}", ".tmp")
+    with deleted_after(partial(temporary.unlink, missing_ok=True)):
+        try:
+            if target.is_dir():
+                raise IsADirectoryError(f"{target} is a folder")
+            temporary.touch(mode=0o600, exist_ok=False)
+        except OSError as cause:
+            advice = "Give a file path in an existing, writable folder."
+            raise error(f"cannot write {target}: {cause}. {advice}") from cause
+        try:
+            yield temporary
+        except OSError as cause:
+            raise error(f"cannot write {target}: {cause}. Check free space and permissions.") from cause
 
 
 def write_all(contents: Mapping[Path, bytes | str | Path], error: type[FxqatError]) -> None:
@@ -111,15 +120,3 @@ def write_all(contents: Mapping[Path, bytes | str | Path], error: type[FxqatErro
                 temporary.write_text(content)
             else:
                 temporary.write_bytes(content)
-
-
-def _temporary_beside(target: Path, error: type[FxqatError]) -> Path:
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder")
-        folder = os.path.dirname(os.path.realpath(target))
-        descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{target.name}.", suffix=".tmp")
-        os.close(descriptor)
-    except OSError as cause:
-        raise error(f"cannot write {target}: {cause}. Give a file path in an existing, writable folder.") from cause
-    return Path(name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,6 +10,7 @@ import onnxruntime as ort
 
 from fxqat.onnx.ort_runs import explained, open_session
 from fxqat.tools.engines.base import CompiledFile, Engine, Operator, known_names, nodes_in
+from fxqat.utils.temporary import temporary_folder
 
 BYTES = {getattr(onnx.TensorProto, kind) for kind in ("INT8", "UINT8", "INT4", "UINT4", "INT16", "UINT16")}
 """Types of quantized values."""
@@ -41,8 +40,8 @@ class OnnxRuntimeFile(CompiledFile):
     def operators(self) -> tuple[Operator, ...]:
         """The nodes of the optimized graph, except conversions between integers and floats."""
         known = known_names(self.content)
-        with tempfile.TemporaryDirectory() as folder, explained():
-            path = Path(folder) / "optimized.onnx"
+        with temporary_folder() as folder, explained():
+            path = folder / "optimized.onnx"
             open_session(self.content, ort.GraphOptimizationLevel.ORT_ENABLE_ALL, self.threads, path)
             graph = onnx.load(path).graph
         integers = {tensor.name for tensor in graph.initializer if tensor.data_type in BYTES}

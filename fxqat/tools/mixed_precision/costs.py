@@ -7,10 +7,8 @@ form that an integer program needs (``fxqat.tools.mixed_precision.choose``).
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +20,7 @@ from fxqat.scheme import STORAGE_OPSETS
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.units import quant_at
 from fxqat.utils.batches import read_batch
+from fxqat.utils.temporary import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
             bits: math.ceil(count * width / 8) + math.ceil(channels * width / 8)
             for bits, width in stored_bits(bank, name).items()
         }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "widest.onnx"
+    with temporary_folder() as folder:
+        path = folder / "widest.onnx"
         convert_export(
             bank.mix({}),
             read_batch(bank.model, inputs, "file_bytes"),

@@ -8,11 +8,9 @@ integer outputs, and timed at each pair of widths. So the measured times include
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, stored_bits
 from fxqat.tools.mixed_precision.graph_costs import layer_inputs
 from fxqat.utils.batches import read_batch
+from fxqat.utils.temporary import temporary_folder
 
 WARMUP = 3
 
@@ -79,8 +78,8 @@ def layer_models(
     Its inputs and outputs are the layer's integers; or float values if the layer's are float, or of less than 8 bits,
     which ONNX Runtime does not take as inputs.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "whole.onnx"
+    with temporary_folder() as folder:
+        path = folder / "whole.onnx"
         convert_export(bank.mix(widths), read_batch(bank.model, inputs, "layer_latency"), path, verify=False)
         whole = onnx.shape_inference.infer_shapes(onnx.load(path))
     cutter = onnx.utils.Extractor(whole)
