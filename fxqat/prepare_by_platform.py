@@ -17,7 +17,7 @@ from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order, inputs_to_keep
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
-from fxqat.custom_quantizer.override_rules import recurrent_form
+from fxqat.custom_quantizer.override_rules import is_split, recurrent_form
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError, FxqatError, tells_of_the_bundle
@@ -146,7 +146,7 @@ def _prepare(
     float_tensors = named_tensors(traced.root)
     drop_unread(traced.gm.graph)
     split = split_parameters(traced.gm)
-    gm = split_ops(standardize(traced.gm, traced.fixed), spec.split)
+    gm = split_ops(standardize(traced.gm, traced.fixed), partial(is_split, spec, config))
     steps = split_recurrent(gm, partial(recurrent_form, spec, config))
     remarks["forced"] = (*remarks.get("forced", ()), *steps)
     gm = fuse(gm, fusions_without(config.unfused))

@@ -57,6 +57,8 @@ LATENCY, SIZE = "latency", "size"
 """What ``optimize_for`` can be."""
 RECURRENT = "recurrent"
 """The key of an override that chooses the form of a recurrent layer; only ``UNROLLED`` can be chosen."""
+SPLIT = "split"
+"""The key of an override that has an op computed by several; only true can be chosen."""
 STATIC, FLOAT = "static", "float"
 """What ``activation`` of the whole model can be, beside ``"dynamic"``."""
 FIRST_LAST = ("first_last", "first", "last")
@@ -181,7 +183,7 @@ def _override(where: str, entry: Any) -> Override:
         raise ConfigError(
             f"{where}: expected a mapping, or (not in YAML) a function of a path and a QConfig; got {entry!r}"
         )
-    mapping(entry, where, ("match", RECURRENT, *TENSORS))
+    mapping(entry, where, ("match", RECURRENT, SPLIT, *TENSORS))
     match = mapping(entry.get("match"), f"{where}.match", MATCH_KINDS)
     if not match:
         raise ConfigError(f"{where}: needs a 'match' with at least one of {', '.join(MATCH_KINDS)}")
@@ -192,9 +194,12 @@ def _override(where: str, entry: Any) -> Override:
     form = entry.get(RECURRENT)
     if RECURRENT in entry and form != UNROLLED:
         raise ConfigError(f"{where}.{RECURRENT} must be {UNROLLED!r}, got {form!r}")
-    given = {tensor: entry[tensor] for tensor in entry if tensor not in ("match", RECURRENT)}
-    changes = {} if form and not given else _changes(given, where)
-    return Override(Match(**match, where=where), changes, recurrent=form)
+    split = entry.get(SPLIT, False)
+    if SPLIT in entry and split is not True:
+        raise ConfigError(f"{where}.{SPLIT} must be true, got {split!r}")
+    given = {tensor: entry[tensor] for tensor in entry if tensor in TENSORS}
+    changes = {} if (form or split) and not given else _changes(given, where)
+    return Override(Match(**match, where=where), changes, recurrent=form, split=split)
 
 
 def _changes(entry: Any, where: str) -> dict[str, TensorChange | None]:

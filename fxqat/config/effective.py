@@ -93,7 +93,9 @@ def _placement(overrides: Iterable[Override]) -> Iterator[dict[str, Any]]:
             for tensor, change in override.changes.items()
             if change is None or tensor in ("activation", "output")
         }
-        form = {} if override.recurrent is None else {"recurrent": override.recurrent}
+        form: dict[str, Any] = {} if override.recurrent is None else {"recurrent": override.recurrent}
+        if override.split:
+            form["split"] = True
         if changes or form:
             yield {"match": _match_entry(override.match), **form, **changes}
 

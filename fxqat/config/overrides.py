@@ -16,7 +16,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.ops.identify import identify, op_spelled
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.node_meta import PART_OF, SPELLING
+from fxqat.utils.node_meta import PART_OF, SPELLING, SPLIT_FROM
 from fxqat.utils.torch_compat import operator_name
 
 TENSORS = ("weight", "activation", "output", "value")
@@ -106,7 +106,8 @@ class Match:
         return asked is not None and (asked is found or asked.name == identify(node).name)
 
     def _is_node(self, node: fx.Node) -> bool:
-        return _fits(str(self.node), node.name, self.where)
+        names = (node.name, node.meta.get(SPLIT_FROM, node.name))
+        return any(_fits(str(self.node), name, self.where) for name in names)
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,14 @@ class Override:
             the value it produces: it changes how the value is quantized, not whether.
         function: computes the changes instead, from the node's path and its configuration so far.
         recurrent: the form of a recurrent module, see ``fxqat.quantization.split_recurrent``; None as the backend has.
+        split: whether an op is computed by several, see ``fxqat.quantization.split_ops``; False as the backend has.
     """
 
     match: Match
     changes: Mapping[str, TensorChange | None] = field(default_factory=dict)
     function: Callable[[str, QConfig], Mapping[str, TensorChange | None]] | None = None
     recurrent: str | None = None
+    split: bool = False
 
     @property
     def is_dynamic(self) -> bool:

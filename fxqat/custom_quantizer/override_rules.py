@@ -17,9 +17,10 @@ from fxqat.nn.recurrent import LAYER, WHOLE
 from fxqat.ops.families import LOOKUP, RECURRENT, WEIGHTED, WITH_WEIGHT
 from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import ValueQuant
+from fxqat.quantization.split_ops import SPLITS
 from fxqat.scheme import QConfig, TensorQConfig
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF
+from fxqat.utils.node_meta import KEPT_WHOLE, NOT_SPLIT, PART_OF, SPLIT_FROM
 
 
 class Overrides:
@@ -160,13 +161,24 @@ def recurrent_form(spec: BackendSpec, config: PrepareConfig, node: fx.Node) -> s
     return LAYER if wanted or at_run_time else WHOLE
 
 
-def check_recurrent(nodes: Iterable[fx.Node], config: PrepareConfig) -> None:
-    """Check that each override with ``recurrent`` has changed the form of a layer.
+def is_split(spec: BackendSpec, config: PrepareConfig, node: fx.Node) -> bool:
+    """Whether several ops are to compute an op of ``SPLITS``: by the backend's table, or because an override asks."""
+    asked = any(override.split and override.match(node) for override in config.overrides)
+    return asked or identify(node).name in spec.split
+
+
+def check_forms(nodes: Iterable[fx.Node], config: PrepareConfig) -> None:
+    """Check that each override with ``recurrent`` or ``split`` has changed the form of a layer or op.
 
     Raises:
-        ConfigError: it matches no recurrent layer, or one that cannot have this form.
+        ConfigError: it matches none, or one that cannot have this form.
     """
     for override in config.overrides:
+        found = [node for node in nodes if override.match(node)] if override.split else []
+        if override.split and not any(SPLIT_FROM in node.meta for node in found):
+            others = f"only {', '.join(SPLITS)} can be"
+            why = next((node.meta[NOT_SPLIT] for node in found if NOT_SPLIT in node.meta), others)
+            raise ConfigError(f"{override.match.where}: {found[0].name!r} is not split: {why}")
         found = [node for node in nodes if override.match(node)] if override.recurrent else []
         if override.recurrent and not any(PART_OF in node.meta for node in found):
             why = next((node.meta[KEPT_WHOLE] for node in found if KEPT_WHOLE in node.meta), "no LSTM, GRU or RNN")

@@ -19,8 +19,8 @@ from fxqat.custom_quantizer.override_rules import (
     can_change,
     check_additions,
     check_dynamic_weights,
+    check_forms,
     check_lists,
-    check_recurrent,
     check_shared_weights,
     tie_tables,
 )
@@ -97,7 +97,7 @@ class BackendQuantizer:
         """
         config = self.config
         check_all_match(gm, [*config.additional, *config.exclude, *(override.match for override in config.overrides)])
-        check_recurrent(gm.graph.nodes, config)
+        check_forms(gm.graph.nodes, config)
         kinds = value_kinds(gm)
         excluded = always_float(gm)
         kinds |= dict.fromkeys(excluded, Kind.OTHER)

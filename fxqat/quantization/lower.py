@@ -45,6 +45,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.numerics import per_axis
+from fxqat.ops.identify import identify
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.fold_numbers import fold_numbers
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -90,7 +91,7 @@ def lower(
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
     fold_numbers(work)  # case 8
-    split_ops(work, ["adaptive_avg_pool2d"])  # case 9
+    split_ops(work, lambda node: identify(node).name == "adaptive_avg_pool2d")  # case 9
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):
         module = called_module(node)

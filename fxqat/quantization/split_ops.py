@@ -2,57 +2,130 @@
 
 1. ``silu``: ``x * sigmoid(x)``.
 2. ``adaptive_avg_pool2d`` to one value per channel: the mean over the image. To other sizes it stays.
+3. ``scaled_dot_product_attention``: two products, with a softmax between them (Vaswani et al. 2017, equation 1). A
+   boolean mask is also applied after the softmax: torch gives 0 where it leaves no key. A mask of floats that leaves no
+   key, all -inf, gives NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
+from torch.nn import functional as F
 
 from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.node_meta import SPELLING
+from fxqat.utils.node_meta import ADDRESS, IS_MASK, NOT_SPLIT, PART_OF, SHAPE, SPELLING, SPLIT_FROM, VALUE, kind_of
 from fxqat.utils.torch_compat import has_hooks
 
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The positional arguments of ``torch.nn.functional.scaled_dot_product_attention``."""
 
-def split_ops(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
+HOOKED = "has forward hooks, which run with its call"
+
+CLOSED = -6e4
+"""What a closed score becomes: exp of it is 0, and float16 holds it."""
+
+
+def split_ops(gm: fx.GraphModule, is_split: Callable[[fx.Node], bool]) -> fx.GraphModule:
     """Rewrite the graph in place and return the graph module (without generating its code again).
 
     Args:
         gm: a standardized graph module.
-        names: names of the ops to split, out of ``SPLITS``. A module with hooks stays, because they run with its call.
+        is_split: whether to split a node, whose op is one of ``SPLITS``. Why one stays all the same is noted on it.
     """
+    proxy = partial(_proxy, GraphAppendingTracer(gm.graph))
     for node in list(gm.graph.nodes):
-        name, module = identify(node).name, called_module(node)
-        if name not in names or (module is not None and has_hooks(module)):
+        split = SPLITS.get(identify(node).name)
+        if split is None or not is_split(node):
             continue
+        before = node.prev
+        module = called_module(node)
         with gm.graph.inserting_before(node):
-            new = SPLITS[name](node)
-        for made in new:
-            made.meta = dict(node.meta) | {SPELLING: node.target}
-        if new:
-            node.replace_all_uses_with(new[-1])
-            gm.graph.erase_node(node)
+            found = HOOKED if module is not None and has_hooks(module) else split(node, proxy)
+        if isinstance(found, str):
+            node.meta[NOT_SPLIT] = found
+            continue
+        kept = {key: value for key, value in node.meta.items() if key not in (SHAPE, ADDRESS, IS_MASK)}
+        part_of = {} if module is None else {PART_OF: (str(node.target), type(module))}
+        made = before.next
+        while made is not node:
+            made.meta = kept | part_of | {SPELLING: node.target, SPLIT_FROM: node.name} | made.meta
+            made = made.next
+        node.replace_all_uses_with(found.node)
+        gm.graph.erase_node(node)
     gm.graph.lint()
     return gm
 
 
-def _silu(node: fx.Node) -> list[fx.Node]:
-    x = node.all_input_nodes[0]
-    gate = node.graph.call_function(torch.sigmoid, (x,))
-    return [gate, node.graph.call_function(torch.mul, (x, gate))]
+def _silu(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
+    x = proxy(node.all_input_nodes[0])
+    return torch.mul(x, torch.sigmoid(x))
 
 
-def _global_average(node: fx.Node) -> list[fx.Node]:
+def _global_average(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
     module = called_module(node)
     size = module.output_size if module is not None else (*node.args[1:], *node.kwargs.values())[-1]
     if size not in (1, (1, 1), [1, 1]):
-        return []
-    x = node.all_input_nodes[0]
-    return [node.graph.call_function(torch.mean, (x, (-2, -1)), {"keepdim": True})]
+        return f"only to one value per channel it is a mean; its output size is {size}"
+    return torch.mean(proxy(node.all_input_nodes[0]), (-2, -1), keepdim=True)
 
 
-SPLITS: Mapping[str, Callable[[fx.Node], list[fx.Node]]] = {"silu": _silu, "adaptive_avg_pool2d": _global_average}
-"""For each op, a function that adds the nodes that compute it, the last of them its value; none if it stays."""
+def _attention(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
+    given = dict(zip(ATTENTION, node.args, strict=False)) | node.kwargs
+    query, key, value = (proxy(given[name]) for name in ATTENTION[:3])
+    mask, causal, shared_heads = (given.get(name) for name in ("attn_mask", "is_causal", "enable_gqa"))
+    if isinstance(causal, fx.Node) or isinstance(shared_heads, fx.Node):
+        return "is_causal and enable_gqa must not depend on a value"
+    kind = kind_of(mask) if isinstance(mask, fx.Node) else ""
+    if kind is None:
+        return "whether its mask is boolean is not known: prepare with example_inputs"
+    if shared_heads:
+        key, value = (torch.repeat_interleave(x, _size(query, -3) // _size(x, -3), -3) for x in (key, value))
+    scale = given.get("scale")
+    scale = _size(query, -1) ** -0.5 if scale is None else proxy(scale)
+    scores = torch.matmul(torch.mul(query, scale), torch.transpose(key, -2, -1))
+    closed = None
+    if causal:
+        closed = _noted(torch.triu(_noted(torch.ones_like(scores, dtype=torch.bool), "tensor"), 1), "tensor")
+    elif kind == "float":
+        scores = torch.add(scores, proxy(mask))
+    elif mask is not None:
+        closed = _noted(torch.logical_not(proxy(mask)), "tensor")
+    if closed is not None:
+        scores = torch.masked_fill(scores, closed, CLOSED)
+    weights = torch.softmax(scores, dim=-1)
+    if closed is not None and not causal:
+        weights = torch.masked_fill(weights, closed, 0.0)
+    dropout = given.get("dropout_p", 0.0)
+    if dropout != 0:
+        weights = F.dropout(weights, proxy(dropout), True)
+    return torch.matmul(weights, value)
+
+
+def _proxy(tracer: GraphAppendingTracer, given: Any) -> Any:
+    """A value of the graph to compute with; new nodes go where the graph inserts."""
+    return fx.Proxy(given, tracer) if isinstance(given, fx.Node) else given
+
+
+def _size(x: fx.Proxy, dim: int) -> Any:
+    shape = x.node.meta.get(SHAPE)
+    return _noted(x.size(dim), "plain") if shape is None else shape[dim]
+
+
+def _noted(proxy: Any, kind: str) -> Any:
+    proxy.node.meta[VALUE] = kind
+    return proxy
+
+
+SPLITS: Mapping[str, Callable[[fx.Node, Callable[[Any], Any]], Any]] = {
+    "silu": _silu,
+    "adaptive_avg_pool2d": _global_average,
+    "scaled_dot_product_attention": _attention,
+}
+"""For each op, a function that adds the nodes that compute it and returns a proxy of its value, or why it stays."""

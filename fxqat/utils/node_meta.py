@@ -31,6 +31,12 @@ PART_OF = "fxqat_part_of"
 KEPT_WHOLE = "fxqat_kept_whole"
 """Key in ``node.meta``: why a recurrent module was not split up, so that it stays float."""
 
+SPLIT_FROM = "fxqat_split_from"
+"""Key in ``node.meta``: the name of the node that became this one and others."""
+
+NOT_SPLIT = "fxqat_not_split"
+"""Key in ``node.meta``: why an op was not split although that was asked for."""
+
 MODE = "fxqat_mode"
 """Key in ``node.meta``: True if the node runs in training only, False if in eval mode only; absent if in both."""
 

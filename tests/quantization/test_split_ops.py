@@ -5,7 +5,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from fxqat import prepare_by_platform
+from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
+from fxqat.config.effective import effective_config
+from fxqat.errors import ConfigError
 from fxqat.quantization.split_ops import SPLITS, split_ops
 from fxqat.quantization.standardize import standardize
 
@@ -28,7 +30,7 @@ class Wrapped(nn.Module):
 
 
 def split(call):
-    return split_ops(standardize(fx.symbolic_trace(Wrapped(call))), SPLITS)
+    return split_ops(standardize(fx.symbolic_trace(Wrapped(call))), lambda node: True)
 
 
 def targets(gm):
@@ -43,7 +45,7 @@ def test_the_split_op_computes_the_same(name):
         gm.recompile()
         torch.testing.assert_close(gm(x), call(x * 2))
         assert targets(gm) == ([torch.sigmoid, torch.mul] if name == "silu" else [torch.mean])
-    assert set(CALLS) == set(SPLITS)
+    assert {*CALLS, "scaled_dot_product_attention"} == set(SPLITS)
 
 
 def test_what_cannot_be_split_stays():
@@ -65,3 +67,124 @@ def test_only_the_backend_that_asks_for_it_splits():
     assert [row.op for row in reports["TSQAT"]][2:4] == ["silu", "adaptive_avg_pool2d"]
     sigmoid = reports["LiteRT"].row(next(row.node for row in reports["LiteRT"] if row.op == "sigmoid"))
     assert "fixed[0,0.996094]" in sigmoid.output
+
+
+SPLIT_ATTENTION = {"overrides": [{"match": {"function": "scaled_dot_product_attention"}, "split": True}]}
+OPEN = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+OPEN[0, 0, 3] = False  # a query without a key
+
+
+class Attention(nn.Module):
+    """Attention of two heads with other arguments of the function; ``p`` is its dropout in training."""
+
+    def __init__(self, p=0.0, key_heads=2, **arguments):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = (
+            nn.Linear(32, 32),
+            nn.Linear(32, 16 * key_heads),
+            nn.Linear(32, 16 * key_heads),
+        )
+        self.bias = nn.Parameter(torch.randn(2, 5, 5))
+        self.p, self.arguments = p, arguments
+
+    def forward(self, x, mask=None):
+        query, key, value = (f(x).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mask = self.bias if self.arguments.get("scale") else mask
+        p = self.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, mask, p, **self.arguments).transpose(1, 2).flatten(2)
+
+
+ATTENTIONS = {
+    "plain": (Attention(), []),
+    "causal": (Attention(is_causal=True), []),
+    "a boolean mask": (Attention(), [OPEN]),
+    "a mask to add": (Attention(), [torch.zeros(5, 5).masked_fill(OPEN[1, 0].logical_not(), -1e9)]),
+    "a learned bias, another scale": (Attention(scale=0.3), []),
+    "shared keys": (Attention(key_heads=1, enable_gqa=True), []),
+    "dropout": (Attention(p=0.5), []),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("backend", ["TSQAT", "OpenVINO", "Vitis"])
+def test_attention_is_split_on_request(name, backend, tmp_path):
+    model, masks = ATTENTIONS[name]
+    generator = torch.Generator().manual_seed(1)
+    inputs = (torch.randn(2, 5, 32, generator=generator), *masks)
+    gm = prepare_by_platform(model, backend, SPLIT_ATTENTION, example_inputs=inputs).eval()
+    ops = [row.op for row in gm.quant_report]
+    assert ops.count("matmul") == 2
+    assert "softmax" in ops
+    assert "scaled_dot_product_attention" not in ops
+    other = (torch.randn(2, 5, 32, generator=generator), *masks)
+    disable_all(gm)
+    torch.testing.assert_close(gm(*other), model.eval()(*other))
+    gradients = [torch.autograd.grad(each(*other).square().sum(), each.key.weight)[0] for each in (gm, model)]
+    torch.testing.assert_close(*gradients)
+    calibrate(gm, [inputs, other], progress=False)
+    enable_quantization(gm)
+    noise = gm(*other) - model(*other)
+    assert noise.norm() < 0.04 * model(*other).norm()
+    assert convert_export(gm, inputs, tmp_path / "model.onnx").certificate.passed
+    gm.train()(*other).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in gm.parameters() if parameter.grad is not None)
+    assert not torch.equal(gm(*other), gm(*other)) or name != "dropout"
+
+
+def test_the_products_of_split_attention_read_integers():
+    inputs = (torch.randn(2, 5, 32),)
+    gm = prepare_by_platform(Attention(), "TSQAT", SPLIT_ATTENTION, example_inputs=inputs)
+    quantized = [row.op for row in gm.quant_report if row.status != "float"]
+    assert [quantized.count(op) for op in ("matmul", "softmax", "mul")] == [2, 1, 1]
+    again = prepare_by_platform(Attention(), "TSQAT", effective_config(gm), example_inputs=inputs)
+    reports = [[(row.node, row.status, row.output, row.group) for row in each.quant_report] for each in (again, gm)]
+    assert reports[0] == reports[1]
+
+
+def test_a_split_module_is_still_meant_by_its_path_and_type():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1)).eval()
+    for match in ({"module": "1"}, {"type": "SiLU"}, {"node": "_1"}):
+        config = {"overrides": [{"match": match, "split": True, "output": {"bit": 16}}]}
+        report = prepare_by_platform(model, "TSQAT", config, check="off").quant_report
+        assert [(row.op, row.output[:5]) for row in report][2:4] == [("sigmoid", "int16"), ("mul", "int16")], match
+
+
+@pytest.mark.parametrize(
+    ("model", "match", "why"),
+    [
+        (nn.GELU(), {"type": "GELU"}, "only silu, adaptive_avg_pool2d, scaled_dot_product_attention can be"),
+        (nn.AdaptiveAvgPool2d(2), {"type": "AdaptiveAvgPool2d"}, "its output size is 2"),
+    ],
+)
+def test_a_split_without_effect_is_refused(model, match, why):
+    config = {"overrides": [{"match": match, "split": True}]}
+    with pytest.raises(ConfigError, match=rf"overrides\[0\]: '_1' is not split: .*{why}"):
+        prepare_by_platform(nn.Sequential(nn.Conv2d(3, 4, 1), model), "TSQAT", config, check="off")
+
+
+def test_a_module_that_the_backend_splits_can_be_left_float_by_its_path():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU(), nn.Conv2d(4, 2, 1)).eval()
+    config = {"extra_quantizer_dict": {"exclude_module_name": ["1"]}}
+    report = prepare_by_platform(model, "LiteRT", config, check="off").quant_report
+    assert [(row.op, row.reason.partition(";")[0]) for row in report][2:4] == [
+        ("sigmoid", "left float by exclude_module_name"),
+        ("mul", "left float by exclude_module_name"),
+    ]
+
+
+def test_what_cannot_be_asked_for_is_refused():
+    with pytest.raises(ConfigError, match=r"overrides\[0\].split must be true, got False"):
+        prepare_by_platform(Masked(), "TSQAT", {"overrides": [SPLIT_ATTENTION["overrides"][0] | {"split": False}]})
+    with pytest.raises(ConfigError, match="whether its mask is boolean is not known: prepare with example_inputs"):
+        prepare_by_platform(Masked(), "TSQAT", SPLIT_ATTENTION, check="off")
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        y = self.layer(x)
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
