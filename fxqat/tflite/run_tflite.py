@@ -1,8 +1,14 @@
-"""Run a .tflite file in LiteRT's interpreter."""
+"""Run a .tflite file in LiteRT's interpreter, in a process of its own: some files make LiteRT abort the process."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,6 +18,10 @@ from fxqat.tflite.flatbuffer import missing
 
 Kernels = Literal["reference", "default"]
 """LiteRT's reference kernels, or what it uses by default: the XNNPACK delegate where it can, else optimized kernels."""
+
+ABORTS = "It does so for a softmax of a tensor that calibration saw only zeros of: see the warnings of calibration."
+
+PROGRAM = Path(__file__).with_name("interpret.py")
 
 
 def run_tflite(
@@ -29,16 +39,18 @@ def run_tflite(
         ExportError: ``ai_edge_litert`` cannot be imported, or cannot load or run the file.
     """
     try:
-        from ai_edge_litert.interpreter import Interpreter, OpResolverType
+        import ai_edge_litert.interpreter  # noqa: F401  the process imports it, too
     except ImportError as cause:
         raise missing(cause) from cause
-    resolver = OpResolverType.BUILTIN_REF if kernels == "reference" else OpResolverType.AUTO
-    try:
-        interpreter = Interpreter(model_content=content, num_threads=threads, experimental_op_resolver_type=resolver)
-        interpreter.allocate_tensors()
-        for detail, array in zip(interpreter.get_input_details(), inputs, strict=True):
-            interpreter.set_tensor(detail["index"], array)
-        interpreter.invoke()
-        return [interpreter.get_tensor(detail["index"]) for detail in interpreter.get_output_details()]
-    except (RuntimeError, ValueError) as cause:
-        raise ExportError(f"LiteRT cannot run the .tflite file with its {kernels} kernels: {cause}") from cause
+    given = pickle.dumps((content, list(inputs), kernels == "reference", threads), pickle.HIGHEST_PROTOCOL)
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, PROGRAM], input=given, capture_output=True, env=paths)
+    if done.returncode < 0:
+        answer = f"LiteRT aborted its process with {signal.Signals(-done.returncode).name}. {ABORTS}"
+    elif done.returncode:
+        answer = done.stderr.decode(errors="replace")[-500:]
+    else:
+        answer = pickle.loads(done.stdout)  # noqa: S301  from the program above
+    if isinstance(answer, str):
+        raise ExportError(f"LiteRT cannot run the .tflite file with its {kernels} kernels: {answer}")
+    return answer
