@@ -1,7 +1,7 @@
 """Keep integers that OpenVINO drops, or at which it fails.
 
 Behind a QuantizeLinear goes a Clip of its integers to the whole range of their type. No integer changes: integers of a
-type lie within its range. OpenVINO keeps a QuantizeLinear whose integers an operator reads. It is added in three places
+type lie within its range. OpenVINO keeps a QuantizeLinear whose integers an operator reads. It is added in four places
 (seen in OpenVINO 2026.4):
 
 1. Conv -> QuantizeLinear -> DequantizeLinear -> Add or Sub, nothing else reading the rounded values. OpenVINO computes
@@ -14,6 +14,9 @@ type lie within its range. OpenVINO keeps a QuantizeLinear whose integers an ope
 3. QuantizeLinear of a constant, as of position embeddings, or of what is computed from constants. If its
    DequantizeLinear is an operand of Add or Mul, OpenVINO rejects the file: it looks for the input of an operator where
    the constant is. With Clip it computes the integers when it compiles.
+4. Concat along another dimension than the last -> QuantizeLinear -> DequantizeLinear -> MatMul or Gemm, and others that
+   read the rounded values. OpenVINO gives Concat a zero point for each element of its dimension, which it then cannot
+   broadcast in the product, and rejects the file (``torch.roll`` before a linear layer).
 
 Source: OpenVINO, ``low_precision_transformations/src``: ``move_fake_quantize.cpp``, ``fake_quantize.cpp``, ``add.cpp``.
 """
@@ -27,6 +30,7 @@ from fxqat.onnx.integer_clamps import TYPES, clip_integers
 from fxqat.onnx.narrow_types import input_of
 
 ADDITIONS = ("Add", "Sub")
+PRODUCTS = ("MatMul", "Gemm")
 MERGED = ("Add", "Sub", "Mul", "Div", "BatchNormalization", "Relu", "Clip", "Max", "Min", "Identity")
 """Operators that OpenVINO merges with the QuantizeLinear behind them, if all their inputs but one are constants."""
 
@@ -38,7 +42,11 @@ class KeepIntegers(ir.passes.InPlacePass):
         """Add the Clips in place."""
         quantizers = [node for node in model.graph if node.op_type == "QuantizeLinear" and _has_type(node)]
         constants = _constants(model.graph)
-        found = [node for node in quantizers if _is_dropped(node) or _is_moved(node) or input_of(node, 0) in constants]
+        found = [
+            node
+            for node in quantizers
+            if _is_dropped(node) or _is_moved(node) or input_of(node, 0) in constants or _is_multiplied(node)
+        ]
         for node in found:
             zero_point = input_of(node, 2).const_value
             assert zero_point is not None  # checked by _has_type
@@ -61,15 +69,35 @@ def _is_dropped(quantizer: ir.Node) -> bool:
 
 def _is_moved(quantizer: ir.Node) -> bool:
     """Case 2."""
-    source = input_of(quantizer, 0).producer()
-    if source is not None and source.op_type == "Relu":
-        source = input_of(source, 0).producer()
-    if source is None or source.op_type != "Concat":
+    if _concat_before(quantizer) is None:
         return False
     reader = _reader_of_reals(quantizer)
     while reader is not None and reader.op_type in MERGED and _reads_constants_beside_one(reader):
         reader = _only_reader(reader)
     return reader is not None and reader.op_type == "QuantizeLinear"
+
+
+def _is_multiplied(quantizer: ir.Node) -> bool:
+    """Case 4."""
+    concat = _concat_before(quantizer)
+    if concat is None or _joins_last(concat):
+        return False
+    reals = [use.node.outputs[0] for use in quantizer.outputs[0].uses() if use.node.op_type == "DequantizeLinear"]
+    return any(use.node.op_type in PRODUCTS for value in reals for use in value.uses())
+
+
+def _concat_before(quantizer: ir.Node) -> ir.Node | None:
+    """The Concat whose result is rounded, Relu between them or not."""
+    source = input_of(quantizer, 0).producer()
+    if source is not None and source.op_type == "Relu":
+        source = input_of(source, 0).producer()
+    return source if source is not None and source.op_type == "Concat" else None
+
+
+def _joins_last(concat: ir.Node) -> bool:
+    """Whether a Concat joins along the last dimension."""
+    shape = input_of(concat, 0).shape
+    return concat.attributes["axis"].as_int() in (-1, None if shape is None else len(shape) - 1)
 
 
 def _constants(graph: ir.Graph) -> set[ir.Value]:

@@ -139,6 +139,23 @@ def with_constant(operator: str, computed: str = "Identity(d)") -> onnx.ModelPro
     )
 
 
+def product_behind_concat(axis: int, half: str, whole: str, operator: str = "MatMul") -> onnx.ModelProto:
+    """``y = dq(q(concat(dq(q(a)), dq(q(b))))) operator dq(w)``."""
+    weight = ", ".join(str(number * 37 % 199 - 99) for number in range(16))
+    model = onnx.parser.parse_model(f"""{HEADER} graph (float[{half}] a, float[{half}] b) => (float[{whole}] y)
+        <float s = {{0.125}}, uint8 z = {{130}}, int8 n = {{0}}, int8[4, 4] w = {{{weight}}}> {{
+        a_q = QuantizeLinear(a, s, z)
+        a_dq = DequantizeLinear(a_q, s, z)
+        b_q = QuantizeLinear(b, s, z)
+        b_dq = DequantizeLinear(b_q, s, z)
+        joined = Concat<axis = {axis}>(a_dq, b_dq)
+        x_q = QuantizeLinear(joined, s, z)
+        x_dq = DequantizeLinear(x_q, s, z)
+        w_dq = DequantizeLinear(w, s, n)
+        y = {operator}(x_dq, w_dq) }}""")
+    return onnx.shape_inference.infer_shapes(model)
+
+
 def feeds_of(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     shapes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in model.graph.input}
@@ -150,6 +167,8 @@ FAILING = {
     "two roundings behind Relu": behind_concat("Relu(joined)", "Identity(x_dq)"),
     "product between": behind_concat("", "Mul(x_dq, c)"),
     "clamp between": behind_concat("", "Clip(x_dq)"),
+    "product behind joined rows": product_behind_concat(1, "1, 4, 4", "1, 8, 4"),
+    "Gemm behind joined rows": product_behind_concat(0, "4, 4", "8, 4", "Gemm"),
     "sum with a constant": with_constant("Add"),
     "product with a constant": with_constant("Mul"),
     "sum with a computed constant": with_constant("Add", "Abs(d)"),
@@ -174,8 +193,9 @@ def test_the_values_behind_concat_and_of_constants_are_the_same(name: str) -> No
         behind_concat("Relu(joined)", "Sigmoid(x_dq)"),
         behind_concat("Relu(joined)", "Mul(x_dq, joined)"),
         behind_concat("Relu(joined)", "Add(x_dq, x_dq)"),
+        product_behind_concat(2, "1, 4, 2", "1, 4, 4"),
     ],
-    ids=["operator behind Concat", "operator between", "product of two", "two readers"],
+    ids=["operator behind Concat", "operator between", "product of two", "two readers", "joined columns"],
 )
 def test_other_roundings_behind_concat_stay(model: onnx.ModelProto) -> None:
     assert node_types(after(model, KeepIntegers())) == node_types(model)
