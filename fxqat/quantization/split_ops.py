@@ -86,9 +86,10 @@ def _attention(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
     if kind is None:
         return "whether its mask is boolean is not known: prepare with example_inputs"
     if shared_heads:
-        key, value = (torch.repeat_interleave(x, _size(query, -3) // _size(x, -3), -3) for x in (key, value))
+        times = _number(_number(query.size(-3)) // _number(key.size(-3)))
+        key, value = (torch.repeat_interleave(x, times, -3) for x in (key, value))
     scale = given.get("scale")
-    scale = _size(query, -1) ** -0.5 if scale is None else proxy(scale)
+    scale = _number(_number(query.size(-1)) ** -0.5) if scale is None else proxy(scale)
     scores = torch.matmul(torch.mul(query, scale), torch.transpose(key, -2, -1))
     closed = None
     if causal:
@@ -113,12 +114,12 @@ def _proxy(tracer: GraphAppendingTracer, given: Any) -> Any:
     return fx.Proxy(given, tracer) if isinstance(given, fx.Node) else given
 
 
-def _size(x: fx.Proxy, dim: int) -> Any:
-    shape = x.node.meta.get(SHAPE)
-    return _noted(x.size(dim), "plain") if shape is None else shape[dim]
+def _number(proxy: Any) -> Any:
+    return _noted(proxy, "plain")
 
 
 def _noted(proxy: Any, kind: str) -> Any:
+    """Note what kind of value it is; what has no note is a float tensor, as the result."""
     proxy.node.meta[VALUE] = kind
     return proxy
 

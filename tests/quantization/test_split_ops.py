@@ -1,5 +1,6 @@
 """Split ops: what a backend computes by several ops computes the same, and has quantizers between them."""
 
+import onnxruntime
 import pytest
 import torch
 from torch import fx, nn
@@ -188,3 +189,30 @@ class Masked(nn.Module):
     def forward(self, x, mask):
         y = self.layer(x)
         return F.scaled_dot_product_attention(y, y, y, attn_mask=mask)
+
+
+class ChannelAttention(nn.Module):
+    """Attention between channels: what the scale divides by is the number of pixels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x):
+        y = self.layer(x).flatten(2)
+        return F.scaled_dot_product_attention(y, y, y)
+
+
+def test_the_scale_of_split_attention_follows_the_size(tmp_path):
+    inputs, larger = (torch.randn(1, 3, 4, 6),), torch.randn(1, 3, 12, 6)
+    model = ChannelAttention().eval()
+    gm = prepare_by_platform(model, "TSQAT", SPLIT_ATTENTION, example_inputs=inputs).eval()
+    torch.testing.assert_close(gm(larger), model(larger))
+    calibrate(gm, [inputs, (larger,)], progress=False)
+    enable_quantization(gm)
+    convert_export(gm, inputs, tmp_path / "model.onnx", dynamic_shapes={"x": {2: "height"}})
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": larger.numpy()})
+    step = max(row.scale.item() for row in gm.modules() if hasattr(row, "scale") and row.scale.numel() == 1)
+    torch.testing.assert_close(torch.from_numpy(found), gm(larger), rtol=0, atol=step)
