@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -195,7 +194,7 @@ def _work_folder(output: Path) -> Iterator[Path]:
     missing = [parent for parent in output.resolve().parents if not parent.exists()]
     with ExitStack() as stack:
         for parent in reversed(missing):
-            stack.enter_context(deleted_after(partial(_delete_empty, parent)))
+            stack.enter_context(deleted_after(parent.rmdir))  # not if it is not empty: the output is there
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             work = stack.enter_context(temporary_folder(output.parent, f".{output.name}")) / output.name
@@ -203,11 +202,6 @@ def _work_folder(output: Path) -> Iterator[Path]:
             yield work
         except OSError as error:
             raise ConfigError(f"cannot write -o {output}: {error}") from error
-
-
-def _delete_empty(folder: Path) -> None:
-    with suppress(OSError):  # not empty: the output is there
-        folder.rmdir()
 
 
 def _put_in_place(work: Path, output: Path) -> None:

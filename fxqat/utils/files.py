@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 from fxqat.errors import FxqatError
@@ -87,7 +86,7 @@ def temporary_path(target: str | os.PathLike[str], error: type[FxqatError]) -> I
     """A temporary path beside ``target``, which is deleted after the block; see :func:`atomic_path`."""
     target = Path(target)
     temporary = unused_path(Path(os.path.realpath(target)).parent, f".{target.name}", ".tmp")
-    with deleted_after(partial(temporary.unlink, missing_ok=True)):
+    with deleted_after(temporary.unlink):
         try:
             if target.is_dir():
                 raise IsADirectoryError(f"{target} is a folder")

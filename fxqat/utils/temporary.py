@@ -19,13 +19,14 @@ def deleted_after(delete: Callable[[], object]) -> Iterator[None]:
     """Call ``delete`` when the block ends, in any way; begin the block before that which it deletes is made.
 
     Args:
-        delete: deletes a file or folder, or does nothing if there is none.
+        delete: deletes a file or folder. An ``OSError`` of it is ignored: there is none, or it has become the result.
     """
     _PENDING.append(delete)
     try:
         yield
     finally:
-        delete()
+        with suppress(OSError):
+            delete()
         _PENDING.remove(delete)
 
 

@@ -142,3 +142,11 @@ def test_of_several_files_all_are_written_or_none(tmp_path: Path) -> None:
     write_all({model: b"new", tmp_path / "model.json": "{}"}, ExportError)
     assert names(tmp_path) == ["model.json", "model.onnx"]
     assert (tmp_path / "model.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["file/model.onnx", "n" * 300])
+def test_a_path_that_cannot_be_is_the_error_asked_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match=r"cannot write .*Give a file path in an existing, writable folder"):
+        check_writable(tmp_path / name, ExportError)
+    assert names(tmp_path) == ["file"]

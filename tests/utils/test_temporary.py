@@ -50,7 +50,7 @@ def test_a_process_that_is_left_deletes_what_its_blocks_would(tmp_path: Path) ->
 
 def test_after_its_block_nothing_is_pending(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    with deleted_after(lambda: file.unlink(missing_ok=True)):
+    with deleted_after(file.unlink):
         file.touch()
     assert not file.exists()
     file.touch()
