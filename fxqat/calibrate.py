@@ -16,6 +16,7 @@ from fxqat.fake_quantize.state import disable_all, enable_calibration, named_fak
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.utils.batches import check_batches, described, forward_of, read_batch
 from fxqat.utils.contexts import eval_mode
+from fxqat.utils.flags import check_flags
 from fxqat.utils.tensors import map_tensors
 from fxqat.utils.torch_compat import unwrap
 
@@ -52,8 +53,8 @@ def calibrate(
 
     Raises:
         CalibrationError: the model holds no fake-quant: it is not a model of ``prepare_by_platform``.
-        ConfigError: there are no batches, ``max_batches`` is not positive, or a batch does not fit forward; the message
-            says what the batch is and what forward takes.
+        ConfigError: there are no batches, ``max_batches`` is not a positive integer, a flag is no bool, or a batch does
+            not fit forward; the message says what the batch is and what forward takes.
 
     Example:
         >>> from fxqat import enable_quantization, prepare_by_platform
@@ -62,7 +63,9 @@ def calibrate(
         1
         >>> enable_quantization(gm)
     """
-    if max_batches is not None and not (isinstance(max_batches, int) and max_batches >= 1):
+    check_flags(ConfigError, "calibrate", progress=progress, keep=keep, compare=compare)
+    counts = isinstance(max_batches, int) and not isinstance(max_batches, bool) and max_batches >= 1
+    if max_batches is not None and not counts:
         raise ConfigError(f"calibrate: max_batches must be at least 1, or None for all batches, got {max_batches}")
     check_batches(batches, "calibrate")
     enable_calibration(model, keep=True)

@@ -46,6 +46,7 @@ from fxqat.scheme import QuantizedTensor
 from fxqat.utils.batches import described
 from fxqat.utils.contexts import without_autocast
 from fxqat.utils.files import write_all
+from fxqat.utils.flags import check_flags
 from fxqat.utils.tensors import flatten_tensors
 
 DRAWS = "the model draws random numbers in eval mode, and the file draws others"
@@ -162,6 +163,7 @@ def convert_export(
 
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
     """
+    check_flags(ExportError, "convert_export", dynamic_batch=dynamic_batch, verify=verify)
     gm = prepared_model(model, ExportError)
     inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     if file_path is None:

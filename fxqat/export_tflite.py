@@ -27,6 +27,7 @@ from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizedTensor
 from fxqat.tflite.flatbuffer import missing, with_float_interface
 from fxqat.tflite.verify_tflite import TfliteCertificate, float_operators, require_tflite_parity, verify_tflite
+from fxqat.utils.flags import check_flags
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
@@ -100,6 +101,7 @@ def export_tflite(
 
     Source: LiteRT documentation, "LiteRT 8-bit quantization specification".
     """
+    check_flags(ExportError, "export_tflite", channels_last=channels_last, integer_io=integer_io, verify=verify)
     gm = prepared_model(model, ExportError)
     inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     check_paths(file_path=file_path, file_path_json=file_path_json)

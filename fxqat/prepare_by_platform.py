@@ -43,6 +43,7 @@ from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
 from fxqat.utils.batches import to_device_of
 from fxqat.utils.contexts import collector_paused, without_autocast, without_fast_path
+from fxqat.utils.flags import check_flags
 from fxqat.utils.fx_graph import has_attribute, set_attribute
 from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import line_of_forward
@@ -100,6 +101,7 @@ def prepare_by_platform(
         >>> [row.status for row in gm.quant_report]
         ['quantized', 'quantized']
     """
+    check_flags(ConfigError, "prepare_by_platform", is_qat=is_qat)
     check_model(model, example_inputs)
     _check_choices(untraceable, check)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)

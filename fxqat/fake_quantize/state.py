@@ -27,6 +27,7 @@ from torch import nn
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.numerics import SCALE_MIN
+from fxqat.utils.flags import check_flags
 from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.torch_compat import unwrap
 
@@ -52,8 +53,10 @@ def enable_calibration(model: nn.Module, keep: bool = False) -> None:
             default they start anew. Observers that are on already go on.
 
     Raises:
+        ConfigError: ``keep`` is no bool.
         CalibrationError: the model has no fake-quant.
     """
+    check_flags(ConfigError, "enable_calibration", keep=keep)
     _switch(model, ALL, observe=True, quantize=False, keep=keep)
 
 
@@ -66,9 +69,10 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = AL
         keep: as for :func:`enable_calibration`.
 
     Raises:
-        ConfigError: ``quantizer_type`` is none of these.
+        ConfigError: ``quantizer_type`` is none of these, or ``keep`` is no bool.
         CalibrationError: the model has no fake-quant.
     """
+    check_flags(ConfigError, "enable_calibration_woquantization", keep=keep)
     _switch(model, quantizer_type, observe=True, quantize=False, keep=keep)
 
 
@@ -77,6 +81,7 @@ def enable_calibration_quantization(model: nn.Module, quantizer_type: str = ALL,
 
     Args and errors: as :func:`enable_calibration_woquantization`.
     """
+    check_flags(ConfigError, "enable_calibration_quantization", keep=keep)
     _switch(model, quantizer_type, observe=True, quantize=True, keep=keep)
 
 
@@ -92,9 +97,12 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
         act_cali_on: the observers of activations stay on.
 
     Raises:
+        ConfigError: a flag is no bool.
         CalibrationError: an observer saw no data, or saw NaN or infinity (the message names the fake-quants), or the
             model has no fake-quant.
     """
+    flags = {"weight_cali_on": weight_cali_on, "act_cali_on": act_cali_on}
+    check_flags(ConfigError, "enable_quantization", **flags)
     quants = _fake_quants(model)
     on = {WEIGHT: weight_cali_on, ACTIVATION: act_cali_on}
     _set_observers((name, quant, on[quant.kind] and quant.scheme.fixed_range is None) for name, quant in quants)

@@ -30,6 +30,7 @@ from fxqat.tools.profile import profile
 from fxqat.tools.widening import Place, doubled, first, halve, uniform_choices
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
+from fxqat.utils.flags import check_flags
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Recipe:
     correct_bias: bool = False
     reconstruct: str = ""
     overrides: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_flags(ConfigError, "Recipe", equalize=self.equalize, correct_bias=self.correct_bias)
 
     def __str__(self) -> str:
         words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
@@ -247,6 +251,7 @@ def quantize(
         >>> result.reached
         True
     """
+    check_flags(ConfigError, "quantize", progress=progress)
     if max_drop is not None and (evaluate is None or not max_drop >= 0):
         what = (
             "needs evaluate, the function that measures it"
@@ -260,6 +265,7 @@ def quantize(
     known = {each.name for each in fields(Recipe)} - {"overrides"}
     if not steps or not all(changes and set().union(*changes) <= known for _, changes in steps):
         raise ConfigError(f"quantize: steps must be names with changes of {', '.join(sorted(known))}, got {steps}")
+    [Recipe(**change) for _, changes in steps for change in changes]  # a wrong value is told before the first trial
     if confidence != 0 and not 0.5 <= confidence < 1:
         raise ConfigError(f"quantize: confidence must be 0, or at least 0.5 and below 1, got {confidence}")
     check_batches(calib, "quantize")

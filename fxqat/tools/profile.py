@@ -35,6 +35,7 @@ from fxqat.utils.batches import read_batches
 from fxqat.utils.compare import MOST_DB, Difference, decibels
 from fxqat.utils.contexts import buffers_kept, eval_mode
 from fxqat.utils.files import atomic_path
+from fxqat.utils.flags import check_flags
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.version import __version__
 
@@ -196,6 +197,7 @@ def profile(gm: nn.Module, batches: Iterable[Any], *, worst: int = 10, progress:
         ConfigError: there are no batches, one does not fit the model, or the biases of the model were corrected (then
             it is not the float model without its fake-quants).
     """
+    check_flags(ConfigError, "profile", progress=progress)
     gm = prepared_model(gm, ConfigError)
     require_float_biases(gm, "profile")
     inputs = read_batches(gm, batches, "profile")

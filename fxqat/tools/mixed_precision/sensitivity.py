@@ -32,6 +32,7 @@ from fxqat.tools.mixed_precision.curvature import (
 from fxqat.tools.mixed_precision.units import quant_at
 from fxqat.utils.batches import read_batches
 from fxqat.utils.files import atomic_path
+from fxqat.utils.flags import check_flags
 from fxqat.utils.fx_graph import set_module
 from fxqat.utils.tensors import flatten_tensors
 
@@ -152,6 +153,7 @@ def sensitivity(
         ConfigError: no batches, a batch that does not fit the model, another number of targets than batches, an unknown
             method, or a file with scores of another method or model.
     """
+    check_flags(ConfigError, "sensitivity", progress=progress)
     inputs = read_batches(bank.model, batches, "sensitivity")
     given = [None] * len(inputs) if targets is None else targets
     if len(given) != len(inputs):

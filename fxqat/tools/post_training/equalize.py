@@ -28,6 +28,7 @@ from fxqat.ops.identify import identify
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
+from fxqat.utils.flags import check_flags
 from fxqat.utils.fx_graph import called_module, calls_of, only_user
 
 HOMOGENEOUS = frozenset(
@@ -100,6 +101,7 @@ def equalize(
         CalibrationError: the model is calibrated already; its ranges would no longer fit.
         ConfigError: a batch does not fit the model.
     """
+    check_flags(ConfigError, "equalize", absorb_bias=absorb_bias, replace_relu6=replace_relu6)
     gm = prepared_model(gm, ConfigError)
     if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
         raise CalibrationError("equalize changes the ranges of weights and activations: call it before calibration")

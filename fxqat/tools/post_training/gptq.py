@@ -34,6 +34,7 @@ from fxqat.tools.post_training.input_moments import damped, moments_of_halves, w
 from fxqat.tools.post_training.layer_matrices import sum_along_axis, weight_from_matrices, weight_to_matrices
 from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import Segment, Values
+from fxqat.utils.flags import check_flags
 
 SCALE_FACTORS = (1.0, *(k / 20 for k in range(12, 29) if k != 20))
 """Factors on a scale that are tried; of equal errors the first wins."""
@@ -54,13 +55,14 @@ class GPTQ:
         damping: lambda, relative to the mean square of a layer's inputs.
 
     Raises:
-        ConfigError: ``damping`` is not positive.
+        ConfigError: ``damping`` is not positive, or ``gptq`` is no bool.
     """
 
     gptq: bool = False
     damping: float = 0.1
 
     def __post_init__(self) -> None:
+        check_flags(ConfigError, "GPTQ", gptq=self.gptq)
         if not self.damping > 0:
             raise ConfigError(f"damping must be positive, got {self.damping}")
 

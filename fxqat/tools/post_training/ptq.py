@@ -21,6 +21,7 @@ from fxqat.tools.post_training.equalize import equalize as equalize_layers
 from fxqat.tools.post_training.reconstruct import Reconstruction
 from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
 from fxqat.utils.batches import check_batches, read_batch
+from fxqat.utils.flags import check_flags
 
 
 def ptq(
@@ -64,6 +65,8 @@ def ptq(
         ConfigError: no batches, a batch that does not fit the model, ``replace_relu6`` without ``equalize``, or as
             ``prepare_by_platform``.
     """
+    flags = {"equalize": equalize, "replace_relu6": replace_relu6, "correct_bias": correct_bias}
+    check_flags(ConfigError, "ptq", **flags, compare=compare, progress=progress)
     check_batches(batches, "ptq")
     batches = list(batches)
     if not batches:

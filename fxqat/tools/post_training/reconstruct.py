@@ -53,6 +53,7 @@ from fxqat.tools.post_training.layer_weights import weights_of
 from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
+from fxqat.utils.flags import check_flags
 from fxqat.utils.tensors import flatten_tensors
 
 
@@ -119,6 +120,7 @@ def reconstruct(
             function of the weight, or a model whose biases were corrected before (without its fake-quants it is not the
             float model).
     """
+    check_flags(ConfigError, "reconstruct", correct_bias=correct_bias, progress=progress)
     gm = prepared_model(gm, ConfigError)
     setting = _setting(method)
     require_float_biases(gm, "reconstruct")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxqat.errors import ConfigError
+from fxqat.utils.flags import check_flags
 from fxqat.utils.fx_graph import module_path
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import unwrap
@@ -52,7 +54,11 @@ class NaNGuard:
         Returns:
             True if the step is finite. If it is not, on one rank or on all, the buffers are restored, all gradients are
             None, and a ``RuntimeWarning`` names the place where NaN or infinity first appears.
+
+        Raises:
+            ConfigError: ``gradients`` is no bool.
         """
+        check_flags(ConfigError, "NaNGuard.accepts", gradients=gradients)
         with torch.no_grad():
             if self._is_finite(loss, gradients):
                 self._keep()
