@@ -17,6 +17,7 @@ from fxqat.config.effective import describe_config
 from fxqat.config.example_inputs import inputs_in_order, inputs_to_keep
 from fxqat.config.model_checks import check_model
 from fxqat.custom_quantizer.backend_type import BackendType, backend_spec
+from fxqat.custom_quantizer.bare_recurrent import check_bare_recurrent
 from fxqat.custom_quantizer.override_rules import is_split, recurrent_form
 from fxqat.custom_quantizer.quantizer import BackendQuantizer
 from fxqat.custom_quantizer.spec import BackendSpec
@@ -105,6 +106,7 @@ def prepare_by_platform(
     check_model(model, example_inputs)
     _check_choices(untraceable, check)
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
+    check_bare_recurrent(model, spec)
     config = parse_config(prepare_custom_config_dict)
     inputs = inputs_in_order(model, example_inputs, config.concrete_args)
     inputs = None if inputs is None else to_device_of(model, inputs)

@@ -314,8 +314,15 @@ def _remedies(
 ) -> list[str]:
     """What the user has not done yet: give example inputs, fix an argument of forward, give a tracer.
 
-    An argument ``use_x`` can be fixed to False if the graph cannot hold the type ``SomeX``.
+    An argument ``use_x`` can be fixed to False if the graph cannot hold the type ``SomeX``. What a recurrent layer
+    computes is one call of torch: nothing of this makes a subclass of it traceable.
     """
+    if isinstance(model, nn.RNNBase):
+        kind = next(c.__name__ for c in type(model).__mro__ if c.__module__ == nn.RNNBase.__module__)
+        return [
+            f"make a torch.nn.{kind} itself, not a subclass, a module of the model, and compute what the subclass adds "
+            "in the model's forward"
+        ]
     parameters = inspect.signature(model.forward).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty and p.name not in concrete_args]
     unfit = cause.value_type.__name__.lower() if isinstance(cause, TypeNotInGraph) else ""
