@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from fxqat.config.checks import mapping, sequence
-from fxqat.config.overrides import TENSORS, Match, Override, TensorChange
+from fxqat.config.overrides import LIST_NAMES, LISTS, TENSORS, Match, Override, TensorChange
 from fxqat.config.tensor_entry import DYNAMIC, SCHEME_SPELLINGS, read_change
 from fxqat.config.yaml_file import read_yaml
 from fxqat.errors import ConfigError
@@ -38,15 +38,7 @@ TOP_KEYS = (
 )
 QCONFIG_SUFFIXES = ("observer", "fakequantize", "fakeq_params", "observer_extra_args", "qscheme")
 QCONFIG_KEYS = tuple(f"{letter}_{suffix}" for letter in "wa" for suffix in QCONFIG_SUFFIXES)
-QUANTIZER_LISTS = (
-    "additional_function_type",
-    "additional_module_type",
-    "additional_node_name",
-    "exclude_module_name",
-    "exclude_function_type",
-    "exclude_node_name",
-)
-QUANTIZER_KEYS = (*QUANTIZER_LISTS, "least_work")
+QUANTIZER_KEYS = (*LISTS, "least_work")
 MATCH_KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "module": ((str,), "a module path or pattern"),
     "type": ((type, str), "a module type or its class name"),
@@ -157,11 +149,10 @@ def _qconfig_change(qconfig: Mapping[str, Any], letter: str) -> TensorChange:
 
 
 def _matches(quantizer: Mapping[str, Any], prefix: str) -> tuple[Match, ...]:
-    kinds = {"function_type": "function", "module_type": "type", "node_name": "node", "module_name": "module"}
     found = []
-    for suffix, kind in kinds.items():
-        key = f"{prefix}_{suffix}"
-        if key in QUANTIZER_LISTS:
+    for kind in ("function", "type", "node", "module"):
+        key = f"{prefix}_{LIST_NAMES[kind]}"
+        if key in LISTS:
             values = sequence(quantizer.get(key), key, *MATCH_KINDS[kind][0], words=MATCH_KINDS[kind][1])
             found += [Match(**{kind: value}, where=key) for value in values]
     return tuple(found)

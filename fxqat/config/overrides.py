@@ -22,6 +22,30 @@ from fxqat.utils.torch_compat import operator_name
 TENSORS = ("weight", "activation", "output", "value")
 """The tensors of a node that an override can change: its weight, the values it reads, the value it produces (twice)."""
 
+KEYS = {
+    "module": "the path of a module",
+    "type": "the type of a module",
+    "function": "a function",
+    "node": "the name of a node",
+}
+"""The keys of a match, and what each takes, in words."""
+
+LIST_NAMES = {"module": "module_name", "type": "module_type", "function": "function_type", "node": "node_name"}
+"""How the lists of ``extra_quantizer_dict`` for each key end."""
+
+LISTS = (
+    "additional_function_type",
+    "additional_module_type",
+    "additional_node_name",
+    "exclude_module_name",
+    "exclude_function_type",
+    "exclude_node_name",
+)
+"""The lists of ``extra_quantizer_dict`` that name nodes."""
+
+SHOWN = 4
+"""How many nodes an error names."""
+
 
 @dataclass(frozen=True)
 class TensorChange:
@@ -150,19 +174,81 @@ def check_all_match(gm: fx.GraphModule, matches: list[Match]) -> None:
     """Check that every match means at least one node.
 
     Raises:
-        ConfigError: one means none; the message gives the nearest name.
+        ConfigError: one means none; the message names the right key, or the nearest name.
     """
     nodes = list(gm.graph.nodes)
     for match in matches:
         if any(match(node) for node in nodes):
             continue
-        given = [value for value in (match.module, match.node, match.type, match.function) if value is not None]
-        words = [str(getattr(value, "__name__", value)) for value in given]
-        names = [str(n.target) for n in nodes if n.op == "call_module"] if match.module else [n.name for n in nodes]
-        close = difflib.get_close_matches(words[0], names, n=1, cutoff=0.3)
-        hint = f" The nearest is {close[0]!r}." if close else ""
-        what = " with ".join(map(repr, words))
-        raise ConfigError(f"{match.where}: {what} matches no node of the model.{hint}")
+        raise ConfigError(f"{match.where}: {_words(match)} matches no node of the model.{_hint(match, nodes)}")
+
+
+def _words(match: Match) -> str:
+    return " with ".join(repr(str(getattr(value, "__name__", value))) for value in _given(match).values())
+
+
+def _given(match: Match) -> dict[str, Any]:
+    return {key: value for key in KEYS if (value := getattr(match, key)) is not None}
+
+
+def _hint(match: Match, nodes: list[fx.Node]) -> str:
+    """What to write instead of a match that means no node.
+
+    1. Each key alone means nodes, only all of them together mean none.
+    2. A value means nodes under another key.
+    3. A name is near, under the same key.
+    """
+    given = _given(match)
+    wrong = [key for key, value in given.items() if not _means_any(key, value, nodes)]
+    if not wrong:
+        return f" Each of {', '.join(map(repr, given))} matches some, but no node matches all."
+    key, value = wrong[0], given[wrong[0]]
+    for other, words in KEYS.items():
+        if other != key and (isinstance(value, str) or other in ("type", "function")):
+            found = [node for node in nodes if Match(**{other: value}, where=match.where)(node)]
+            if found:
+                return f" {_words(Match(**{key: value}))} is {words}: {_instead(match, key, other, found)}."
+    name = str(getattr(value, "__name__", value))
+    close = difflib.get_close_matches(name, _names(key, nodes), n=1, cutoff=0.3)
+    return f" The nearest is {close[0]!r}." if close else ""
+
+
+def _means_any(key: str, value: Any, nodes: list[fx.Node]) -> bool:
+    return any(map(Match(**{key: value}), nodes))
+
+
+def _instead(match: Match, key: str, other: str, found: list[fx.Node]) -> str:
+    """Which key takes the value, or else which value the list of ``extra_quantizer_dict`` takes.
+
+    Args:
+        match: the match that means no node.
+        key: under which the value was given.
+        other: under which it means nodes.
+        found: these nodes.
+    """
+    if match.where not in LISTS:
+        return f"write {other!r} instead of {key!r}"
+    prefix = match.where.partition("_")[0]
+    if f"{prefix}_{LIST_NAMES[other]}" in LISTS:
+        return f"put it into {prefix}_{LIST_NAMES[other]}"
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    names = ", ".join(repr(node.name) for node in found[:SHOWN])
+    return f"put {names}{more} into {prefix}_{LIST_NAMES['node']}"
+
+
+def _names(key: str, nodes: list[fx.Node]) -> list[str]:
+    """What the nodes of a model can be called under a key."""
+    parts: list[tuple[str, type]] = [node.meta[PART_OF] for node in nodes if PART_OF in node.meta]
+    if key == "module":
+        return [str(node.target) for node in nodes if node.op == "call_module"] + [path for path, _ in parts]
+    if key == "type":
+        modules = [module for node in nodes if (module := called_module(node)) is not None]
+        layers = [module.layer if isinstance(module, FusedLayer) else module for module in modules]
+        return [*(type(layer).__name__ for layer in layers), *(kind.__name__ for _, kind in parts)]
+    if key == "node":
+        return [node.name for node in nodes]
+    targets = [node.meta.get(SPELLING, node.target) for node in nodes if node.op in ("call_function", "call_method")]
+    return [target if isinstance(target, str) else getattr(target, "__name__", "") for target in targets]
 
 
 def _fits(pattern: str, text: str, where: str) -> bool:

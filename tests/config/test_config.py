@@ -11,7 +11,7 @@ from easydict import EasyDict
 from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.config.config import QCONFIG_KEYS, QUANTIZER_LISTS, TOP_KEYS, PrepareConfig, parse_config
+from fxqat.config.config import LISTS, QCONFIG_KEYS, TOP_KEYS, PrepareConfig, parse_config
 from fxqat.config.overrides import Match, TensorChange
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.fixed import FixedFakeQuantize
@@ -216,7 +216,7 @@ def test_an_exclusion_stands_above_an_addition():
     assert "exclude_module_name" in row.reason
 
 
-@pytest.mark.parametrize("key", QUANTIZER_LISTS)
+@pytest.mark.parametrize("key", LISTS)
 def test_a_name_that_matches_nothing_is_an_error(key):
     with pytest.raises(ConfigError, match=f"{key}: 'nothing.like.this' matches no node") as caught:
         prepared("residual", config=quantizer(**{key: ["nothing.like.this"]}))
@@ -450,7 +450,7 @@ def test_a_width_out_of_range_is_an_error(bit):
 def test_keys_are_those_of_the_design():
     assert set(EVERYTHING) | {"concrete_args"} == set(TOP_KEYS)
     assert set(EVERYTHING["extra_qconfig_dict"]) == set(QCONFIG_KEYS)
-    assert len(QUANTIZER_LISTS) == 6
+    assert len(LISTS) == 6
 
 
 # how it is given

@@ -302,6 +302,57 @@ def test_a_rule_that_matches_nothing_is_an_error(match, nearest):
     assert nearest in str(caught.value)
 
 
+class Products(nn.Module):
+    """Has a function, a path and a type of module, and names of nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(1, 1, 1))
+
+    def forward(self, x):
+        return self.last(torch.matmul(self.first(x), x))
+
+
+@pytest.mark.parametrize(
+    ("match", "hint"),
+    [
+        ({"type": "matmul"}, "'matmul' is a function: write 'function' instead of 'type'."),
+        ({"module": "torch.matmul"}, "'torch.matmul' is a function: write 'function' instead of 'module'."),
+        ({"function": "first"}, "'first' is the path of a module: write 'module' instead of 'function'."),
+        ({"type": "last.*"}, "'last.*' is the path of a module: write 'module' instead of 'type'."),
+        ({"function": nn.Linear}, "'Linear' is the type of a module: write 'type' instead of 'function'."),
+        ({"module": "Linear"}, "'Linear' is the type of a module: write 'type' instead of 'module'."),
+        ({"module": "last_0"}, "'last_0' is the name of a node: write 'node' instead of 'module'."),
+        ({"module": "last.0", "type": "matmul"}, "'matmul' is a function: write 'function' instead of 'type'."),
+        ({"module": "last.0", "type": "Conv1d"}, "Each of 'module', 'type' matches some, but no node matches all."),
+        ({"type": "Conv2d"}, "The nearest is 'Conv1d'."),
+        ({"function": "matmull"}, "The nearest is 'matmul'."),
+        ({"node": "last_2"}, "The nearest is 'last_1'."),
+    ],
+    ids=spelling,
+)
+def test_a_name_under_the_wrong_key_is_told_the_right_one(match, hint):
+    with pytest.raises(ConfigError) as caught:
+        prepare_by_platform(Products(), "TSQAT", override(match, output=None))
+    assert str(caught.value).endswith(f"matches no node of the model. {hint}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("exclude_module_name", "matmul", "'matmul' is a function: put it into exclude_function_type."),
+        ("exclude_node_name", "Linear", "is the type of a module: put 'first', 'last_0' into exclude_node_name."),
+        ("additional_module_type", "first", "is the path of a module: put 'first' into additional_node_name."),
+        ("additional_function_type", nn.Linear, "is the type of a module: put it into additional_module_type."),
+    ],
+)
+def test_a_name_in_the_wrong_list_is_told_the_right_one(key, value, hint):
+    with pytest.raises(ConfigError, match=rf"{key}: .* matches no node") as caught:
+        prepare_by_platform(Products(), "TSQAT", {"extra_quantizer_dict": {key: [value]}})
+    assert str(caught.value).endswith(hint)
+
+
 def test_a_broken_regular_expression_is_an_error():
     with pytest.raises(ConfigError, match="not a regular expression") as caught:
         prepared("residual", config=override({"module": "re:layer1[("}, weight={"bit": 4}))
