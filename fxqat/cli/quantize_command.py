@@ -15,6 +15,7 @@ import jinja2
 import torch
 
 from fxqat.checkpoint import save_checkpoint
+from fxqat.cli.check_export_options import check_with_model, check_without_model, one_sample
 from fxqat.cli.interrupt import ignore_interrupts
 from fxqat.cli.load_data import is_named, load_batches, load_evaluation
 from fxqat.cli.load_model import load_model, parse_dynamic_shapes
@@ -37,7 +38,7 @@ from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
 from fxqat.utils.batches import read_batch
 from fxqat.utils.temporary import deleted_after, temporary_folder
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import flatten_tensors
 
 CONTINUE = '''"""Continue by training: this model has the quantization of {config}. Give it your data and your loss."""
 
@@ -112,7 +113,12 @@ def quantize(
         raise ConfigError(f"-o {output} is a file; give a folder")
     with _work_folder(output):
         pass  # a place that cannot be written is told before the ladder is climbed, which can take hours
-    open_sizes = parse_dynamic_shapes(dynamic_shapes)
+    export = {
+        "dynamic_batch": dynamic_batch, "dynamic_shapes": parse_dynamic_shapes(dynamic_shapes), "opset_version": opset,
+        "input_names": None if input_names is None else input_names.split(","),
+        "output_names": None if output_names is None else output_names.split(","),
+    }  # fmt: skip
+    check_without_model(export)
     source = load_model(model, weights)
     size = source.batches_of(batch_size)
     data = [calib] if evaluation is None else [calib, evaluation]
@@ -121,6 +127,9 @@ def quantize(
     evaluate = None if evaluation is None else load_evaluation(evaluation, prepare, size, eval_samples)
     batches = load_batches(calib, prepare, size, samples)
     source.check(batches[0])
+    export["input_names"] = export["input_names"] or source.input_names
+    export["output_names"] = export["output_names"] or source.output_names
+    check_with_model(source.model, batches[0], config, export)
     logger = logging.getLogger("fxqat")
     if logger.level == logging.WARNING:  # neither --quiet nor --verbose: the steps of the ladder are shown
         logger.setLevel(logging.INFO)
@@ -128,24 +137,14 @@ def quantize(
         source.model, batches, backend, evaluate, max_drop,
         confidence=0.95 if confidence is None else confidence, prepare_custom_config_dict=config,
     )  # fmt: skip
-    example = _one_sample(read_batch(result.model, batches[0], "quantize"))
+    example = one_sample(read_batch(result.model, batches[0], "quantize"))
     where, _, factory = model.rpartition(":")
     path = Path(where or model)
     absolute = f"{path.resolve()}{f':{factory}' if where else ''}" if path.is_file() else model
     named = {"model": absolute, "weights": None if weights is None else str(weights.resolve()), "backend": backend}
-    export = {
-        "dynamic_batch": dynamic_batch, "dynamic_shapes": open_sizes, "opset_version": opset,
-        "input_names": source.input_names if input_names is None else input_names.split(","),
-        "output_names": source.output_names if output_names is None else output_names.split(","),
-    }  # fmt: skip
     _write(output, result, example, named, export)
     if not result.reached:
         sys.exit(1)
-
-
-def _one_sample(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    cut: tuple[Any, ...] = map_tensors(inputs, lambda tensor: tensor[:1] if tensor.dim() else tensor)
-    return cut
 
 
 def _write(
