@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from fxqat.errors import ConfigError
-from fxqat.fake_quantize.state import disable_all, enable_calibration, named_fake_quants
+from fxqat.fake_quantize.state import disable_all, enable_calibration, named_fake_quants, restored_on_failure
 from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.utils.batches import check_batches, described, forward_of, read_batch
 from fxqat.utils.contexts import eval_mode
@@ -34,6 +34,7 @@ def calibrate(
 
     Afterwards observers and fake-quants are off, and every module is in the mode that it was in:
     :func:`fxqat.enable_quantization` switches the fake-quants on. A second call starts anew, unless ``keep`` is true.
+    A call that fails, as at a batch of another shape, changes nothing: switches, ranges and scales are as before it.
     A warning of the logger ``fxqat`` names activations that were 0 in all batches, and values beyond 1e10. Under
     ``torch.distributed`` every rank must call it; the ranks agree on the ranges at the end.
 
@@ -68,9 +69,21 @@ def calibrate(
     if max_batches is not None and not counts:
         raise ConfigError(f"calibrate: max_batches must be at least 1, or None for all batches, got {max_batches}")
     check_batches(batches, "calibrate")
+    gm = unwrap(model)
+    with restored_on_failure(gm):
+        count, kept = _observe(model, batches, max_batches, progress, keep, compare)
+    if kept is not None:
+        compare_if_possible(gm, kept, "calibrate")
+    return count
+
+
+def _observe(
+    model: nn.Module, batches: Iterable[Any], max_batches: int | None, progress: bool, keep: bool, compare: bool
+) -> tuple[int, tuple[Any, ...] | None]:
+    """Show the batches to the observers: how many there were, and a copy of the first if it is to be compared."""
     enable_calibration(model, keep=True)
     gm = unwrap(model)
-    if not keep:  # also after a calibration that was interrupted, which left the observers on
+    if not keep:  # also after a calibration loop of the user's own, which left the observers on
         for _, quant in named_fake_quants(gm):
             quant.forget_range()
     total = min(filter(None, (length_hint(batches), max_batches)), default=None)
@@ -87,9 +100,7 @@ def calibrate(
     if not count:
         raise ConfigError("calibrate: needs at least one batch of inputs")
     disable_all(model)
-    if kept is not None:
-        compare_if_possible(gm, kept, "calibrate")
-    return count
+    return count, kept
 
 
 def _run(gm: nn.Module, inputs: tuple[Any, ...], batch: Any, where: str) -> None:

@@ -137,6 +137,54 @@ def test_a_calibration_that_was_interrupted_leaves_nothing(prepared, expected):
     assert_same_scales(gm, expected)
 
 
+def switches(gm):
+    return [(quant.observer_enabled, quant.fake_quant_enabled) for _, quant in named_fake_quants(gm)]
+
+
+def failing(error):
+    yield BATCHES[0] * 50.0
+    raise error
+
+
+FAILURES = {
+    "a wrong batch": (lambda: [BATCHES[0] * 50.0, torch.ones(2, 2)], ConfigError),
+    "no batch": (list, ConfigError),
+    "a loader that fails": (lambda: failing(OSError("no such image")), OSError),
+    "Ctrl-C": (lambda: failing(KeyboardInterrupt()), KeyboardInterrupt),
+}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("observers", ["MinMax", "KL", "MSE", "Average"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_calibration_that_fails_changes_nothing(failure, observers, keep):
+    batches, error = FAILURES[failure]
+    config = {"extra_qconfig_dict": {"a_observer": observers}}
+    gm = fxqat.prepare_by_platform(build("conv_bn_relu").train(), "TSQAT", config)
+    fxqat.calibrate(gm, BATCHES[:2])
+    fxqat.enable_quantization(gm)
+    state, noise, modes = copy.deepcopy(gm.state_dict()), gm.quantization_noise, [m.training for m in gm.modules()]
+    tensors = [id(tensor) for tensor in (*gm.parameters(), *gm.buffers())]
+    with pytest.raises(error):
+        fxqat.calibrate(gm, batches(), progress=False, keep=keep)
+    assert switches(gm) == [(False, True)] * len(switches(gm))
+    assert gm.quantization_noise is noise
+    assert noise is not None
+    assert [module.training for module in gm.modules()] == modes
+    assert [id(tensor) for tensor in (*gm.parameters(), *gm.buffers())] == tensors
+    for name, value in gm.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_a_first_calibration_that_fails_leaves_the_model_uncalibrated(prepared):
+    gm = copy.deepcopy(prepared)
+    with pytest.raises(ConfigError, match="batch 1"):
+        fxqat.calibrate(gm, [BATCHES[0], torch.ones(2, 2)])
+    assert switches(gm) == [(False, False)] * len(switches(gm))
+    with pytest.raises(CalibrationError, match="fake-quants saw no data"):
+        fxqat.enable_quantization(gm)
+
+
 def test_zeros_only_and_huge_values_are_told(prepared, caplog):
     gm = copy.deepcopy(prepared)
     fxqat.calibrate(gm, [x * 0.0 for x in BATCHES])

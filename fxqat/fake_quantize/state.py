@@ -15,6 +15,7 @@ own.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from collections.abc import Iterable, Iterator
@@ -178,6 +179,35 @@ def switches_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for quant, *switches in before:
             quant.observer_enabled, quant.fake_quant_enabled = switches
+
+
+@contextmanager
+def restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """If the block raises: switches, ranges, scales and zero points of all fake-quants are as before, in place.
+
+    So is the comparison with the float model. All tensors of the fake-quants are copied for the block.
+    """
+    kept = [(part, _state_of(part)) for _, quant in named_fake_quants(model) for part in quant.modules()]
+    provenance = getattr(unwrap(model), "provenance", None)
+    noise = getattr(provenance, "noise", None)
+    try:
+        yield
+    except BaseException:  # Ctrl-C, too
+        with torch.no_grad():
+            for part, (attributes, tensors) in kept:
+                vars(part).update(attributes)
+                for tensor, content in tensors:
+                    tensor.copy_(content)
+        if provenance is not None:
+            provenance.noise = noise
+        raise
+
+
+def _state_of(part: nn.Module) -> tuple[dict[str, Any], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The attributes of a module, containers copied, and its own tensors with a copy of each."""
+    attributes = {name: copy.copy(v) if isinstance(v, (dict, list, set)) else v for name, v in vars(part).items()}
+    tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+    return attributes, [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
 def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: bool, keep: bool = True) -> None:
