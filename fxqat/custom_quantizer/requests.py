@@ -17,6 +17,7 @@ from fxqat.ops.identify import identify
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
 from fxqat.utils.torch_compat import has_hooks
+from fxqat.utils.weight_hooks import why_hooks_forbid
 
 RankedConfig = tuple[TensorQConfig, int]
 """A configuration and the rank of who asks for it: 0 the backend, i the user's override number i, from 1."""
@@ -123,8 +124,8 @@ def why_weight_stays_float(node: fx.Node) -> str:
     if type(layer) not in (*WEIGHTED_TYPES, *TABLES):
         kinds = "Conv, ConvTranspose, Linear, Embedding or EmbeddingBag of torch.nn"
         return f"{type(layer).__name__} is not a layer that fxqat quantizes ({kinds})"
-    if has_hooks(module) or has_hooks(layer):
-        return "has forward hooks, which a quantized layer would not run"
+    for hooked in filter(has_hooks, (module, layer)):
+        return why_hooks_forbid(hooked)
     if isinstance(layer, Table):
         return why_table_stays_float(layer)
     if node.kwargs or len(node.args) != 1:

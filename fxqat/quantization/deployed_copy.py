@@ -4,7 +4,8 @@
 2. every fake-quant on, every observer off;
 3. its graph only has what runs in eval mode;
 4. inputs that the file takes raw are normalized first;
-5. in float32, if it was trained in half precision: weights, inputs, and the types that its graph names.
+5. in float32, if it was trained in half precision: weights, inputs, and the types that its graph names;
+6. weights that hooks of torch compute (pruning, the old weight_norm) are parameters with these values.
 
 It shares the memory of the parameters, except those of the user's own modules, whose code may write them.
 """
@@ -29,6 +30,7 @@ from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import HALF, map_tensors, widened
 from fxqat.utils.torch_compat import BatchNorm, is_sharded
 from fxqat.utils.train_eval_graph import select_mode
+from fxqat.utils.weight_hooks import make_weights_permanent_
 
 
 def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] = ()) -> QuantGraphModule:
@@ -60,7 +62,10 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
     for parameter in gm.parameters():
         if type(parameter) is nn.Parameter and id(parameter) not in written:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-    work = own_copy(gm, memo).cpu().eval().requires_grad_(False)
+    work = own_copy(gm, memo).cpu().eval()
+    for module in work.modules():
+        make_weights_permanent_(module)
+    work.requires_grad_(False)
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False
         quant.fake_quant_enabled = True

@@ -13,8 +13,10 @@ from torch import fx
 from fxqat.ops.families import RECURRENT
 from fxqat.ops.identify import identify
 from fxqat.quantization.annotation import FLOAT, TOO_COSTLY, annotation_of
+from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
+from fxqat.utils.weight_hooks import weight_hooks, why_hooks_forbid
 
 ANY_BATCH = "equal to the model on a larger batch"
 """The line of :attr:`QuantReport.sameness` by which the batch size may vary."""
@@ -70,6 +72,7 @@ class QuantReport:
         sameness: on which inputs the prepared model was compared with the model, and what differed.
         weights_only: the layers that compute in float, with weights that are stored as integers, by their nodes.
         for_size: whether the configuration asks for a small file (``optimize_for``).
+        computed: layers that stay float because hooks of torch compute their weights, and how to make them permanent.
     """
 
     backend: str
@@ -83,6 +86,7 @@ class QuantReport:
     sameness: tuple[str, ...] = ()
     weights_only: tuple[str, ...] = ()
     for_size: bool = False
+    computed: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
@@ -103,6 +107,7 @@ class QuantReport:
             *(f"fixed at {found.value}: {found.expression} ({found.source})" for found in self.forced),
             *(f"computes in training what it computes in eval mode: {path}" for path in self.eval_only),
             *(f"without activation checkpointing: {line}" for line in self.checkpointed),
+            *(f"left float: {layer}" for layer in self.computed),
             *self.state_changes,
             *([f"{NOTHING_FOR_SIZE} {self.backend}"] if self.for_size and not self.weights_only else []),
         ]
@@ -157,6 +162,7 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
     """
     rows: list[ReportRow] = []
     weights_only: list[str] = []
+    computed: dict[str, None] = {}
     for node in gm.graph.nodes:
         found = annotation_of(node)
         if found is None:
@@ -179,9 +185,17 @@ def build_report(gm: fx.GraphModule, backend: str, **remarks: Any) -> QuantRepor
                 overridable=found.overridable,
             )
         )
+        if found.status == FLOAT and _has_computed_weights(node, found.reason):
+            computed[f"{node.target}: {found.reason}"] = None
         if found.weights_only:
             weights_only.append(node.name)
-    report = QuantReport(backend, tuple(rows), weights_only=tuple(weights_only), **remarks)
+    report = QuantReport(backend, tuple(rows), weights_only=tuple(weights_only), computed=tuple(computed), **remarks)
     if report.remarks:
         logging.getLogger("fxqat").warning("prepare_by_platform:\n  %s", "\n  ".join(report.remarks))
     return report
+
+
+def _has_computed_weights(node: fx.Node, reason: str) -> bool:
+    """Whether a node stays float for the reason that hooks of torch compute the weights of its layer."""
+    module = called_module(node)
+    return module is not None and bool(weight_hooks(module)) and why_hooks_forbid(module) in reason

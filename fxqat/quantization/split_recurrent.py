@@ -32,6 +32,7 @@ from fxqat.utils.fx_graph import called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
 from fxqat.utils.torch_compat import has_hooks
+from fxqat.utils.weight_hooks import why_hooks_forbid
 
 PROJECTS = "has projections (proj_size), which ONNX's LSTM has not: unroll it"
 NOT_A_TENSOR = "its input is no tensor (a packed sequence): pad the sequences instead, pack_padded_sequence has no ONNX"
@@ -39,7 +40,6 @@ LINEAR_LAYERS = {"ih": "of_input", "hh": "of_state", "hr": "projection"}
 """The names of the linear layers of an unrolled module, by the names of their weights."""
 
 OUTPUTS = ("output", "hidden", "cell")
-HOOKED = "has forward hooks, which a quantized layer would not run"
 
 
 def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tuple[ForcedNumber, ...]:
@@ -81,7 +81,7 @@ def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
     if module.proj_size and form == LAYER:
         return PROJECTS
     if has_hooks(module):
-        return HOOKED
+        return why_hooks_forbid(module)
     x = _argument(node, 0, "input")
     is_tensor = isinstance(x, fx.Node) and kind_of(x) in (None, "float") and x.target is not PackedSequence
     return "" if is_tensor else NOT_A_TENSOR

@@ -168,6 +168,11 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
+def name_of_pruned(hook: Any) -> str:
+    """The name of the parameter that a hook of ``torch.nn.utils.prune`` computes."""
+    return str(hook._tensor_name)
+
+
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),

@@ -73,6 +73,8 @@ def test_arguments_that_the_configuration_fixes_are_no_inputs(tmp_path: Path) ->
     check_with_model(Two(), batch, config, NOTHING | {"input_names": ["a", "b"], "output_names": ["c"]})
     with pytest.raises(ExportError, match="one name for each output tensor, 1: sum; got 2"):
         check_with_model(Two(), batch, config, NOTHING | {"output_names": ["c", "d"]})
+    with pytest.raises(ExportError, match="one name for each input tensor, 2: x, y; got 3"):
+        check_with_model(Two(), batch, config, NOTHING | {"input_names": ["a", "b", "c"]})
 
 
 def test_a_model_that_does_not_run_is_left_to_prepare() -> None:
