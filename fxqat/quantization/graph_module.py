@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.errors import FxqatError
+from fxqat.errors import ConfigError, FxqatError
 from fxqat.quantization.dtype_casts import follow_dtype
 from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
@@ -163,6 +164,18 @@ class QuantGraphModule(SeesConversion, SeesLoading, TrainEvalGraphModule):
         It is kept until the model is calibrated again or other scales are loaded; None if it was not compared since.
         """
         return self.provenance.noise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a module is replaced by a module or None only."""
+        if name in self.__dict__.get("_modules", ()) and not isinstance(value, (nn.Module, type(None))):
+            is_class = isinstance(value, type)
+            given = f"the class {value.__name__}" if is_class else f"{reprlib.repr(value)} ({type(value).__name__})"
+            raise ConfigError(
+                f"{name!r} of the prepared model is a module ({type(getattr(self, name)).__name__}): expected a "
+                f"torch.nn.Module or None in its place, got {given}. Replace the layer in the float model, by an "
+                "object and not a class, and prepare that model"
+            )
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> QuantGraphModule:
         """Set the mode of all modules as the model's own ``train()`` does."""

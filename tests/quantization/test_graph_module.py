@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 from fxqat import disable_all, prepare_by_platform
 from fxqat.checkpoint import float_state_dict
-from fxqat.errors import ExportError
+from fxqat.errors import ConfigError, ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -346,3 +346,18 @@ def test_a_model_whose_hooks_compute_weights_is_copied_after_training(when):
     copied = copy.deepcopy(gm)
     assert torch.equal(copied.eval()(x), gm.eval()(x))
     assert copied.get_submodule("0").weight.eq(0).sum() == 12
+
+
+def test_a_class_in_place_of_a_module_is_an_error():
+    gm = prepare_by_platform(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "TSQAT")
+    layer = gm.get_submodule("0")
+    with pytest.raises(ConfigError, match=r"'0' of the prepared model is a module \(.*got the class Linear\. Replace"):
+        setattr(gm, "0", nn.Linear)
+    with pytest.raises(ConfigError, match=r"got 'linear' \(str\)\. Replace the layer in the float model"):
+        setattr(gm, "0", "linear")
+    assert gm.get_submodule("0") is layer
+    other = copy.deepcopy(layer)
+    setattr(gm, "0", other)
+    gm.head = nn.Linear
+    assert gm.get_submodule("0") is other
+    assert gm.head is nn.Linear
