@@ -41,6 +41,7 @@ from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, pre
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
 from fxqat.utils.files import atomic_path, check_distinct, check_path
+from fxqat.utils.meta_tensors import require_values
 from fxqat.utils.sharded import on_one_rank, sharded_as, whole
 from fxqat.utils.torch_compat import is_flattened, is_sharded
 from fxqat.utils.zip_digest import append_digest, is_intact
@@ -83,10 +84,10 @@ def save_checkpoint(
         runtime: the runtime that the ONNX file is written for, see :func:`~fxqat.convert_export`.
 
     Raises:
-        CheckpointError: the model is not a prepared one, JSON or ONNX is requested of a sharded model, the model is
-            sharded by the old FullyShardedDataParallel, two paths are the same file, a path cannot be written,
-            ``example_inputs`` is missing, ``runtime`` or ``example_inputs`` is given and no ONNX file is written, or
-            ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
+        CheckpointError: the model is not a prepared one or is on the meta device, JSON or ONNX is requested of a
+            sharded model, the model is sharded by the old FullyShardedDataParallel, two paths are the same file, a path
+            cannot be written, ``example_inputs`` is missing, ``runtime`` or ``example_inputs`` is given and no ONNX
+            file is written, or ``extra`` holds something that ``torch.load(weights_only=True)`` would refuse.
         CalibrationError: JSON or ONNX is requested of a model that is not calibrated; nothing is written.
         ExportError: ``runtime`` is unknown; or JSON or ONNX is requested of a model that cannot be exported, then the
             ``.pth`` is written already.
@@ -100,6 +101,7 @@ def save_checkpoint(
     check_runtime(runtime)
     paths = {"file_path": file_path, "file_path_json": file_path_json, "file_path_onnx": onnx_path}
     check_distinct(paths, CheckpointError)
+    require_values(gm, CheckpointError)
     sharded = _is_sharded(gm)
     if sharded and (file_path_json is not None or onnx_path is not None):
         raise CheckpointError(
@@ -198,6 +200,7 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     """
     gm = prepared_model(model, CheckpointError)
     check_path("file_path", file_path, CheckpointError)
+    require_values(gm, CheckpointError)
     _is_sharded(gm)
     try:
         content = torch.load(file_path, map_location="cpu", weights_only=True)
@@ -238,6 +241,7 @@ def load_quant_params(model: nn.Module, file_path_json: str | os.PathLike[str]) 
     """
     gm = prepared_model(model, CheckpointError)
     check_path("file_path_json", file_path_json, CheckpointError)
+    require_values(gm, CheckpointError)
     document = read_params(file_path_json)
     _check_backend(gm, document.get("backend"), str(file_path_json))
     tensors = document["tensors"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError, ExportError
-from fxqat.utils.batches import read_batch
+from fxqat.utils.batches import REAL_INPUTS, described, read_batch
 from fxqat.utils.files import check_distinct, check_writable
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 from fxqat.utils.unused_names import unused_name
@@ -47,6 +47,8 @@ def example_tuple(model: nn.Module, example_inputs: Any, kept: tuple[Any, ...] |
     tensors = flatten_tensors(inputs)
     if not tensors or any(tensor.numel() == 0 for tensor in tensors):
         raise ExportError("example_inputs must hold at least one tensor, and none of them may be empty")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ExportError(f"example_inputs {described(inputs)} are on the meta device, without values: {REAL_INPUTS}")
     return map_tensors(inputs, lambda tensor: tensor.detach().cpu())  # type: ignore[no-any-return]
 
 

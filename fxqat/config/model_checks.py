@@ -81,7 +81,14 @@ def _check_tensors(model: nn.Module, example_inputs: Any) -> None:
         (key for key, tensor in tensors.items() if is_fake(tensor)),
         f"of {name} are fake tensors without values: make the model outside of FakeTensorMode",
     )
-    if not any(tensor.is_meta for tensor in flatten_tensors(example_inputs)):
+    on_meta = any(tensor.is_meta for tensor in flatten_tensors(example_inputs))
+    if on_meta and any(tensor.is_meta for tensor in tensors.values()):
+        _refuse(
+            (key for key, parameter in parameters.items() if not parameter.is_meta),
+            f"of {name} have values, but other parameters and example_inputs are on the meta device: give a model that "
+            "is on the meta device as a whole (model.to('meta')) for a report without values, or load all weights",
+        )
+    elif not on_meta:
         _refuse(
             (key for key, tensor in tensors.items() if tensor.is_meta),
             f"of {name} are on the meta device, without values: load the weights (model.to_empty(device='cpu') makes "

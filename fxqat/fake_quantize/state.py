@@ -30,6 +30,7 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.numerics import SCALE_MIN
 from fxqat.utils.flags import check_flags
 from fxqat.utils.living_copies import LivingCopies
+from fxqat.utils.meta_tensors import require_values
 from fxqat.utils.torch_compat import unwrap
 
 ALL = "fake_quant"
@@ -55,7 +56,7 @@ def enable_calibration(model: nn.Module, keep: bool = False) -> None:
 
     Raises:
         ConfigError: ``keep`` is no bool.
-        CalibrationError: the model has no fake-quant.
+        CalibrationError: the model has no fake-quant, or is on the meta device.
     """
     check_flags(ConfigError, "enable_calibration", keep=keep)
     _switch(model, ALL, observe=True, quantize=False, keep=keep)
@@ -71,7 +72,7 @@ def enable_calibration_woquantization(model: nn.Module, quantizer_type: str = AL
 
     Raises:
         ConfigError: ``quantizer_type`` is none of these, or ``keep`` is no bool.
-        CalibrationError: the model has no fake-quant.
+        CalibrationError: the model has no fake-quant, or is on the meta device.
     """
     check_flags(ConfigError, "enable_calibration_woquantization", keep=keep)
     _switch(model, quantizer_type, observe=True, quantize=False, keep=keep)
@@ -100,11 +101,12 @@ def enable_quantization(model: nn.Module, weight_cali_on: bool = False, act_cali
     Raises:
         ConfigError: a flag is no bool.
         CalibrationError: an observer saw no data, or saw NaN or infinity (the message names the fake-quants), or the
-            model has no fake-quant.
+            model has no fake-quant or is on the meta device.
     """
     flags = {"weight_cali_on": weight_cali_on, "act_cali_on": act_cali_on}
     check_flags(ConfigError, "enable_quantization", **flags)
     quants = _fake_quants(model)
+    require_values(model, CalibrationError)
     on = {WEIGHT: weight_cali_on, ACTIVATION: act_cali_on}
     _set_observers((name, quant, on[quant.kind] and quant.scheme.fixed_range is None) for name, quant in quants)
     if all(quant.kind == WEIGHT for _, quant in quants):
@@ -147,9 +149,11 @@ def require_calibrated(model: nn.Module) -> None:
     """Check that every fake-quant has a finite range.
 
     Raises:
-        CalibrationError: some have none (the message names them), or the model has no fake-quant.
+        CalibrationError: some have none (the message names them), or the model has no fake-quant or is on the meta
+            device.
     """
     quants = _fake_quants(model)
+    require_values(model, CalibrationError)
     unseen = [name for name, quant in quants if not quant.observer.has_seen_data()]
     if unseen:
         raise CalibrationError(
@@ -214,6 +218,7 @@ def _switch(model: nn.Module, quantizer_type: str, *, observe: bool, quantize: b
     if quantizer_type not in (WEIGHT, ACTIVATION, ALL):
         raise ConfigError(f"quantizer_type must be {WEIGHT!r}, {ACTIVATION!r} or {ALL!r}, got {quantizer_type!r}")
     if observe:
+        require_values(model, CalibrationError)
         _forget_noise(model)
     quants = [(name, quant, quantizer_type in (ALL, quant.kind)) for name, quant in _fake_quants(model)]
     _set_observers(((name, quant, observe and chosen) for name, quant, chosen in quants), keep)

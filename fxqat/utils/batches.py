@@ -18,6 +18,8 @@ from fxqat.utils.torch_compat import unwrap
 LABELS = ("label", "labels", "target", "targets")
 """Keys of a dict that are ignored if forward has no such argument."""
 
+REAL_INPUTS = "give tensors with values, on the CPU or on the device of the model"
+
 REQUIRED = inspect.Parameter.empty
 
 
@@ -72,10 +74,19 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
 
 
 def to_device_of(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, with all tensors on the model's device; if it has several, those on none of them go to the first."""
+    """The values, with all tensors on the model's device; if it has several, those on none of them go to the first.
+
+    Raises:
+        ConfigError: some have no values (meta device), and the model has.
+    """
     devices = list(dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers())))
     if not devices or all(tensor.device in devices for tensor in flatten_tensors(values)):
         return values
+    if any(tensor.is_meta for tensor in flatten_tensors(values)):
+        raise ConfigError(
+            f"the inputs {described(values)} are on the meta device, without values, and the model is on "
+            f"{devices[0]}: {REAL_INPUTS}"
+        )
     moved: tuple[Any, ...] = map_tensors(values, lambda t: t if t.device in devices else t.to(devices[0]))
     return moved
 
