@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,18 @@ import onnxscript
 import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
-from torch import nn
+from torch import fx, nn
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
+from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST, operator_of, shorter_export
+from fxqat.utils.fx_graph import called_module
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL2D, ADAPTIVE_AVG_POOL3D, CDIST, operator_of, shorter_export
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -85,6 +87,9 @@ def run_exporter(
         except Exception as cause:  # the exporter wraps every kind of failure
             leaves, why = leaf_calls(module), without_groups(_reason(cause))
             called = ", ".join(str(leaf.target) for leaf in leaves)
+            pool = next((error for error in _chain(cause) if isinstance(error, OpenWindowsError)), None)
+            if pool is not None:
+                raise ExportError(f"{' or '.join(_pools(module, pool.kind)) or 'a pool'}: {pool}") from cause
             if sizes is not None:
                 raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
             if not leaves:
@@ -111,6 +116,24 @@ def run_exporter(
             node.name = ast.literal_eval(node.metadata_props[SCOPES])[-2]  # the module that calls the operator
     model.meta[WARNINGS] = tuple(dict.fromkeys([*told, *(str(w.message) for w in heard if not _is_noise(w))]))
     return model
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _pools(module: nn.Module, kind: str) -> list[str]:
+    """The calls of adaptive pools in a lowered graph, by path or name."""
+    graph: fx.Graph = module.graph  # type: ignore[assignment]
+    found = []
+    for node in graph.nodes:
+        called = called_module(node)
+        name = type(called).__name__ if called is not None else str(getattr(node.target, "__name__", node.target))
+        if name.lower().replace("_", "").startswith(f"adaptive{kind}pool"):
+            found.append(node.name if called is None else str(node.target))
+    return found
 
 
 def _reason(cause: Exception) -> str:
@@ -180,7 +203,10 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         torch.ops.prims.prod.default: _prod,  # what the exporter makes of cumprod
         CDIST: _cdist,
-        ADAPTIVE_AVG_POOL3D: _adaptive_avg_pool3d,
+        ADAPTIVE_AVG_POOL2D: adaptive_avg_pool,
+        ADAPTIVE_AVG_POOL3D: adaptive_avg_pool,
+        torch.ops.aten.adaptive_max_pool2d.default: adaptive_max_pool,
+        torch.ops.aten.adaptive_max_pool3d.default: adaptive_max_pool,
         # torch's own give a layer without a bias one of zeros (onnxscript 0.7.2), conv3d's of a wrong shape
         torch.ops.aten.conv1d.default: _conv,
         torch.ops.aten.conv2d.default: _conv,
@@ -338,18 +364,6 @@ def _cdist(x: Any, y: Any, p: float, compute_mode: int | None = None) -> Any:
     powers: Any = op.Pow(op.Abs(difference), exponent)
     total: Any = op.ReduceSum(powers, last, keepdims=False)
     return op.Pow(total, inverse)
-
-
-def _adaptive_avg_pool3d(x: Any, output_size: Sequence[int]) -> Any:
-    sizes = list(x.shape)[-3:]
-    if any(not isinstance(size, int) or size % out for size, out in zip(sizes, output_size, strict=True)):
-        raise ValueError(f"adaptive_avg_pool3d: an input of {sizes} has no equal windows for {list(output_size)}")
-    kernel = [size // out for size, out in zip(sizes, output_size, strict=True)]
-    if len(x.shape) == 5:
-        return op.AveragePool(x, kernel_shape=kernel, strides=kernel)
-    batch: Any = op.Constant(value_ints=[0])
-    batched: Any = op.Unsqueeze(x, batch)
-    return op.Squeeze(op.AveragePool(batched, kernel_shape=kernel, strides=kernel), batch)
 
 
 def _conv(

@@ -22,7 +22,7 @@ from fxqat.fake_quantize import torch_ops
 from fxqat.onnx.opset import opset_of
 from fxqat.quantization.dynamic_sizes import OpenSizes, open_sizes
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL3D, CDIST
+from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL2D, ADAPTIVE_AVG_POOL3D, CDIST
 from tests.export_models import calibrate, constants, deployed_outputs, node_types, run_file
 
 RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
@@ -167,7 +167,10 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.sort.stable,
         torch.ops.prims.prod.default,
         CDIST,
+        ADAPTIVE_AVG_POOL2D,
         ADAPTIVE_AVG_POOL3D,
+        torch.ops.aten.adaptive_max_pool2d.default,
+        torch.ops.aten.adaptive_max_pool3d.default,
         torch.ops.aten.conv1d.default,
         torch.ops.aten.conv2d.default,
         torch.ops.aten.conv3d.default,

@@ -26,8 +26,9 @@ CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
 
 
 CDIST = torch.ops.aten._cdist_forward.default
+ADAPTIVE_AVG_POOL2D = torch.ops.aten._adaptive_avg_pool2d.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
-"""The operators into which torch.export decomposes ``cdist`` and ``adaptive_avg_pool3d``."""
+"""The operators into which torch.export decomposes ``cdist`` and adaptive average pools."""
 
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""

@@ -763,6 +763,7 @@ BEYOND: tuple[Case, ...] = (
     both("beyond", "adaptive_max_pool2d", """
         nn.AdaptiveMaxPool2d(2)
         F.adaptive_max_pool2d(x, 2)
+        F.adaptive_max_pool2d(x, (3, 2))
     """),
     both("beyond", "adaptive_max_pool1d", """
         nn.AdaptiveMaxPool1d(1)
@@ -776,9 +777,8 @@ BEYOND: tuple[Case, ...] = (
         nn.AdaptiveAvgPool3d(1)
         F.adaptive_avg_pool3d(x, 1)
         F.adaptive_avg_pool3d(x, (2, 1, 4))
+        F.adaptive_avg_pool3d(x, 3)
     """, kind="volume"),
-    case("beyond", "adaptive_avg_pool3d", "F.adaptive_avg_pool3d(x, 3)", kind="volume",
-         fails="ONNX has no pooling over windows of different sizes", failure="no equal windows"),
     case("beyond", "lp_pool", """
         nn.LPPool2d(2, 2)
         F.lp_pool2d(x, 2, 2)
