@@ -22,6 +22,13 @@ SCALE_MIN = 2.0**-40
 SCALE_MAX = 2.0**40
 """Largest valid scale."""
 
+EDGE = 2.0**-7
+"""What is less than this beyond the end of a range, in steps, counts as inside.
+
+The largest of the values that a scale was chosen for may be that far beyond, because its quotient is a float32. With 16
+bits, the error of that is 1/256 of a step.
+"""
+
 
 def _bit_pattern(value: float) -> int:
     return int.from_bytes(struct.pack(">f", value), "big")
@@ -197,7 +204,9 @@ def dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return quantize(x, scale, zero_point, 0, 255), scale, zero_point
 
 
-def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:
+def choose_qparams(
+    min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme, ends_occur: bool = False
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point for a real range.
 
     The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
@@ -211,6 +220,7 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
         scheme: the target integers. Per-channel scales (of weights, whose extremes always occur) and powers of two are
             rounded up to the scheme's significant bits, so that they cover the range. Other scales are rounded to the
             nearest, which may cut off up to ``2**-scale_bits`` of the range.
+        ends_occur: as with weights, the two ends are always among the values: round every scale up.
 
     Returns:
         ``(scale, zero_point)``, both float32 of the range's shape: the scale within ``[SCALE_MIN, SCALE_MAX]``, the
@@ -232,7 +242,8 @@ def choose_qparams(min_val: Tensor, max_val: Tensor, scheme: QuantizeScheme) -> 
         scale = torch.maximum(-low, high) / (quant_max - scheme.symmetric_zero_point)
     else:
         scale = (high if scheme.nonnegative else high - low) / (quant_max - quant_min)
-    scale = valid_scale(scale, scheme.scale_bits, up=scheme.per_channel or scheme.scale_bits == 1)
+    up = ends_occur or scheme.per_channel or scheme.scale_bits == 1
+    scale = valid_scale(scale, scheme.scale_bits, up=up)
     if fixed is not None:
         return scale, torch.full_like(low, fixed)
     return scale, valid_zero_point(quant_min - torch.round(low / scale), quant_min, quant_max, scheme.zero_point_step)

@@ -50,13 +50,14 @@ def lsq_reference(
     """Gradients of ``fq(x * factor) / factor``: LSQ equations 2 to 4, LSQ+ equations 4 and 5, straight-through for x.
 
     With ``v = x * factor / s``: to x ``g`` inside; to s ``g / factor * (round(v) - v)`` inside and
-    ``g / factor * (limit - z)`` outside; to z ``-g / factor * s`` outside; inside is strictly between the limits.
+    ``g / factor * (limit - z)`` outside; to z ``-g / factor * s`` outside; inside includes the limits, with
+    1/128 of a step for the error of a float32 quotient.
     """
     channel = 0 if axis is None else axis
     f = np.ones(()) if factor is None else on_axis(factor, x.ndim, channel)
     s, z = on_axis(scale, x.ndim, axis), on_axis(zero_point, x.ndim, axis)
     v = x * f / s
-    inside = (v + z > limits[0]) & (v + z < limits[1])
+    inside = (v + z > limits[0] - 1 / 128) & (v + z < limits[1] + 1 / 128)
     to_scale = grad / f * np.where(inside, np.rint(v) - v, np.clip(np.rint(v) + z, *limits) - z)
     to_zero_point = np.where(inside, 0.0, -grad / f * s)
     others = tuple(d for d in range(x.ndim) if scale.ndim == 0 or d != channel % x.ndim)

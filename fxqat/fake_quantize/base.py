@@ -64,6 +64,8 @@ class FakeQuantizeBase(KeepsDtype):
             again.
         scale_bits: significant bits of the scale in use.
         always_zero: the model makes zeros of what it rounds, whatever its inputs are.
+        ends_occur: the ends of the observed range are in every pass among the values, as those of a parameter are: the
+            scale covers them. Otherwise a scalar parameter would be clipped, and have no gradient.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
 
@@ -90,6 +92,7 @@ class FakeQuantizeBase(KeepsDtype):
         self.observer_enabled = False
         self.fake_quant_enabled = False
         self.always_zero = False
+        self.ends_occur = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
         self.has_zero_point = scheme.fixed_zero_point != 0
@@ -158,7 +161,7 @@ class FakeQuantizeBase(KeepsDtype):
     def update_from_observer(self) -> None:
         """Set scale and zero point from the observed range; without data they stay."""
         seen = self.observer.min_val <= self.observer.max_val
-        scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme)
+        scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme, self.ends_occur)
         self.store(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
 
     @torch.no_grad()

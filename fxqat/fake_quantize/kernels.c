@@ -48,6 +48,8 @@ enum {
     HALF_STEP = 126,  /* ... and the code of half a step, for elements inside */
 };
 
+static const float EDGE = 0.0078125f; /* numerics.EDGE: up to so many steps beyond the range, an element is inside */
+
 typedef struct {
     const float *x, *grad;
     float *result; /* x_hat or the gradient of x */
@@ -114,8 +116,8 @@ static inline float limited(float value, float low, float high) {
 
 static inline float code_of(float steps, float error, float quant_min, float quant_max) {
     float code = steps == steps ? rintf(error * (2 * HALF_STEP)) : NOT_A_NUMBER;
-    code = steps <= quant_min ? BELOW : code;
-    return steps >= quant_max ? ABOVE : code;
+    code = steps <= quant_min - EDGE ? BELOW : code;
+    return steps >= quant_max + EDGE ? ABOVE : code;
 }
 
 VECTORIZED static void forward_rows(const Work *work, int64_t begin, int64_t end) {
@@ -164,7 +166,7 @@ VECTORIZED static void forward_columns(const Work *work, int64_t begin, int64_t 
 static inline int of_input(float x, float grid, float offset, float quant_min, float quant_max, float *ratio) {
     float q = x / grid, steps = q + offset;
     float rounded = limited(rintf(q), quant_min - offset, quant_max - offset);
-    int outside = (steps <= quant_min) | (steps >= quant_max);
+    int outside = (steps <= quant_min - EDGE) | (steps >= quant_max + EDGE);
     *ratio = outside ? rounded + (x - x) : rounded - q; /* NaN if x is infinite: no gradient of the scale */
     return outside;
 }

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from fxqat.fake_quantize import kernels
 from fxqat.fake_quantize.layout import with_strides_of
-from fxqat.numerics import dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
+from fxqat.numerics import EDGE, dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
 from fxqat.utils.torch_compat import has_saving_hooks
 
@@ -35,7 +35,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     The grid is ``s = used_scale / factor``. ``used_scale`` defaults to ``valid_scale(scale, scale_bits)``; a weight
     whose scale was raised gives another one. With ``q = x / s + zero_point``, ``g`` the incoming gradient, and "inside"
-    meaning quant_min < q < quant_max, the gradients are:
+    meaning quant_min <= q <= quant_max, but for the error of a quotient, the gradients are:
 
     * x: g inside, 0 outside (straight-through estimator);
     * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; that of ``scale`` by the chain rule;
@@ -55,7 +55,9 @@ class FakeQuantizeSTE(torch.autograd.Function):
     ``|r| < 3/4``. They save a small x as it is, because more operations cost more than its memory.
 
     Source: Bengio et al. 2013 (arXiv:1308.3432); Esser et al. 2020, LSQ (arXiv:1902.08153), equations 2 to 4;
-    Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5.
+    Bhalgat et al. 2020, LSQ+ (arXiv:2004.09576), equations 4 and 5. The papers count the two ends of the range as
+    outside. Here they are inside, as for ``torch.clamp``: a scalar parameter, a parameter of equal values and a binary
+    value lie there entirely, and would have no gradient.
     """
 
     @staticmethod
@@ -187,7 +189,7 @@ def _with_ratios(
         added = offset + shift
     if shift:
         inside.add_(added)
-    inside = _pass_inside(inside, inside, quant_min + shift, quant_max + shift, out=inside)
+    inside = _pass_inside(inside, inside, quant_min + shift - EDGE, quant_max + shift + EDGE, out=inside)
     ratios = torch.sub(x_hat, inside, out=_reused(inside))
     if shift:
         ratios.add_(added)
@@ -247,7 +249,7 @@ def _sums_of_input(
     if offset is not None:
         steps.add_(per_axis(offset, x.dim(), axis))
     grad = with_strides_of(steps, grad)
-    grad_x = _pass_inside(grad, steps, quant_min, quant_max)
+    grad_x = _pass_inside(grad, steps, quant_min - EDGE, quant_max + EDGE)
     outside = _sum_to(grid.dim(), torch.sub(grad_x, grad), axis) if ctx.needs_input_grad[2] else None
     if not ctx.needs_input_grad[1]:
         return grad_x, None, outside

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
-from fxqat.numerics import SCALE_PATTERNS, rounding
+from fxqat.numerics import EDGE, SCALE_PATTERNS, rounding
 
 EXACT = {"enable_fp_fusion": False}
 """A product and a sum are rounded one after the other."""
@@ -33,6 +33,9 @@ BLOCKS, PROGRAMS = 4, 8192
 SMALLEST, LARGEST = (tl.constexpr(pattern) for pattern in SCALE_PATTERNS)
 BELOW, ABOVE, NOT_A_NUMBER, HALF_STEP = (tl.constexpr(float(code)) for code in (-128, 127, -127, 126))
 """The codes of ``kernels.c``."""
+
+BEYOND = tl.constexpr(EDGE)
+"""How far beyond the range an element may be and count as inside, in steps."""
 
 WHOLE = tl.constexpr(2.0**23)
 """From here on, every float32 is an integer."""
@@ -75,7 +78,7 @@ def _steps(x, grid, offset, quant_min, quant_max):
     """``x / grid``; that as an integer, less the zero point; and whether x is below and above the range."""
     q = tl.div_rn(x, grid)
     rounded = _nearest_small_integer(_limited(q, quant_min - offset, quant_max - offset))
-    return q, rounded, q + offset <= quant_min, q + offset >= quant_max
+    return q, rounded, q + offset <= quant_min - BEYOND, q + offset >= quant_max + BEYOND
 
 
 @triton.jit

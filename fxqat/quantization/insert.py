@@ -36,7 +36,7 @@ from fxqat.ops.identify import identify, keeps_output
 from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import TensorQConfig
-from fxqat.utils.fx_graph import called_module, module_path, set_module, unique_name
+from fxqat.utils.fx_graph import called_module, module_path, nodes_where, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
@@ -146,7 +146,7 @@ def _name(kind: Any) -> str:
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
-    zeros = zero_values(gm.graph)
+    zeros, fixed = zero_values(gm.graph), nodes_where(gm.graph, _is_same_in_every_pass)
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -158,12 +158,13 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str
             path = unique_name(gm, f"{node.name}_act_fake_quant")
             with _errors_name(value.config, f"value of {node.name!r} ({found.reason})"):
                 quant_module = build_fake_quant(value.config, ACTIVATION)
-            quant_module.always_zero = True  # as far as seen
+            quant_module.always_zero = quant_module.ends_occur = True  # as far as seen
             gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
         group_quant = gm.get_submodule(paths[value.group])
         assert isinstance(group_quant, FakeQuantizeBase)
         group_quant.always_zero = group_quant.always_zero and node in zeros
+        group_quant.ends_occur = group_quant.ends_occur and node in fixed
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
             arguments["on_grid"] = True
@@ -177,6 +178,12 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str
         for user in users:
             if value.readers is None or user.name in value.readers:
                 user.replace_input_with(node, quant)
+
+
+def _is_same_in_every_pass(node: fx.Node, found: set[fx.Node]) -> bool:
+    """Whether a value is a parameter or a buffer, or computed from such values only."""
+    inputs = node.all_input_nodes
+    return node.op == "get_attr" or (bool(inputs) and found.issuperset(inputs))
 
 
 def _insert_in_training(gm: fx.GraphModule) -> None:

@@ -171,15 +171,15 @@ def test_a_scalar_has_the_gradients_of_a_tensor_of_one(steps: float) -> None:
 
 
 @pytest.mark.parametrize("zero_point", [None, 0.0, 2.0])
-def test_the_boundaries_count_as_outside(zero_point: float | None) -> None:
+def test_the_ends_of_the_range_count_as_inside(zero_point: float | None) -> None:
     offset = 0.0 if zero_point is None else zero_point
     q = torch.tensor([-8.0, -7.9375, 6.9375, 7.0, 7.0625, 8.5, -8.5, 0.0]) - offset
     scale = torch.tensor(0.25)
     point = None if zero_point is None else torch.tensor(zero_point)
     _, (to_x, to_scale, _) = run(q * 0.25, scale, point, (-8, 7), torch.ones(8))
-    assert to_x.tolist() == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert to_x.tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     inside = (-0.0625) + 0.0625
-    outside = (-8 - offset) * 2 + (7 - offset) * 3
+    outside = (-8 - offset) + (7 - offset) * 2
     assert to_scale.item() == inside + outside
 
 

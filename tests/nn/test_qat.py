@@ -519,8 +519,7 @@ def test_with_fixed_parameters_only_the_weight_learns() -> None:
     qat = switch_on(QATLayer(layer, None, None, quant))
     assert {name for name, _ in qat.named_parameters()} == {"weight", "bias"}
     qat(torch.randn(2, 3, 5, 5)).sum().backward()
-    clipped = weight_integers(qat, layer.weight).abs() == 127  # the largest of a channel lies on the boundary
-    assert torch.all((qat.weight.grad == 0) == clipped)
+    assert qat.weight.grad.all()  # the largest of a channel, on the end of the range, too
 
 
 @FEW

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxqat import prepare_by_platform
+from fxqat import calibrate, enable_quantization, prepare_by_platform
 from fxqat.custom_quantizer.backend_type import BackendType
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
@@ -228,3 +228,41 @@ def test_inserting_leaves_the_statistics_alone():
     gm = prepared("conv_bn_relu")
     assert gm.conv1.bn.num_batches_tracked.item() == 0
     assert torch.isinf(gm.conv1.weight_fake_quant.observer.min_val).all()
+
+
+class Gains(nn.Module):
+    """Parameters whose values are all at one end of their range, as they are or computed from."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3)
+        self.gain = nn.Parameter(torch.tensor(value))
+        self.gains = nn.Parameter(torch.full((1, 4, 1, 1), value))
+        self.temperature = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * self.gain * self.gains * self.temperature.exp()
+
+
+@pytest.mark.parametrize("fake_quantize", ["Learnable", "Fixed"])
+@pytest.mark.parametrize("value", [0.53, 0.8, 1.0, 1.3])  # some scales of few bits are smaller than the exact one
+@pytest.mark.parametrize("backend", [BackendType.TSQAT, BackendType.QNN, BackendType.LiteRT, BackendType.ONNXRuntime])
+def test_a_parameter_of_equal_values_has_a_gradient(backend, value, fake_quantize):
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 12, 12)
+    config = {"extra_qconfig_dict": {"a_fakequantize": fake_quantize}}
+    model = Gains(value)
+    gm = prepare_by_platform(model, backend, config, example_inputs=x)
+    calibrate(gm, [x], progress=False)
+    enable_quantization(gm.train())
+    for each in (gm, model.train()):
+        each(x).square().mean().backward()
+    for name in ("gain", "gains", "temperature"):
+        found, wanted = gm.get_parameter(name), model.get_parameter(name)
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=0.3, atol=1e-3)
+        assert found.grad.all()
+    quant = gm.get_submodule("gain_act_fake_quant")
+    assert quant.ends_occur
+    assert not gm.get_submodule("x_act_fake_quant").ends_occur
+    scale, zero_point = quant.qparams()
+    assert (quant.scheme.quant_max - zero_point) * scale >= torch.tensor(value) * (1 - 1e-6)
