@@ -6,7 +6,8 @@ Cases:
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
    So does a functional lookup in a parameter.
    Products with a parameter are linear, too (``fxqat.quantization.products``).
-2. Functional dropout that gets ``self.training`` becomes the module, so that it follows ``train()`` and ``eval()``.
+2. Functional dropout that gets ``self.training`` becomes a module of the module that calls it, so that it follows
+   ``train()`` and ``eval()`` of both.
 3. A module call that passes its input by keyword passes it by position.
 4. Writes in place become new values (``fxqat.quantization.in_place``).
 5. Arguments that tracing fixed to a value are removed from the signature.
@@ -36,7 +37,7 @@ from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify
 from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
-from fxqat.utils.fx_graph import attribute_of, called_module, unique_name
+from fxqat.utils.fx_graph import attribute_of, called_module, module_path, unique_name
 from fxqat.utils.node_meta import MODE, SPELLING, VALUE
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
@@ -167,7 +168,7 @@ def _module_of(
         owner = str(weight.target).rpartition(".")[0]
         name = "linear" if kind is ProductLayer else kind.__name__.lower()
         made[key] = unique_name(gm, f"{owner}.{name}" if owner else name)
-        gm.add_submodule(made[key], make().train(gm.training))
+        gm.add_submodule(made[key], make().train(gm.get_submodule(owner).training))
     return made[key]
 
 
@@ -188,14 +189,24 @@ def _dropout_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module])
     known = VALUE in node.meta  # else it was traced without values, where self.training is False
     if isinstance(p, fx.Node) or not (follows_mode(training) or (training is False and not known)):
         return node  # the user chose dropout that is always on, or off
-    path = unique_name(gm, kind.__name__.lower())
-    gm.add_submodule(path, kind(p, bound.get("inplace", False)).train(gm.training))
+    owner = _holder_of(gm, node)
+    path = unique_name(gm, f"{owner}.{kind.__name__.lower()}" if owner else kind.__name__.lower())
+    gm.add_submodule(path, kind(p, bound.get("inplace", False)).train(gm.get_submodule(owner).training))
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
     if isinstance(training, fx.Node) and not training.users:
         gm.graph.erase_node(training)
     return new
+
+
+def _holder_of(gm: fx.GraphModule, node: fx.Node) -> str:
+    """The path of the innermost module around a node that the graph module has; empty for itself."""
+    paths = {path for path, _ in gm.named_modules(remove_duplicate=False)}
+    path = module_path(node)
+    while path not in paths:
+        path = path.rpartition(".")[0]
+    return path
 
 
 def _input_by_position(node: fx.Node) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxqat import prepare_by_platform
+from fxqat import disable_all, prepare_by_platform
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import trace
 
@@ -142,6 +142,48 @@ def test_functional_dropout_follows_the_mode(name):
             torch.manual_seed(0)
             torch.testing.assert_close(gm.train(mode)(x), expected, rtol=0, atol=0)
             assert torch.equal(gm(x), x) == (not mode)
+
+
+class DropsBefore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(F.dropout(x, 0.5, self.training))
+
+
+class DropsInParts(nn.Module):
+    """Drops in its forward, in that of a part with a layer, and in attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = DropsBefore()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5)
+
+    def forward(self, x):
+        x = F.dropout(self.part(x), 0.5, self.training)
+        return self.attention(x, x, x)[0]
+
+
+@pytest.mark.parametrize("name", ["part", "attention"])
+def test_functional_dropout_follows_the_mode_of_the_module_that_calls_it(name):
+    torch.manual_seed(0)
+    model, x = DropsInParts().eval(), torch.randn(3, 2, 8)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=x)
+    disable_all(gm)
+    results = []
+    for training in (True, False):
+        for alone in (True, False):
+            for each in (gm, model):
+                each.train(training).get_submodule(name).train(alone)
+                torch.manual_seed(0)
+                results.append(each(x))
+            torch.testing.assert_close(results[-2], results[-1])
+    assert not any(torch.equal(results[i], results[j]) for i in (0, 2, 4, 6) for j in range(i))
+    model.train().get_submodule(name).eval()
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=x)
+    assert {module.training for module in gm.get_submodule(name).modules()} == {False}
 
 
 class Overwriting(nn.Module):
