@@ -44,6 +44,12 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 CLASS = re.compile(r"^<class '[\w.]+'>: ", re.MULTILINE)
 """How it names the type of an error."""
 
+NO_TRANSLATION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>")
+"""What it says of an operator that it cannot write."""
+
+NO_TENSOR = re.compile(r"'(\w+)' object has no attribute 'name'\n.*\n?Error when translating node return")
+"""What it says of an output that is no tensor."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -91,9 +97,10 @@ def run_exporter(
             if pool is not None:
                 raise ExportError(f"{' or '.join(_pools(module, pool.kind)) or 'a pool'}: {pool}") from cause
             if sizes is not None:
-                raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{sizes.cause}") from cause
+                remedy = _remedy(why) or sizes.cause
+                raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{remedy}") from cause
             if not leaves:
-                raise ExportError(f"torch.onnx.export failed: {why}") from cause
+                raise ExportError(f"torch.onnx.export failed: {why}\n{_remedy(why)}".rstrip()) from cause
             try:
                 model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
             except Exception:  # noqa: BLE001  the first failure says more
@@ -142,6 +149,19 @@ def _reason(cause: Exception) -> str:
     _, title, summary = message.partition("## Exception summary")
     lines = [line for line in summary.splitlines() if line.strip() and not line.startswith("(Refer to the full stack")]
     return CLASS.sub("", "\n".join(lines)) if title else message
+
+
+def _remedy(why: str) -> str:
+    """What helps if an operator has no translation, or an output is no tensor; empty if it is neither."""
+    if missing := NO_TRANSLATION.search(why):
+        name = f"torch.ops.{'.'.join(missing.groups())}"
+        return (
+            f"Torch's exporter cannot write {missing[1]} in ONNX. Compute it in another way, or tell how to write it: "
+            f"custom_translation_table={{{name}: a function of ONNX operators}}."
+        )
+    if given := NO_TENSOR.search(why):
+        return f"The model returns a value of the type {given[1]}, a file returns tensors only: leave out that value."
+    return ""
 
 
 def _export(module: nn.Module | torch.export.ExportedProgram, inputs: tuple[Any, ...], **options: Any) -> ir.Model:
