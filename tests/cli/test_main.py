@@ -125,6 +125,7 @@ INTERRUPTED = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 import pytest
+import torch
 from tqdm import tqdm
 from fxqat.cli.interrupt import leave_at_interrupt
 from fxqat.cli.main import command
@@ -133,6 +134,7 @@ from tests.cli.test_main import call
 os.chdir(sys.argv[1])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
 signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
+torch.set_num_threads(1)  # a fork has no threads of OpenMP, and would wait for them
 tqdm.set_lock(threading.RLock())  # its own lock is shared by forks: one that is left would keep it from the others
 
 
