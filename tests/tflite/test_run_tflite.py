@@ -8,9 +8,7 @@ from torch import nn
 from fxqat import calibrate, enable_quantization, export_tflite, prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.tflite.run_tflite import run_tflite
-
-pytest.importorskip("ai_edge_litert", reason="needs the extra 'litert'")
-pytest.importorskip("litert_torch", reason="needs the extra 'litert'")
+from tests.litert_models import needs_litert
 
 
 class SoftmaxOfZeros(nn.Module):
@@ -25,6 +23,7 @@ class SoftmaxOfZeros(nn.Module):
 
 
 def test_a_file_that_makes_litert_abort_is_an_error_and_leaves_nothing(tmp_path):
+    needs_litert()
     inputs = (torch.randn(2, 8),)
     gm = prepare_by_platform(SoftmaxOfZeros(), "LiteRT", example_inputs=inputs).eval()
     calibrate(gm, [inputs], progress=False)
@@ -37,5 +36,6 @@ def test_a_file_that_makes_litert_abort_is_an_error_and_leaves_nothing(tmp_path)
 
 @pytest.mark.parametrize("kernels", ["reference", "default"])
 def test_what_litert_refuses_is_told_in_its_words(kernels):
+    needs_litert()
     with pytest.raises(ExportError, match=f"cannot run the .tflite file with its {kernels} kernels: .*[Ff]latbuffer"):
         run_tflite(b"no flatbuffer", [np.zeros(3)], kernels)
