@@ -19,7 +19,7 @@ from fxqat.tflite.flatbuffer import missing
 Kernels = Literal["reference", "default"]
 """LiteRT's reference kernels, or what it uses by default: the XNNPACK delegate where it can, else optimized kernels."""
 
-ABORTS = "It does so for a softmax of a tensor that calibration saw only zeros of: see the warnings of calibration."
+ABORTS = "Seen with a softmax of a tensor that was 0 in all of calibration, which calibrate warns of."
 
 PROGRAM = Path(__file__).with_name("interpret.py")
 
