@@ -171,6 +171,30 @@ def both(row: int | str, op: str, spellings: str, elsewhere: dict[str, str] | No
     return case(row, op, spellings, status="shares", elsewhere=elsewhere, **settings)
 
 
+DECOMPOSED = (
+    *('padding="same"', "Pool1d(", "adaptive_avg_pool1d", "adaptive_max_pool1d", "AdaptiveAvgPool2d((", "output_size=("),
+    *("AdaptiveAvgPool3d", "adaptive_avg_pool3d", "hstack", "vstack", "dstack", "tensor_split", "hsplit", "absolute"),
+    *("swapaxes", "swapdims", "movedim", "moveaxis", "min(x, y", "min(x, o", "x.min(y", "max(x, y", "max(x, o"),
+    *("x.max(y", "rsub", "1.5 - x", "clip", "linalg.matmul", "linalg.norm", "x.to(x", 'x.to("', "reshape_as"),
+    *("rms_norm", "RMSNorm", "rrelu", "RReLU", "oftshrink", "ardshrink", "hreshold", "tensordot", "y.T @ y", "square"),
+    *("nan_to_num", "torch.var", "x.var", "torch.std", "x.std", "cosine", "pairwise", "cdist", "setitem", "along_dim"),
+    *("index_select", "fliplr", "hannelShuffle", "channel_shuffle", "+x"),
+)
+"""Parts of the spellings that torch's exporter cannot translate before it has decomposed them."""
+
+
+def by_decomposition(cases: Sequence[Case]) -> list[Case]:
+    """The cases, with those spellings last that have to be decomposed, so that not every group has one of them."""
+    parts: tuple[list[Case], list[Case]] = ([], [])
+    for one in cases:
+        decomposed = [any(part in text for part in DECOMPOSED) for text in one.spellings]
+        for which, found in enumerate(parts):
+            texts = tuple(text for text, last in zip(one.spellings, decomposed, strict=True) if last == bool(which))
+            if texts:
+                found.append(replace(one, spellings=texts))
+    return parts[0] + parts[1]
+
+
 def grouped(cases: Sequence[Case], spellings: int = 32) -> list[tuple[Case, ...]]:
     """Cases in groups that share a kind of input and a model; those that cannot be exported are alone."""
     found: list[tuple[Case, ...]] = []

@@ -16,7 +16,7 @@ from fxqat.custom_quantizer.backend_type import backend_spec
 from fxqat.errors import ExportError
 from tests.export_models import BACKENDS
 from tests.models import FURTHER_BACKENDS
-from tests.ops.cases import BEYOND, CASES, TABLE, build, grouped
+from tests.ops.cases import BEYOND, CASES, TABLE, build, by_decomposition, grouped
 from tests.ops.run_cases import (
     alone,
     calibrate_and_train,
@@ -31,8 +31,13 @@ ROWS = 62
 EVERY_SPELLING = grouped(CASES)
 FIRST_SPELLINGS = grouped([case.only_first() for case in CASES])
 OTHER_PLACEMENTS = [backend for backend in BACKENDS if backend not in ("TSQAT", "Experimental")]  # these two are alike
-EXPORTED = [("TSQAT", cases) for cases in EVERY_SPELLING]
-EXPORTED += [(backend, cases) for backend in OTHER_PLACEMENTS for cases in FIRST_SPELLINGS if not cases[0].fails]
+EXPORTED = [("TSQAT", cases) for cases in grouped(by_decomposition(CASES))]
+EXPORTED += [
+    (backend, cases)
+    for backend in OTHER_PLACEMENTS
+    for cases in grouped(by_decomposition([case.only_first() for case in CASES]))
+    if not cases[0].fails
+]
 HEADER = (
     "case | spelling | status | output | weight | reason | "
     "ops of the branch (op:number of the scale, - if float, * if the weight is quantized)"
