@@ -266,9 +266,22 @@ def round_bias(
         return None
     if not all(_is_parameter(values, bias) for values in (bias, input_scale, weight_scale)):
         return None
+    parameters = (input_bits, weight_bits, bias_limit, int32_limit)
     if bias.is_cuda:
-        parameters = (input_bits, weight_bits, bias_limit, int32_limit)
         return _on_gpu(bias).round_bias(bias, input_scale, weight_scale, *parameters)  # type: ignore[no-any-return]
+    return round_bias_on_cpu(bias, input_scale, weight_scale, *parameters)
+
+
+def round_bias_on_cpu(
+    bias: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    input_bits: int,
+    weight_bits: int,
+    bias_limit: float,
+    int32_limit: float,
+) -> tuple[Tensor, Tensor]:
+    """:func:`round_bias` of contiguous float32 tensors on the CPU, without its checks."""
     assert LIBRARY is not None
     used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
     tensors = (bias, input_scale, weight_scale, used_scale, error)

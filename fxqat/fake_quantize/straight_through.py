@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fxqat.fake_quantize import kernels
+from fxqat.fake_quantize import kernel_ops, kernels
 from fxqat.fake_quantize.layout import with_strides_of
 from fxqat.numerics import EDGE, dynamic_quantize, fake_quantize, per_axis, valid_scale, valid_zero_point
 from fxqat.scheme import FLOAT32_BITS
@@ -79,8 +79,17 @@ class FakeQuantizeSTE(torch.autograd.Function):
         ctx.range = (quant_min, quant_max, axis, grad_scale)
         ctx.dims = (scale.dim(), 0 if zero_point is None else zero_point.dim())
         ctx.layout = kernels.layout(x, scale, zero_point, factor, used_scale, axis)
-        if ctx.layout is not None:
+        given = (scale, zero_point, factor, used_scale)
+        ctx.by_operators = ctx.layout is None and kernel_ops.taken(x, given, axis)
+        if ctx.layout is not None or ctx.by_operators:
             ctx.input_kept = input_kept or x.numel() <= SMALL_FOR_CODES or not any(ctx.needs_input_grad)
+        if ctx.by_operators:
+            ctx.per_channel = kernel_ops.per_channel_bits(given)
+            numbers = (quant_min, quant_max, axis, zero_point_step, scale_bits, not ctx.input_kept)
+            x_hat, table, codes = kernel_ops.round_tensor(x, *given, *numbers)
+            ctx.save_for_backward(table, x if ctx.input_kept else codes)
+            return x_hat  # type: ignore[no-any-return]
+        if ctx.layout is not None:
             parameters = (ctx.layout, quant_min, quant_max, zero_point_step, scale_bits, not ctx.input_kept)
             x_hat, table, codes = kernels.forward(x, scale, zero_point, factor, used_scale, *parameters)
             ctx.save_for_backward(table, x if codes is None else codes)
@@ -214,6 +223,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     quant_min, quant_max, axis, grad_scale = ctx.range
     scale_dim, zero_point_dim = ctx.dims
     of_saved: Callable[..., Sums]
+    if ctx.by_operators:
+        table, saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:3]
+        numbers = (quant_min, quant_max, axis, ctx.per_channel, grad_scale, *needed)
+        found = kernel_ops.round_backward(saved, grad, table, *numbers)
+        return found[0], *(of if need else None for of, need in zip(found[1:], needed, strict=True)), *NONES
     if ctx.layout is not None:
         table, saved = ctx.saved_tensors
         if kernels.usable(grad):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize import kernels
+from fxqat.fake_quantize import kernel_ops, kernels
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.numerics import valid_scale
 
@@ -60,9 +60,12 @@ def round_bias(
         ``(weight_scale, error)``, of the shapes of the weight's scale and the bias; None if the operators of this file
         must compute them.
     """
-    scales = (input_fake_quant.scale, weight_fake_quant.scale)
-    bits = (input_fake_quant.scale_bits, weight_fake_quant.scale_bits)
-    return kernels.round_bias(bias, *scales, *bits, BIAS_LIMIT, INT32_LIMIT)
+    tensors = (bias, input_fake_quant.scale, weight_fake_quant.scale)
+    numbers = (input_fake_quant.scale_bits, weight_fake_quant.scale_bits, BIAS_LIMIT, INT32_LIMIT)
+    if tensors[1].dim() == 0 and kernel_ops.taken(bias, tensors[1:], axis=0):
+        found: tuple[Tensor, Tensor] = kernel_ops.round_bias(*(tensor.detach() for tensor in tensors), *numbers)
+        return found
+    return kernels.round_bias(*tensors, *numbers)  # type: ignore[arg-type]  # mypy does not count the unpacked
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:

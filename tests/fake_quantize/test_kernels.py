@@ -532,7 +532,7 @@ def test_other_dtypes_are_computed_by_torch(dtype: torch.dtype) -> None:
 
 
 @needs_kernels
-def test_tracers_and_compilers_see_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracers_see_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = smooth_case((40, 30), 1, (-128, 127), seed=1)
     expected = problem.result()
     spy = Spy(kernels.forward)
@@ -542,9 +542,7 @@ def test_tracers_and_compilers_see_operators(monkeypatch: pytest.MonkeyPatch) ->
         return problem._replace(x=x).result()
 
     graph = make_fx(function)(problem.x)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    for other in (graph, compiled):
-        assert torch.equal(other(problem.x), expected)
+    assert torch.equal(graph(problem.x), expected)
     assert spy.calls == []
     function(problem.x)
     assert len(spy.calls) == 1

@@ -172,8 +172,9 @@ def both(row: int | str, op: str, spellings: str, elsewhere: dict[str, str] | No
 
 
 DECOMPOSED = (
-    *('padding="same"', "Pool1d(", "adaptive_avg_pool1d", "adaptive_max_pool1d", "AdaptiveAvgPool2d((", "output_size=("),
-    *("AdaptiveAvgPool3d", "adaptive_avg_pool3d", "hstack", "vstack", "dstack", "tensor_split", "hsplit", "absolute"),
+    *('padding="same"', "Pool1d(", "adaptive_avg_pool1d", "adaptive_max_pool1d", "AdaptiveAvgPool2d(("),
+    *("output_size=(", "AdaptiveAvgPool3d", "adaptive_avg_pool3d", "hstack", "vstack", "dstack", "tensor_split"),
+    *("hsplit", "absolute"),
     *("swapaxes", "swapdims", "movedim", "moveaxis", "min(x, y", "min(x, o", "x.min(y", "max(x, y", "max(x, o"),
     *("x.max(y", "rsub", "1.5 - x", "clip", "linalg.matmul", "linalg.norm", "x.to(x", 'x.to("', "reshape_as"),
     *("rms_norm", "RMSNorm", "rrelu", "RReLU", "oftshrink", "ardshrink", "hreshold", "tensordot", "y.T @ y", "square"),
