@@ -39,10 +39,10 @@ ROUNDING = re.compile("round|clamp|hardtanh")
 ROWS = {
     "convolutions and products": "operators of libraries: their input is quantized, their code is the same",
     "generated kernels": "code that the compiler generates: normalization, activations, additions",
-    "generated kernels with fake-quant": "the same and fake-quant in one pass, forward or backward; weights",
+    "generated kernels with fake-quant": "the same and fake-quant in one pass, where fxqat's kernels are not used",
     "copies": "of weights and gradients into another order in memory",
     "optimizer": "zero_grad and step: the float step's, and more parameters: the learned scales",
-    "other": "what surrounds these: the wrapper in Python, autograd, allocation",
+    "other": "fxqat's kernels; the wrapper in Python, autograd, allocation",
 }
 
 LIBRARY = ("convolution", "aten::mm", "aten::addmm", "aten::bmm", "flash_attention", "mkldnn")
@@ -135,8 +135,9 @@ def page(lines: list[dict[str, Any]]) -> str:
 ===============================================
 
 The training step of :doc:`step_time`, compiled by ``torch.compile`` in one graph: float and prepared for TSQAT,
-BatchNorm in training mode, on CPU. Under ``torch.compile``, fake-quant is torch's operators, for which the compiler
-generates code together with what stands beside them.
+BatchNorm in training mode, on CPU. The compiled code calls fxqat's kernels for each fake-quant and each bias. Without
+them (``FXQAT_KERNELS=0``), fake-quant is torch's operators, for which the compiler generates code together with what
+stands beside them: it then compiles longer (see :doc:`../howto/train`).
 
 * The times of the parts are of {PROFILED} steps under torch's profiler: the time of an operator or a generated kernel
   without that of those it calls. The profiler itself takes time, so the sums are above the steps' times.
