@@ -1,24 +1,25 @@
-"""The kernels for CPUs as torch operators, which a compiler calls: it generates no code for fake-quant.
+"""The kernels for CPUs as torch operators: compiled code calls them.
 
-Generated code for fake-quant is as fast, in one pass with the operations beside it, but takes longer to compile than
-the rest of a model.
+The compiler could also generate code for fake-quant from torch's operators, in one pass with the operations beside it.
+The step would be as fast or a little faster, but compiling it takes longer than the rest of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxqat.fake_quantize import kernels
-from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout
+from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, memory_layout
 
 _LIBRARY = torch.library.Library("fxqat", "FRAGMENT")
 
 
 def taken(x: Tensor, parameters: Sequence[Tensor | None], axis: int | None = None) -> bool:
-    """Whether a compiler traces the caller, and the operators of this file can take the tensors.
+    """Whether a compiler is tracing, and the operators of this file can take these tensors.
 
     Args:
         x: what is rounded; float32, on the CPU.
@@ -35,17 +36,9 @@ def taken(x: Tensor, parameters: Sequence[Tensor | None], axis: int | None = Non
 
 
 def per_channel_bits(parameters: Sequence[Tensor | None]) -> int:
-    """Which of some parameters have a number for each channel, as :class:`Layout` tells it."""
-    bits = PER_CHANNEL_BITS[: len(parameters)]
-    return sum(bit for bit, values in zip(bits, parameters, strict=True) if values is not None and values.dim())
-
-
-def _layout(x: Tensor, channels: int, axis: int | None, per_channel: int) -> Layout:
-    if channels == 1 or x.numel() == 0:
-        return Layout(1, channels, x.numel() // channels, per_channel)
-    assert axis is not None
-    inner = (x if x.is_contiguous() else torch.empty_like(x, device="meta")).stride(axis)
-    return Layout(x.numel() // (channels * inner), channels, inner, per_channel)
+    """Which of scale, zero point, factor and used scale have one number a channel: ``Layout.per_channel``."""
+    pairs = zip(PER_CHANNEL_BITS, parameters, strict=True)
+    return sum(bit for bit, values in pairs if values is not None and values.dim())
 
 
 def _channels(parameters: Sequence[Tensor | None]) -> int:
@@ -67,45 +60,34 @@ def _round(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~fxqat.fake_quantize.kernels.forward`; the codes are empty without ``with_codes``."""
     given = (scale, zero_point, factor, used_scale)
-    where = _layout(x, _channels(given), axis, per_channel_bits(given))
+    where = memory_layout(x, _channels(given), axis, per_channel_bits(given))
     zero_point, factor, used_scale = (None if values is None else values.contiguous() for values in given[1:])
-    parameters = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
-    x_hat, table, codes = kernels.forward(x, scale.contiguous(), zero_point, factor, used_scale, *parameters)
+    numbers = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
+    x_hat, table, codes = kernels.forward(x, scale.contiguous(), zero_point, factor, used_scale, *numbers)
     return x_hat, table, x.new_empty(0, dtype=torch.int8) if codes is None else codes
 
 
-def _like_round(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    factor: Tensor | None,
-    used_scale: Tensor | None,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None,
-    zero_point_step: int,
-    scale_bits: int,
-    with_codes: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    table = scale.new_empty((3, _channels((scale, zero_point, factor, used_scale))))
+def _like_round(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that :func:`_round` returns for the same arguments."""
+    *parameters, with_codes = (*others[:4], others[-1])
     codes = torch.empty_like(x, dtype=torch.int8) if with_codes else x.new_empty(0, dtype=torch.int8)
-    return torch.empty_like(x), table, codes
+    return torch.empty_like(x), x.new_empty((3, _channels(parameters))), codes
 
 
 def _round_backward(
     saved: Tensor,
     grad: Tensor,
     table: Tensor,
-    quant_min: int,
-    quant_max: int,
     axis: int | None,
     per_channel: int,
+    quant_min: int,
+    quant_max: int,
     grad_scale: float,
     needs_scale: bool,
     needs_zero_point: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`~fxqat.fake_quantize.kernels.backward`; an empty tensor for what is not needed."""
-    where = _layout(saved, table.shape[1], axis, per_channel)
+    """:func:`~fxqat.fake_quantize.kernels.backward`; an empty tensor for a gradient that is not needed."""
+    where = memory_layout(saved, table.shape[1], axis, per_channel)
     needed = (needs_scale, needs_zero_point)
     of_x, *others = kernels.backward(saved, grad, table, where, quant_min, quant_max, grad_scale, *needed)
     of_scale, of_zero_point = (table.new_empty(0) if gradient is None else gradient for gradient in others)
@@ -113,38 +95,21 @@ def _round_backward(
 
 
 def _like_backward(
-    saved: Tensor,
-    grad: Tensor,
-    table: Tensor,
-    quant_min: int,
-    quant_max: int,
-    axis: int | None,
-    per_channel: int,
-    grad_scale: float,
-    needs_scale: bool,
-    needs_zero_point: bool,
+    saved: Tensor, grad: Tensor, table: Tensor, axis: int | None, per_channel: int, *numbers: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = [table.shape[1:] if per_channel & bit else () for bit in PER_CHANNEL_BITS[:2]]
-    of_scale = table.new_empty(shapes[0] if needs_scale else (0,))
-    of_zero_point = table.new_empty(shapes[1] if needs_zero_point else (0,))
-    return torch.empty_like(saved, dtype=torch.float32), of_scale, of_zero_point
+    """Empty tensors of the shapes and dtypes that :func:`_round_backward` returns for the same arguments."""
+    pairs = zip(PER_CHANNEL_BITS, numbers[-2:], strict=False)
+    shapes = [(table.shape[1:] if per_channel & bit else ()) if needed else (0,) for bit, needed in pairs]
+    return torch.empty_like(saved, dtype=torch.float32), table.new_empty(shapes[0]), table.new_empty(shapes[1])
 
 
-def _round_bias(
-    bias: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensor,
-    input_bits: int,
-    weight_bits: int,
-    bias_limit: float,
-    int32_limit: float,
-) -> tuple[Tensor, Tensor]:
+def _round_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     """:func:`~fxqat.fake_quantize.kernels.round_bias`."""
-    numbers = (input_bits, weight_bits, bias_limit, int32_limit)
     return kernels.round_bias_on_cpu(bias.contiguous(), input_scale, weight_scale.contiguous(), *numbers)
 
 
-def _like_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _like_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes that :func:`_round_bias` returns for the same arguments."""
     return torch.empty_like(weight_scale), torch.empty_like(bias)
 
 
@@ -156,8 +121,8 @@ _OPERATORS = (
         _like_round,
     ),
     (
-        "round_backward(Tensor saved, Tensor grad, Tensor table, int quant_min, int quant_max, int? axis, "
-        "int per_channel, float grad_scale, bool needs_scale, bool needs_zero_point) -> (Tensor, Tensor, Tensor)",
+        "round_backward(Tensor saved, Tensor grad, Tensor table, int? axis, int per_channel, int quant_min, "
+        "int quant_max, float grad_scale, bool needs_scale, bool needs_zero_point) -> (Tensor, Tensor, Tensor)",
         _round_backward,
         _like_backward,
     ),
@@ -170,7 +135,7 @@ _OPERATORS = (
 )
 for _schema, _kernel, _like in _OPERATORS:
     _name = _schema.partition("(")[0]
-    # the compiler may choose the order in memory of what it gives: a convolution's weights, for one
+    # without the tag, the compiler copies every argument into the strides that it had while it was traced
     _LIBRARY.define(_schema, tags=(torch.Tag.flexible_layout,))
     _LIBRARY.impl(_name, _kernel, "CPU")
     torch.library.register_fake(f"fxqat::{_name}", _like, lib=_LIBRARY)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
+from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, memory_layout, with_strides_of
 from fxqat.numerics import fake_quantize
 from fxqat.utils.torch_compat import is_plain, is_recorded
 
@@ -135,7 +135,7 @@ def layout(
     if x.is_cuda and zero_point is not None and zero_point.dim() != scale.dim():
         return None
     per_channel = 0
-    channels = None
+    channels = 1
     for bit, values in zip(PER_CHANNEL_BITS, (scale, zero_point, factor, used_scale), strict=True):
         if values is None:
             continue
@@ -146,12 +146,7 @@ def layout(
                 return None
             per_channel |= bit
             channels = values.shape[0]
-    if channels is None or channels == 1:
-        return Layout(1, 1, x.numel(), per_channel)
-    assert axis is not None
-    dense = x if x.is_contiguous() else torch.empty_like(x, device="meta")
-    inner = dense.stride(axis)
-    return Layout(x.numel() // (channels * inner), channels, inner, per_channel)
+    return memory_layout(x, channels, axis, per_channel)
 
 
 def _on_gpu(tensor: Tensor) -> ModuleType:

@@ -80,11 +80,11 @@ class FakeQuantizeSTE(torch.autograd.Function):
         ctx.dims = (scale.dim(), 0 if zero_point is None else zero_point.dim())
         ctx.layout = kernels.layout(x, scale, zero_point, factor, used_scale, axis)
         given = (scale, zero_point, factor, used_scale)
-        ctx.by_operators = ctx.layout is None and kernel_ops.taken(x, given, axis)
-        if ctx.layout is not None or ctx.by_operators:
+        in_operators = ctx.layout is None and kernel_ops.taken(x, given, axis)
+        ctx.per_channel = kernel_ops.per_channel_bits(given) if in_operators else None
+        if ctx.layout is not None or in_operators:
             ctx.input_kept = input_kept or x.numel() <= SMALL_FOR_CODES or not any(ctx.needs_input_grad)
-        if ctx.by_operators:
-            ctx.per_channel = kernel_ops.per_channel_bits(given)
+        if in_operators:
             numbers = (quant_min, quant_max, axis, zero_point_step, scale_bits, not ctx.input_kept)
             x_hat, table, codes = kernel_ops.round_tensor(x, *given, *numbers)
             ctx.save_for_backward(table, x if ctx.input_kept else codes)
@@ -223,12 +223,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     quant_min, quant_max, axis, grad_scale = ctx.range
     scale_dim, zero_point_dim = ctx.dims
     of_saved: Callable[..., Sums]
-    if ctx.by_operators:
+    if ctx.per_channel is not None:
         table, saved = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
-        numbers = (quant_min, quant_max, axis, ctx.per_channel, grad_scale, *needed)
-        found = kernel_ops.round_backward(saved, grad, table, *numbers)
-        return found[0], *(of if need else None for of, need in zip(found[1:], needed, strict=True)), *NONES
+        numbers = (axis, ctx.per_channel, quant_min, quant_max, grad_scale, *needed)
+        grad_x, *others = kernel_ops.round_backward(saved, grad, table, *numbers)
+        return grad_x, *(of if need else None for of, need in zip(others, needed, strict=True)), *NONES
     if ctx.layout is not None:
         table, saved = ctx.saved_tensors
         if kernels.usable(grad):

@@ -68,18 +68,20 @@ def test_a_value_and_its_gradients_are_those_without_a_compiler(numbers, layout)
 
 
 def weight_rounding(transposed):
-    """A weight per channel, with a factor and with the scale in use given, as a layer with BatchNorm rounds it."""
+    """A weight with scales per channel: with a factor, with the scale in use given, and with zero points."""
     generator = torch.Generator().manual_seed(0)
     scale = (torch.rand(24, generator=generator) * 0.1 + 0.01).requires_grad_()
     factor = torch.rand(24, generator=generator) + 0.5
+    zero_point = torch.randint(-3, 3, (24,), generator=generator).float().requires_grad_()
     axis = 1 if transposed else 0
 
     def function(x):
-        once = fake_quantize_ste(x, scale, None, factor, None, -8, 7, axis, 0.1, 16, True, 1)
-        return once + fake_quantize_ste(x, scale, None, None, scale.detach() * 2, -127, 127, axis, 0.1, 16, True, 1)
+        folded = fake_quantize_ste(x, scale, None, factor, None, -8, 7, axis, 0.1, 16, True, 1)
+        raised = fake_quantize_ste(x, scale, None, None, scale.detach() * 2, -127, 127, axis, 0.1, 16, True, 1)
+        return folded + raised + fake_quantize_ste(x, scale, zero_point, None, None, -8, 7, axis, 0.1, 16, True, 1)
 
     shape = (7, 24, 3, 3) if transposed else (24, 7, 3, 3)
-    return function, torch.randn(shape, generator=generator).requires_grad_(), [scale]
+    return function, torch.randn(shape, generator=generator).requires_grad_(), [scale, zero_point]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -125,7 +127,7 @@ def test_other_batches_and_an_empty_one():
         x = value(shape=(batch, *LARGE[1:]))
         found, expected = results(compiled, x, parameters), results(function, x, parameters)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+            assert torch.equal(one, other)
 
 
 def test_a_bias_is_rounded_as_without_a_compiler():
@@ -173,7 +175,7 @@ def test_the_operators_keep_their_promises():
         for with_codes in (False, True):
             _, table, codes = check(kernel_ops.round_tensor, x, *given, 0, 255, axis, 1, 16, with_codes)
             for needed in ((True, True), (True, False), (False, True)):
-                numbers = (0, 255, axis, kernel_ops.per_channel_bits(given), 0.5, *needed)
+                numbers = (axis, kernel_ops.per_channel_bits(given), 0, 255, 0.5, *needed)
                 check(kernel_ops.round_backward, codes if with_codes else x, torch.ones_like(x), table, *numbers)
     for scales in (torch.tensor(0.01), wide):
         check(kernel_ops.round_bias, torch.randn(8), scale, scales, 16, 16, BIAS_LIMIT, INT32_LIMIT)

@@ -94,7 +94,11 @@ def _branch_of(node: fx.Node) -> str:
 
 
 def placement(cases: Sequence[Case], backend: str) -> list[str]:
-    """A line for each spelling of some cases; that they train as the float model does is for others to test."""
+    """A line for each spelling of some cases.
+
+    The prepared model is compared with the float model in eval mode only. The models that are exported have the same
+    spellings and are compared in training, too.
+    """
     return [spelled.line() for spelled in spellings_of(cases, prepare(cases, backend, "quick")[0])]
 
 

@@ -40,9 +40,10 @@ ROWS = {
     "convolutions and products": "operators of libraries: their input is quantized, their code is the same",
     "generated kernels": "code that the compiler generates: normalization, activations, additions",
     "generated kernels with fake-quant": "the same and fake-quant in one pass, where fxqat's kernels are not used",
+    "kernels of fake-quant": "fxqat's, which the generated code calls; weights and biases, too",
     "copies": "of weights and gradients into another order in memory",
     "optimizer": "zero_grad and step: the float step's, and more parameters: the learned scales",
-    "other": "fxqat's kernels; the wrapper in Python, autograd, allocation",
+    "other": "what surrounds these: the wrapper in Python, autograd, allocation",
 }
 
 LIBRARY = ("convolution", "aten::mm", "aten::addmm", "aten::bmm", "flash_attention", "mkldnn")
@@ -52,6 +53,8 @@ def row_of(name: str) -> str:
     """The row of the table to which an operator or kernel belongs."""
     if "cpp_fused" in name:
         return "generated kernels with fake-quant" if ROUNDING.search(name) else "generated kernels"
+    if name.startswith("fxqat::round"):
+        return "kernels of fake-quant"
     if any(part in name for part in LIBRARY):
         return "convolutions and products"
     if name == "aten::copy_":
@@ -141,6 +144,8 @@ stands beside them: it then compiles longer (see :doc:`../howto/train`).
 
 * The times of the parts are of {PROFILED} steps under torch's profiler: the time of an operator or a generated kernel
   without that of those it calls. The profiler itself takes time, so the sums are above the steps' times.
+* For the profiler each generated kernel has a name, so that equal ones are compiled more than once. Without the names
+  both models compile faster.
 * *calls*: operators and kernels in a step, float and TSQAT.
 {left_out}
 Written by ``tests/benchmarks/performance/compiled_step.py``; do not edit.
