@@ -47,6 +47,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_resnet20": (f"{ACCURACY}/resnet20_cifar10.py", *TRAINED),
     "evidence/accuracy_mobilenet_v2": (f"{ACCURACY}/mobilenet_v2_imagenet.py", *TRAINED, *EXPORT),
     "evidence/accuracy_ptq": (f"{ACCURACY}/ptq.py", "fxqat/tools/post_training", *TRAINED),
+    "evidence/accuracy_peers": (f"{ACCURACY}/peers.py", "fxqat/tools/post_training", *TRAINED, *EXPORT),
     "evidence/accuracy_qat": (f"{ACCURACY}/qat.py", "fxqat/tools/training", *TRAINED),
     "evidence/accuracy_imagenet_example": (f"{ACCURACY}/imagenet_example.py", "example/imagenet_example", *TRAINED),
     "evidence/accuracy_yolov5": (f"{ACCURACY}/yolov5_coco.py", "example/yolov5_example", *TRAINED),
