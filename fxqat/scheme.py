@@ -148,6 +148,7 @@ class TensorQConfig:
         fake_quantize: name of a row in ``fxqat.fake_quantize.fake_quantizes`` or a fake-quant class.
         observer_args: extra keyword arguments of the observer.
         fake_quantize_args: extra keyword arguments of the fake-quant.
+        scale_bits_asked: the user chose the scheme's ``scale_bits``, so that no rule of a backend raises them.
     """
 
     scheme: QuantizeScheme
@@ -155,6 +156,7 @@ class TensorQConfig:
     fake_quantize: Any = "Learnable"
     observer_args: Mapping[str, Any] = field(default_factory=_frozen)
     fake_quantize_args: Mapping[str, Any] = field(default_factory=_frozen)
+    scale_bits_asked: bool = field(default=False, compare=False)
 
     def with_scheme(self, **changes: Any) -> TensorQConfig:
         """A copy with changes to the scheme; observer and fake-quant stay."""

@@ -73,7 +73,8 @@ class TensorChange:
             modules.setdefault("fake_quantize_args", {})
         if "observer" in modules or modules.get("fake_quantize", "Fixed") != "Fixed":
             scheme.setdefault("fixed_range", None)
-        return replace(config, scheme=replace(config.scheme, **scheme), **modules)
+        asked = config.scale_bits_asked or "scale_bits" in scheme
+        return replace(config, scheme=replace(config.scheme, **scheme), scale_bits_asked=asked, **modules)
 
 
 @dataclass(frozen=True)

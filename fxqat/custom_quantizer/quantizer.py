@@ -306,17 +306,11 @@ class BackendQuantizer:
             of_group = {node: values[node] for node in nodes}
             of_nodes = [asked[node] for node in nodes if node in asked]
             config = group_config(of_group, of_nodes, untrained, nonnegative, kinds)
-            if not self._asks_scale_bits(max(rank for _, rank in of_nodes)):
+            if not config.scale_bits_asked:
                 rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
                 bits = [config.scheme.scale_bits, *(rule.scale_bits for rule in rules if rule is not None)]
                 config = config.with_scheme(scale_bits=max(bits))
             values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
-
-    def _asks_scale_bits(self, rank: int) -> bool:
-        """Whether scale bits may have been asked for: of all activations, or by overrides if one decides (rank > 0)."""
-        asking = [self.config.activation, *(c for o in self.config.overrides if rank for c in o.changes.values() if c)]
-        computed = any(override.function is not None for override in self.config.overrides if rank)
-        return computed or any("scale_bits" in change.scheme for change in asking)
 
 
 def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:

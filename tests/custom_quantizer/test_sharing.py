@@ -105,3 +105,14 @@ def test_sums_have_scales_of_many_bits_where_the_engine_multiplies_by_ratios():
         rule = {"match": {"node": "add_1"}, "output": entry}
         gm = prepare_by_platform(Sums(), "TSQAT", {"overrides": [rule]})
         assert gm.add_1_act_fake_quant.scheme.scale_bits == found, entry
+    add = {"match": {"node": "add_1"}, "output": {"observer": "MSE"}}
+    other = {"match": {"module": "first"}, "weight": {"scale_bits": 3}}
+    computed = [add, lambda path, _: {"weight": {"bit": 4}} if path == "first" else None]
+    for config, found in (
+        ({"last": {"activation": {"scale_bits": 2}}}, 2),
+        ({"last": {"activation": {"scale_bits": 2}}, "overrides": [other]}, 2),
+        ({"overrides": [add, other]}, 16),
+        ({"overrides": computed}, 16),
+    ):
+        gm = prepare_by_platform(Sums(), "TSQAT", config)
+        assert gm.add_1_act_fake_quant.scheme.scale_bits == found, config
