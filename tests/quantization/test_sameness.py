@@ -103,6 +103,26 @@ def test_a_batch_size_that_is_fixed_is_reported(caplog):
     assert lines[3] == "equal to the model in training"
 
 
+@pytest.mark.parametrize("share", [1e-2, 1e-3])
+def test_a_branch_that_contributes_little_is_compared_too(share, caplog):
+    lines = compare(lambda self, y: y + share * y / y.shape[0], lambda self, y: y + share * y / 3)
+    assert ANY_BATCH not in lines
+    assert "computes something else than the model on a larger batch: output 0 differs" in caplog.text
+    with pytest.raises(TraceError, match="on the given inputs: output 0 differs"):
+        compare(lambda self, y: y + share * y, lambda self, y: y)
+
+
+def test_a_branch_that_contributes_little_and_rounding_are_told_apart(caplog):
+    def summed(self, y):
+        return (y.unsqueeze(-1) * torch.linspace(-1, 1, 4096) * 1e3).sum(-1) + y  # cancels: rounding of 1e-4
+
+    def summed_backwards(self, y):
+        return (y.unsqueeze(-1) * torch.linspace(-1, 1, 4096).flip(0) * 1e3).cumsum(-1)[..., -1] + y
+
+    assert compare(summed, summed_backwards) == [f"equal to the model {run}" for run in RUNS]
+    assert not caplog.text
+
+
 def test_an_alias_that_only_float32_has_is_not_excused_by_float64():
     def overwritten(self, y):
         z = y.float()
