@@ -250,8 +250,14 @@ class LeafTracer(fx.Tracer):
         return threading.get_ident() != self.thread
 
     def is_made_in_forward(self, m: nn.Module) -> bool:
-        """Whether ``forward()`` created the module, as in ``nn.ReLU()(x)``, so that it is not part of the model."""
-        return m not in (self.submodule_paths or {}) and next(m.parameters(), None) is None
+        """Whether ``forward()`` created the module, as in ``nn.ReLU()(x)`` or ``nn.Sequential(*self.layers)(x)``.
+
+        Its parameters must be those of modules of the model: others are no part of the model.
+        """
+        paths = self.submodule_paths or {}
+        return m not in paths and all(
+            part in paths or next(part.parameters(recurse=False), None) is None for part in m.modules()
+        )
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace one module call. If that fails, undo it and make a leaf of a function inside, or of the module."""

@@ -253,6 +253,34 @@ def test_a_module_that_forward_makes_is_traced_into(make, op, with_inputs):
     torch.testing.assert_close(gm(x), model(x))
 
 
+class DropsLayers(nn.Module):
+    """Forward makes a module of those of the model, all of them in eval mode, and trains the first one only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Sigmoid())])
+
+    def forward(self, x):
+        return nn.Sequential(*(self.layers[:1] if self.training else self.layers), nn.Tanh())(x)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_a_module_that_forward_makes_of_modules_of_the_model_is_traced_into(with_inputs):
+    model, x = DropsLayers(), torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    assert gm.quant_report.leaves == ()
+    assert {row.node for row in gm.quant_report if row.op == "linear"} == {"layers_0", "layers_1_0"}
+    torch.testing.assert_close(gm.eval()(x), model.eval()(x))
+    if with_inputs:
+        torch.testing.assert_close(gm.train()(x), model.train()(x))
+
+
+def test_parameters_that_forward_makes_are_refused_in_a_symbolic_trace():
+    with pytest.raises(TraceError, match="not installed as a submodule"):
+        prepare_by_platform(MakesModules(lambda: nn.Linear(6, 6)), "TSQAT")
+
+
 class Step(nn.Module):
     """A function of the module and a value, in a module of its own."""
 
