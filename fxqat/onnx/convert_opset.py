@@ -2,7 +2,8 @@
 
 A model that has this opset already stays as it is. Elsewhere the converter needs help:
 
-1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes;
+1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes,
+   and those that it leaves become initializers again, as later passes expect them;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
 3. it has no step from opset 14 to 13 for operators that only take more integer types in 14: it does not see them;
 4. it keeps the IR version: older opsets get the one that runtimes of their time read;
@@ -50,13 +51,16 @@ class ConvertOpset(ir.passes.InPlacePass):
             return ir.passes.PassResult(model, modified=False)
         converted = ir.from_proto(_convert(ir.to_proto(model), self.opset_version))
         for value in converted.graph.initializers.values():
-            value.type = value.shape = None  # their tensors have both; the converter does not declare them either
+            tensor = value.const_value
+            assert tensor is not None
+            # the converter does not declare them; later passes read both
+            value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
         model.graph, model.ir_version = converted.graph, converted.ir_version
         return ir.passes.PassResult(model, modified=True)
 
 
 def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
-    _write_constants(model)
+    constants = _write_constants(model)
     _drop_default_attributes(model)
     declared = next(entry.version for entry in model.opset_import if entry.domain == "")
     hidden = {*newer_operators({node.op_type for node in model.graph.node}, declared)}
@@ -70,13 +74,14 @@ def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
             "Use opset_version=18."
         ) from cause
     _move(converted, hidden, HIDDEN, "")
+    _write_initializers(converted, constants)
     # case 4; version 13 has the types of 2 bits
     converted.ir_version = 8 if opset_version < 18 else 10 if opset_version < STORAGE_OPSETS[2] else 13
     return converted
 
 
-def _write_constants(model: onnx.ModelProto) -> None:
-    """Case 1, in place."""
+def _write_constants(model: onnx.ModelProto) -> set[str]:
+    """Case 1, in place: the names of the initializers that are Constant nodes now."""
     graph = model.graph
     int64 = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT64]
     small = [tensor for tensor in int64 if numpy_helper.to_array(tensor).size <= SMALL]
@@ -86,6 +91,17 @@ def _write_constants(model: onnx.ModelProto) -> None:
     rest = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *rest])
+    return {tensor.name for tensor in small}
+
+
+def _write_initializers(model: onnx.ModelProto, names: Collection[str]) -> None:
+    """Case 1, in place: the Constant nodes of these names are initializers again."""
+    for node in list(model.graph.node):
+        if node.op_type == "Constant" and node.output[0] in names:
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(node.attribute[0].t)
+            tensor.name = node.output[0]
+            model.graph.node.remove(node)
 
 
 def _drop_default_attributes(model: onnx.ModelProto) -> None:

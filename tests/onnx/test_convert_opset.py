@@ -114,6 +114,18 @@ def test_integers_of_quantized_tensors_stay_initializers() -> None:
     assert node_types(older) == ["DequantizeLinear", "MatMul"]
 
 
+@pytest.mark.parametrize("opset", [17, 21])
+def test_the_initializers_of_a_converted_model_have_type_and_shape(opset: int) -> None:
+    model = ir.from_proto(reduce_mean())
+    held = ConvertOpset(opset)(model).model.graph.initializers
+    assert set(held) == {"scale", "zero"} | ({"axes"} if opset > 17 else set())
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in held.items() if name != "axes"} == {
+        "scale": (ir.DataType.FLOAT, (3,)),
+        "zero": (ir.DataType.INT8, (3,)),
+    }
+    assert [node.op_type for node in model.graph] == ["ReduceMean", "QuantizeLinear", "DequantizeLinear"]
+
+
 def test_what_an_older_opset_cannot_express_is_an_error_with_the_remedy() -> None:
     nodes = [helper.make_node("LayerNormalization", ["x", "scale"], ["y"])]
     model = model_of(nodes, {"scale": np.ones(4, np.float32)})

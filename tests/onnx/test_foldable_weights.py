@@ -141,3 +141,46 @@ def test_an_exported_file_folds(backend, tmp_path):
     fresh = fxqat.prepare_by_platform(Light(), backend, config)
     fxqat.load_quant_params(fresh, tmp_path / "a.json")
     assert torch.equal(fresh.up.weight_fake_quant.scale, gm.up.weight_fake_quant.scale)
+
+
+class Words(nn.Module):
+    """An embedding, a convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, words):
+        return self.fc(self.conv(self.table(words).transpose(1, 2)).mean(2))
+
+
+def written(tmp_path, config, opset_version):
+    torch.manual_seed(0)
+    words = torch.randint(0, 11, (2, 6))
+    gm = fxqat.prepare_by_platform(Words().eval(), "ONNXRuntime", config)
+    fxqat.calibrate(gm, [words])
+    fxqat.enable_quantization(gm)
+    report = fxqat.convert_export(gm, (words,), tmp_path / "a.onnx", opset_version=opset_version)
+    assert report.certificate.passed
+    return onnx.load(tmp_path / "a.onnx")
+
+
+@pytest.mark.parametrize("opset", [17, 21, 23])
+@pytest.mark.parametrize("activation", ["float", "dynamic", "static"])
+def test_the_opset_does_not_change_how_weights_are_written(activation, opset, tmp_path):
+    config = {"activation": activation, "extra_quantizer_dict": {"least_work": 0}}
+    expected = node_types(written(tmp_path, config, 18))
+    found = node_types(written(tmp_path, config, opset))
+    assert found == expected
+    assert ("DequantizeLinear" in found) == (activation == "static")
+
+
+def test_weights_of_four_bits_fold(tmp_path):
+    file = written(
+        tmp_path, {"activation": "float", "overrides": [{"match": {"type": "Linear"}, "weight": {"bit": 4}}]}, None
+    )
+    stored = {tensor.name: tensor.data_type for tensor in file.graph.initializer}
+    assert stored["fc.weight_quantized"] == TensorProto.INT4
+    assert "DequantizeLinear" not in node_types(file)
