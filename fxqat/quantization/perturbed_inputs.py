@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ from fxqat.utils.torch_compat import is_sharded
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
+
+FEW = 8
+"""Samples of a batch that are enough to compare two models."""
 
 SHARE = 0.7
 """How much of its old value a number keeps."""
@@ -55,14 +58,27 @@ def larger(inputs: Arguments) -> Arguments:
     """
     if holds_lists(inputs):
         return tuple(_longer(value) for value in inputs[0]), _longer(inputs[1])
-    batch = next((tensor.shape[0] for tensor in flatten_tensors(inputs) if tensor.dim()), None)
-    if batch is None:
+    return _batch_changed(inputs, lambda tensor: torch.cat([tensor, tensor[-1:]]))
+
+
+def fewer(inputs: Arguments) -> Arguments:
+    """Inputs with the first :data:`FEW` samples of the batch, as of :func:`larger`; unchanged if that has no more."""
+    if holds_lists(inputs) or (_batch_of(inputs) or 0) <= FEW:
         return inputs
+    return _batch_changed(inputs, lambda tensor: tensor[:FEW])
 
-    def with_one_more(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor[-1:]]) if tensor.dim() and tensor.shape[0] == batch else tensor
 
-    return map_tensors(inputs[0], with_one_more), map_tensors(inputs[1], with_one_more)
+def _batch_of(inputs: Arguments) -> int | None:
+    return next((tensor.shape[0] for tensor in flatten_tensors(inputs) if tensor.dim()), None)
+
+
+def _batch_changed(inputs: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
+    batch = _batch_of(inputs)
+
+    def changed(tensor: Tensor) -> Tensor:
+        return change(tensor) if tensor.dim() and tensor.shape[0] == batch else tensor
+
+    return map_tensors(inputs[0], changed), map_tensors(inputs[1], changed)
 
 
 def holds_lists(inputs: Arguments) -> bool:

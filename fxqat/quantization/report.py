@@ -18,7 +18,10 @@ from fxqat.utils.node_meta import FloatLeaf, ForcedNumber
 from fxqat.utils.source import line_of_node
 from fxqat.utils.weight_hooks import weight_hooks, why_hooks_forbid
 
-ANY_BATCH = "equal to the model on a larger batch"
+ANOTHER_BATCH = "on a batch of another size"
+"""Where the prepared model is compared with the model, in words."""
+
+ANY_BATCH = f"equal to the model {ANOTHER_BATCH}"
 """The line of :attr:`QuantReport.sameness` by which the batch size may vary."""
 
 NOTHING_FOR_SIZE = "optimize_for='size' changes nothing: no convolution or linear layer is left float on"

@@ -3,9 +3,11 @@
 Both run on the same inputs, with the same random numbers, four times at most:
 
 1. in eval mode, on the given inputs;
-2. in eval mode, on inputs with other values and with other weights;
-3. in eval mode, on a larger batch, or with one more item in the lists among the inputs;
+2. in eval mode, on a batch of another size, or with one more item in the lists among the inputs;
+3. in eval mode, on inputs with other values and with other weights;
 4. in training, with one backward pass: outputs, the gradients of all parameters, and the buffers afterwards.
+
+Runs 2 to 4 take the first samples of a large batch, to save time and memory, unless they differ on these.
 
 What the float model cannot run itself is left out, and the report says so. On the meta device only shapes are compared.
 
@@ -32,7 +34,8 @@ from fxqat.errors import ConfigError, TraceError
 from fxqat.fake_quantize.state import all_off
 from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
-from fxqat.quantization.perturbed_inputs import Arguments, holds_lists, larger, of_other_values, other_weights
+from fxqat.quantization.perturbed_inputs import Arguments, fewer, holds_lists, larger, of_other_values, other_weights
+from fxqat.quantization.report import ANOTHER_BATCH, ANY_BATCH
 from fxqat.quantization.run_values import FINE_TOLERANCE, Values, different_in, distances
 from fxqat.tracing.trace import OVERWRITTEN
 from fxqat.utils.contexts import (
@@ -150,7 +153,7 @@ def check_sameness(
 
     Raises:
         ConfigError: the float model itself does not run on the inputs (only if ``strict``).
-        SamenessError: the models compute something else in run 1 or 2, or in 4.
+        SamenessError: the models compute something else in run 1 or 3, or in 4.
     """
     leaves = [parameter for module in users_modules(prepared) for parameter in module.parameters()]
     with attributes_kept(prepared), attributes_kept(reference.model), parameters_kept(leaves):
@@ -165,12 +168,14 @@ def _check_all(runs: _Runs, inputs: Arguments, check: str, strict: bool) -> list
         hint = "If it does run without fxqat, as flex_attention does, check='off' leaves out the comparison."
         raise ConfigError(f"{what}: {runs.failure}\n{hint}") from runs.failure
     if check == "full":
+        few = fewer(inputs)
+        found.append(runs.report("with longer lists" if holds_lists(inputs) else ANOTHER_BATCH, larger(few)))
+        choices = [inputs] if few is inputs or found[-1] != ANY_BATCH else [few, inputs]
         with other_weights(runs.prepared):
-            found.append(runs.require("on inputs with other values", of_other_values(inputs)))
-        found.append(runs.report("with longer lists" if holds_lists(inputs) else "on a larger batch", larger(inputs)))
+            found.append(runs.require("on inputs with other values", *map(of_other_values, choices)))
         if runs.reference.trains:
             judge = runs.require if strict else runs.report
-            found.append(judge("in training", inputs, training=True))
+            found.append(judge("in training", *choices, training=True))
         else:
             found.append("not compared with the model in training")
     return [*found, *runs.overwritten_inputs()]
@@ -241,22 +246,31 @@ class _Runs:
         self.overwrites = {"model": False, "prepared": False}
         self.parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
 
-    def require(self, where: str, inputs: Arguments, training: bool = False) -> str:
-        """Compare, and raise :class:`TraceError` for a difference."""
-        problem = self._difference(inputs, training)
+    def require(self, where: str, *inputs: Arguments, training: bool = False) -> str:
+        """Compare, and raise :class:`SamenessError` for a difference; see :meth:`_first_without_difference`."""
+        problem = self._first_without_difference(inputs, training)
         if problem:
             message = f"the traced {self.name} computes something else than the model {where}: {problem}"
             raise SamenessError(message, where, self.differs_in)
         return f"not compared with the model {where}" if problem is None else f"equal to the model {where}"
 
-    def report(self, where: str, inputs: Arguments, training: bool = False) -> str:
-        """Compare, and log a difference as a warning."""
-        problem = self._difference(inputs, training)
+    def report(self, where: str, *inputs: Arguments, training: bool = False) -> str:
+        """Compare, and log a difference as a warning; see :meth:`_first_without_difference`."""
+        problem = self._first_without_difference(inputs, training)
         if not problem:
             return f"not compared with the model {where}" if problem is None else f"equal to the model {where}"
         line = f"computes something else than the model {where}: {problem}"
         logging.getLogger("fxqat").warning("the prepared %s %s", self.name, line)
         return line
+
+    def _first_without_difference(self, choices: Iterable[Arguments], training: bool) -> str | None:
+        """What differs on all of several inputs: of the last ones; empty if nothing does on some of them."""
+        problem: str | None = None
+        for inputs in choices:
+            problem = self._difference(inputs, training)
+            if problem == "":
+                break
+        return problem
 
     def overwritten_inputs(self) -> list[str]:
         """A line, which is logged, if only the model overwrites its inputs and tracing did not see it."""

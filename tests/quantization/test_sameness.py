@@ -16,7 +16,7 @@ from fxqat.quantization.sameness import Reference, check_sameness
 from tests.fresh_process import run_fresh
 from tests.models import TOYS, build, inputs, prepared
 
-RUNS = ["on the given inputs", "on inputs with other values", "on a larger batch", "in training"]
+RUNS = ["on the given inputs", "on a batch of another size", "on inputs with other values", "in training"]
 
 
 class Net(nn.Module):
@@ -99,15 +99,40 @@ def test_a_difference_that_only_training_has_is_a_warning_where_that_is_asked_fo
 def test_a_batch_size_that_is_fixed_is_reported(caplog):
     lines = compare(lambda self, y: y / y.shape[0], lambda self, y: y / 3)
     assert ANY_BATCH not in lines
-    assert "computes something else than the model on a larger batch: output 0 differs" in caplog.text
+    assert "computes something else than the model on a batch of another size: output 0 differs" in caplog.text
     assert lines[3] == "equal to the model in training"
+
+
+def test_of_a_large_batch_a_few_samples_are_compared(caplog):
+    sizes = []
+
+    def noted(self, y):
+        sizes.append(len(y))
+        return y
+
+    large = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    assert compare(noted, lambda self, y: y, large) == [f"equal to the model {run}" for run in RUNS]
+    assert sizes == [40, 9, 8, 8]
+    assert not caplog.text
+
+
+def test_a_model_that_computes_something_else_on_a_few_samples_is_compared_on_all(caplog):
+    large = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+    constant = Net(None).first.weight[0, 0].item()
+    lines = compare(lambda self, y: y * 2 if len(y) < 20 else y, lambda self, y: y, large)
+    assert lines[1].startswith(f"computes something else than the model {RUNS[1]}: output 0 differs")
+    assert [lines[i] for i in (0, 2, 3)] == [f"equal to the model {RUNS[i]}" for i in (0, 2, 3)]
+    lines = compare(lambda self, y: y * 2 if len(y) == 8 else y, lambda self, y: y, large)
+    assert lines == [f"equal to the model {run}" for run in RUNS]  # 9 samples are as 40
+    with pytest.raises(TraceError, match="on inputs with other values: output 0 differs"):
+        compare(lambda self, y: y * self.first.weight[0, 0], lambda self, y: y * constant, large)
 
 
 @pytest.mark.parametrize("share", [1e-2, 1e-3])
 def test_a_branch_that_contributes_little_is_compared_too(share, caplog):
     lines = compare(lambda self, y: y + share * y / y.shape[0], lambda self, y: y + share * y / 3)
     assert ANY_BATCH not in lines
-    assert "computes something else than the model on a larger batch: output 0 differs" in caplog.text
+    assert "computes something else than the model on a batch of another size: output 0 differs" in caplog.text
     with pytest.raises(TraceError, match="on the given inputs: output 0 differs"):
         compare(lambda self, y: y + share * y, lambda self, y: y)
 
@@ -301,8 +326,7 @@ def test_inputs_that_the_model_cannot_run_are_an_error():
 
     with pytest.raises(ConfigError, match="does not run on example_inputs, in eval mode: AssertionError: three"):
         compare(fails, lambda self, y: y)
-    verdicts = ["not compared with the model", "not compared with the model", "equal to the model"]
-    verdicts.append("not compared with the model")
+    verdicts = ["not compared with the model", "equal to the model", *["not compared with the model"] * 2]
     lines = compare(fails, lambda self, y: y, strict=False)
     assert lines == [f"{verdict} {run}" for verdict, run in zip(verdicts, RUNS, strict=True)]
 
