@@ -21,7 +21,7 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
-from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
+from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 
@@ -51,9 +51,9 @@ def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         segments = split(gm, max_layers=1)
         float_inputs = [named_inputs(gm, batch) for batch in inputs]
         quant_inputs = [dict(values) for values in float_inputs]
-        for i, segment in enumerate(segments):
-            targets = segment.run(float_inputs, quantized=False)
-            found |= correct_means(segment, quant_inputs, channel_means(segment, float_inputs, quantized=False))
+        for i, (segment, original) in enumerate(zip(segments, float_segments(segments), strict=True)):
+            targets = original.run(float_inputs, quantized=False)
+            found |= correct_means(segment, quant_inputs, channel_means(original, float_inputs, quantized=False))
             float_inputs = values_read_later(segments[i:], float_inputs, targets)
             quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
     return found
@@ -75,7 +75,7 @@ def channel_means(segment: Segment, batches: list[Values], quantized: bool) -> d
     Only layers that can be corrected are measured: those with a bias or a BatchNorm. What the products of a recurrent
     layer are is not seen from outside, so its bias is not corrected.
     """
-    qat = {path: layer for path, layer in segment.layers.items() if isinstance(layer, QATLayer)}
+    qat = {path: layer for path, layer in segment.own_layers.items() if isinstance(layer, QATLayer)}
     layers = {path: layer for path, layer in qat.items() if layer.bias is not None or layer.bn is not None}
     with ExitStack() as stack:
         means = {path: stack.enter_context(_recorded(layer)) for path, layer in layers.items()}

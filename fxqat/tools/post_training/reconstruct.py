@@ -19,6 +19,9 @@ learning, and again after it.
 Of three states of a segment (before learning, after it, after the last bias correction) the one with the least error is
 kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned.
 
+A layer that the model calls several times, or whose weight is also another layer's, is learned where it is called
+first. Its other segments are learned with it as it is then.
+
 GPTQ looks at the products of a layer, but the states of a recurrent layer change with its weights, and its gates
 saturate. So a segment with a recurrent layer is tried in three ways: rounded to the nearest, by GPTQ that starts at the
 weight, and by GPTQ that starts at the weight that best reproduces the float model's products. The one with the least
@@ -50,7 +53,7 @@ from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_round
 from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
 from fxqat.tools.post_training.layer_weights import weights_of
-from fxqat.tools.post_training.segments import Segment, Values, named_inputs, split, values_read_later
+from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.flags import check_flags
@@ -133,16 +136,19 @@ def reconstruct(
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
         torch.manual_seed(seed)
         segments = split(gm, setting.max_layers)
+        originals = float_segments(segments)
         float_inputs = [named_inputs(gm, batch) for batch in inputs]
         quant_inputs = [dict(values) for values in float_inputs]
         for i, segment in enumerate(tqdm(segments, "reconstruct", leave=False, disable=None if progress else True)):
-            targets = segment.run(float_inputs, quantized=False)
-            if segment.layers:
+            targets = originals[i].run(float_inputs, quantized=False)
+            if segment.own_layers:
                 _require_numbers(segment, targets)
-                means = channel_means(segment, float_inputs, quantized=False) if correct_bias else {}
+                means = channel_means(originals[i], float_inputs, quantized=False) if correct_bias else {}
                 before = _error(segment, quant_inputs, targets)
-                after = _reconstruct_(segment, float_inputs, quant_inputs, targets, means, setting, generator)
-                errors[list(segment.layers)[-1]] = (before, after)
+                after = _reconstruct_(
+                    segment, originals[i], float_inputs, quant_inputs, targets, means, setting, generator
+                )
+                errors[list(segment.own_layers)[-1]] = (before, after)
             float_inputs = values_read_later(segments[i:], float_inputs, targets)
             quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
     return errors
@@ -150,6 +156,7 @@ def reconstruct(
 
 def _reconstruct_(
     segment: Segment,
+    original: Segment,
     float_inputs: list[Values],
     quant_inputs: list[Values],
     targets: list[Values],
@@ -159,14 +166,15 @@ def _reconstruct_(
 ) -> float:
     """Reconstruct one segment, and return its error; the arguments are those of :func:`learn_rounding`.
 
-    ``means`` has the channel means of the float model for the layers whose biases are corrected.
+    ``original`` computes the values of the float model. ``means`` has its channel means for the layers whose biases are
+    corrected.
     """
-    float_segment = copy.deepcopy(segment) if setting.gptq else segment  # before its biases are corrected
+    float_segment = copy.deepcopy(original) if setting.gptq else original  # before its biases are corrected
     round_by_gptq = partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, means, setting)
     steps: list[Callable[[], object]] = []
     if not setting.gptq:
         correct_means(segment, quant_inputs, means)
-    elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.layers.values()):
+    elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.own_layers.values()):
         correct_means(segment, quant_inputs, means)
         nearest = copy.deepcopy(segment.module.state_dict())
 
@@ -197,7 +205,7 @@ def _apply_gptq_(
 
     ``towards_float`` says where the weights of recurrent layers start, see :func:`gptq_weight`.
     """
-    for path, layer in segment.layers.items():
+    for path, layer in segment.own_layers.items():
         centred = path in means
         to_float = towards_float or not isinstance(layer, QATRecurrentLayer)
         for place, weight in enumerate(weights_of(layer)):
@@ -251,22 +259,23 @@ def _require_plain_weights(gm: QuantGraphModule) -> None:
 
 @contextmanager
 def _frozen(gm: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient in the block, unless the block asks for it."""
-    trainable = [parameter for parameter in gm.parameters() if parameter.requires_grad]
-    for parameter in trainable:
+    """No parameter requires a gradient in the block, unless the block asks for it; afterwards all is as before."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in gm.parameters()]
+    for parameter, *_ in before:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        for parameter, required, gradient in before:
+            parameter.requires_grad_(required)
+            parameter.grad = gradient
 
 
 def _require_numbers(segment: Segment, targets: list[Values]) -> None:
     if any(tensor.isnan().any() for tensor in flatten_tensors(targets)):
         raise CalibrationError(
-            f"reconstruct: on these batches the float model computes NaN in {list(segment.layers)[-1]}. Look for NaN "
-            "in them and for overflow in the model, and prepare the model again: layers before it are reconstructed"
+            f"reconstruct: on these batches the float model computes NaN in {list(segment.own_layers)[-1]}. Look for "
+            "NaN in them and for overflow in the model, and prepare the model again: layers before it are reconstructed"
         )
 
 

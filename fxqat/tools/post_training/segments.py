@@ -8,6 +8,7 @@ between any two layers, and several values are passed on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ class Segment:
         reads: names of the input values.
         writes: names of the output values.
         layers: its weighted layers by path, each once.
+        own_layers: those of them whose parameters no layer before has: where a layer is called again, or its weight is
+            that of another layer, nothing is learned a second time.
         quantizers: its activation quantizers that round, by path, each once.
     """
 
@@ -49,6 +52,7 @@ class Segment:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     layers: Mapping[str, QATLayer | QATRecurrentLayer]
+    own_layers: Mapping[str, QATLayer | QATRecurrentLayer]
     quantizers: Mapping[str, FakeQuantizeBase]
 
     def __call__(self, values: Values) -> Values:
@@ -97,7 +101,16 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
             parts += [block] if count <= max_layers else _cut(block, [True] * len(block), max_layers)
             in_chain = 0
         in_chain = in_chain + 1 if count == 1 else 0
-    return [_segment(gm, part) for part in parts]
+    known: set[int] = set()
+    return [_segment(gm, part, known) for part in parts]
+
+
+def float_segments(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments that compute the values of the float model, before anything is changed.
+
+    A copy where a segment has layers that an earlier one changes, else the segment itself.
+    """
+    return [copy.deepcopy(each) if len(each.own_layers) < len(each.layers) else each for each in segments]
 
 
 def named_inputs(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> Values:
@@ -160,8 +173,8 @@ def _cut(nodes: list[fx.Node], allowed: list[bool], layers: int) -> list[list[fx
     return [*parts, nodes[start:]]
 
 
-def _segment(gm: QuantGraphModule, nodes: list[fx.Node]) -> Segment:
-    """Make a segment of some nodes."""
+def _segment(gm: QuantGraphModule, nodes: list[fx.Node], known: set[int]) -> Segment:
+    """Make a segment of some nodes; ``known`` are the ids of the parameters of layers before, to which its own come."""
     graph = fx.Graph()
     inside = set(nodes)
     copies: dict[fx.Node, fx.Node] = {}
@@ -178,11 +191,19 @@ def _segment(gm: QuantGraphModule, nodes: list[fx.Node]) -> Segment:
     graph.output(tuple(copies[node] for node in writes))
     called = {str(node.target): called_module(node) for node in nodes if node.op == "call_module"}
     rounding = {str(n.target) for n in nodes if not n.kwargs.get("on_grid")}
+    layers = {path: module for path, module in called.items() if isinstance(module, WEIGHTED_LAYERS)}
+    own = {}
+    for path, layer in layers.items():
+        parameters = set(map(id, layer.parameters()))
+        if known.isdisjoint(parameters):
+            own[path] = layer
+        known |= parameters
     return Segment(
         fx.GraphModule(gm, graph),
         tuple(_name(source) for source in reads),
         tuple(_name(node) for node in writes),
-        {path: module for path, module in called.items() if isinstance(module, WEIGHTED_LAYERS)},
+        layers,
+        own,
         {path: m for path, m in called.items() if isinstance(m, FakeQuantizeBase) and path in rounding},
     )
 

@@ -150,6 +150,49 @@ def test_the_best_state_of_a_segment_is_kept(least):
     assert torch.equal(layer.weight, weights[least])
 
 
+class Shared(nn.Module):
+    """A layer that is called twice, and two layers with one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.twice, self.a, self.b, self.last = (nn.Linear(8, 8) for _ in range(5))
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        y = self.twice(self.first(x).relu()).relu()
+        y = self.twice(y).relu()
+        return self.last((self.a(y).tanh() + self.b(y)).relu())
+
+
+@pytest.mark.parametrize("correct", [False, True])
+@pytest.mark.parametrize("method", ["GPTQ", Reconstruction(max_layers=1, iterations=40, scale_lr=0.0)])
+def test_what_is_called_again_is_compared_with_the_float_model_and_learned_once(method, correct):
+    torch.manual_seed(0)
+    model, batches = Shared().eval(), [torch.randn(16, 8) for _ in range(4)]
+    config = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}}, "activation": "float"}
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", config), *[(batch,) for batch in batches]).eval()
+    errors = reconstruct(gm, batches, method, correct_bias=correct)
+    assert list(errors) == ["first", "twice", "a", "last"]
+    with torch.no_grad():
+        pairs = [(gm(batch), model(batch)) for batch in batches]
+    error = sum(float((a - b).square().sum()) for a, b in pairs) / sum(float(b.square().sum()) for _, b in pairs)
+    assert errors["last"][1] == pytest.approx(error, rel=1e-4)
+
+
+def test_gradients_and_what_requires_them_are_as_before():
+    gm, batches = low_bit()
+    parameters = dict(gm.named_parameters())
+    scales = [name for name in parameters if name.endswith("act_fake_quant.scale")]
+    frozen, kept = scales[:2]
+    parameters[frozen].requires_grad_(False)
+    parameters[kept].grad = torch.ones_like(parameters[kept])
+    required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    reconstruct(gm, batches, QUICK)
+    assert {name: parameter.requires_grad for name, parameter in parameters.items()} == required
+    assert [name for name, parameter in parameters.items() if parameter.grad is not None] == [kept]
+    assert torch.equal(parameters[kept].grad, torch.ones_like(parameters[kept]))
+
+
 def test_the_same_seed_gives_the_same_model_and_the_caller_s_random_state_is_kept():
     state = torch.random.get_rng_state()
     models = []
