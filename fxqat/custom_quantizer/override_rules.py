@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxqat.config.config import PrepareConfig
+from fxqat.config.config import STATIC, PrepareConfig
 from fxqat.config.overrides import Match, Override, TensorChange
 from fxqat.custom_quantizer.legal_schemes import check_dynamic, check_legal
 from fxqat.custom_quantizer.requests import RankedConfig, Request, layer_of_result, weight_of
@@ -225,6 +225,27 @@ def check_additions(requests: dict[fx.Node, Request], values: Set[fx.Node], addi
             raise ConfigError(
                 f"{match.where}: {next(iter(nodes)).name!r} has no effect: neither its value nor a value that it reads "
                 "is quantized, because overrides leave them float or nothing uses them. Drop it from the list."
+            )
+
+
+def check_defaults(config: PrepareConfig, requests: dict[fx.Node, Request], values: Set[fx.Node]) -> None:
+    """Check that something is quantized by what ``extra_qconfig_dict`` says of weights and of activations.
+
+    Args:
+        config: the user's configuration.
+        requests: of each node.
+        values: the nodes whose values are quantized.
+
+    Raises:
+        ConfigError: it configures weights, or activations, and none is quantized with a scale in the file.
+    """
+    found = {"w": any(request.weight is not None for request in requests.values()), "a": bool(values)}
+    for letter, what, change in (("w", "weight", config.weight), ("a", "activation", config.activation)):
+        if (change.scheme or change.modules) and not found[letter]:
+            form = f" (activation is {config.activations!r})" if letter == "a" and config.activations != STATIC else ""
+            raise ConfigError(
+                f"extra_qconfig_dict: the {letter}_* entries have no effect: no {what} of the model has a scale in the "
+                f"file{form}. Drop them."
             )
 
 

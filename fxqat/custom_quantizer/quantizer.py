@@ -18,6 +18,7 @@ from fxqat.custom_quantizer.override_rules import (
     Overrides,
     can_change,
     check_additions,
+    check_defaults,
     check_dynamic_weights,
     check_forms,
     check_lists,
@@ -123,6 +124,7 @@ class BackendQuantizer:
         groups = share_scales(requests, values, left_float, nonnegative)
         _drop_unused(values, kinds)
         check_additions(requests, values.keys(), config.additional)
+        check_defaults(config, requests, values.keys())
         self._number_groups(values, asked, groups, requests, untrained(gm), nonnegative, kinds)
         reasons = Reasons(self.spec, requests, kinds, excluded, left_float, values)
         for node, request in requests.items():

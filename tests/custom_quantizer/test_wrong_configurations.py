@@ -102,6 +102,14 @@ WRONG = {
     "addition of an input": (listed(additional_node_name=["x"]), "additional_node_name", "'x'", "Drop it"),
     "preserve_attr": ({"preserve_attr": ["notes"]}, "preserve_attr", "'notes'", "has no attribute"),
     "shorthand": ({"first_last": {"wieght": {"bit": 8}}}, "first_last", "'wieght'", "did you mean 'weight'?"),
+    "activations of a model with weights only": (
+        {"activation": "float", **qconfig(a_qscheme={"bit": 4})},
+        *("extra_qconfig_dict: the a_* entries", "activation is 'float'", "Drop them"),
+    ),
+    "weights of a model without quantized weights": (
+        {**rule({"module": "*"}, weight=None), **qconfig(w_observer="MSE")},
+        *("extra_qconfig_dict: the w_* entries", "no weight of the model", "Drop them"),
+    ),
     "shorthand, empty": ({"first": {}}, "first", "says nothing", "at least one of weight"),
 }
 
