@@ -13,6 +13,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.perturbed_inputs import Arguments
+from fxqat.utils.closures import copy_with_closures
 from fxqat.utils.contexts import buffers_kept, equal_random_numbers, hooked, in_mode
 from fxqat.utils.fx_graph import called_module, module_path
 from fxqat.utils.living_copies import own_copy
@@ -37,7 +38,7 @@ def first_difference(
         training: the mode.
     """
     expected: list[tuple[str, list[Tensor]]] = []
-    model, prepared = copy.deepcopy(model), own_copy(prepared)  # forward may overwrite parameters
+    model, prepared = copy_with_closures(model), own_copy(prepared)  # forward may overwrite parameters
     paths = {module: path for path, module in model.named_modules()}
 
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

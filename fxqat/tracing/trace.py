@@ -33,6 +33,7 @@ from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
 from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
+from fxqat.utils.closures import copy_with_closures
 from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf, ForcedNumber, describe
@@ -182,9 +183,9 @@ def _not_followed(graph: fx.Graph, model: nn.Module) -> Iterator[str]:
 def copy_model(model: nn.Module) -> nn.Module:
     """A deep copy of a model, in which shared modules and tensors stay shared.
 
-    Three things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
-    the many empty dicts of a module, since ``copy.deepcopy`` is slow at them, and the hooks of parameters, since it
-    drops them.
+    Four things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
+    the many empty dicts of a module, since ``copy.deepcopy`` is slow at them, the hooks of parameters, since it drops
+    them, and functions that hold the model, since it leaves them with the original.
     """
     memo = copies_of_results(model)
     for attributes in (*map(vars, model.modules()), *held_objects(model)):
@@ -193,7 +194,7 @@ def copy_model(model: nn.Module) -> nn.Module:
                 memo[id(value)] = value.detach().clone()
             elif type(value) in (dict, OrderedDict) and not value:
                 memo[id(value)] = type(value)()
-    result = copy.deepcopy(model, memo)
+    result = copy_with_closures(model, memo)
     for parameter in model.parameters():
         copy_tensor_hooks(parameter, memo[id(parameter)], memo)
     return result
@@ -202,7 +203,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 def share_tensors(model: nn.Module) -> nn.Module:
     """A copy of a model that has the same parameters and buffers, not copies of them."""
     tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return copy_with_closures(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _first_success(
