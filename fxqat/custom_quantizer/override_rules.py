@@ -231,6 +231,8 @@ def check_additions(requests: dict[fx.Node, Request], values: Set[fx.Node], addi
 def check_defaults(config: PrepareConfig, requests: dict[fx.Node, Request], values: Set[fx.Node]) -> None:
     """Check that something is quantized by what ``extra_qconfig_dict`` says of weights and of activations.
 
+    A model of which nothing is quantized has an error of its own, with the reason of each node.
+
     Args:
         config: the user's configuration.
         requests: of each node.
@@ -241,7 +243,7 @@ def check_defaults(config: PrepareConfig, requests: dict[fx.Node, Request], valu
     """
     found = {"w": any(request.weight is not None for request in requests.values()), "a": bool(values)}
     for letter, what, change in (("w", "weight", config.weight), ("a", "activation", config.activation)):
-        if (change.scheme or change.modules) and not found[letter]:
+        if (change.scheme or change.modules) and not found[letter] and any(found.values()):
             form = f" (activation is {config.activations!r})" if letter == "a" and config.activations != STATIC else ""
             raise ConfigError(
                 f"extra_qconfig_dict: the {letter}_* entries have no effect: no {what} of the model has a scale in the "
