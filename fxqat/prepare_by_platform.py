@@ -26,7 +26,7 @@ from fxqat.fake_quantize.fake_quantizes import not_learned
 from fxqat.fuser_method_mappings import fusions_without
 from fxqat.nn.qat import BN_FREEZE
 from fxqat.quantization.drop_unread import drop_unread
-from fxqat.quantization.fuse import fuse
+from fxqat.quantization.fuse import check_left_out, fuse
 from fxqat.quantization.graph_module import (
     QuantGraphModule,
     make_provenance,
@@ -153,6 +153,7 @@ def _prepare(
     gm = split_ops(standardize(traced.gm, traced.fixed), partial(is_split, spec, config))
     steps = split_recurrent(gm, partial(recurrent_form, spec, config))
     remarks["forced"] = (*remarks.get("forced", ()), *steps)
+    check_left_out(gm, config.unfused)
     gm = fuse(gm, fusions_without(config.unfused))
     applied = BackendQuantizer(spec, config).annotate(gm)
     report = build_report(gm, spec.name, for_size=config.optimize_for == SIZE, **remarks)

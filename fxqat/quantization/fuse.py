@@ -12,10 +12,11 @@ The fused module gets the path of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import fx, nn
 
+from fxqat.errors import ConfigError
 from fxqat.fuser_method_mappings import FUSIBLE_ACTIVATIONS, FUSIONS, LAYERS_AND_NORMS, Fusion
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.identify import identify
@@ -42,6 +43,34 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
     gm.delete_all_unused_submodules()
     gm.graph.lint()
     return gm
+
+
+def check_left_out(gm: fx.GraphModule, patterns: Collection[tuple[str, ...]]) -> None:
+    """Check that each pattern that the user leaves out would be fused somewhere.
+
+    Args:
+        gm: a standardized graph module.
+        patterns: of rows of the table.
+
+    Raises:
+        ConfigError: one matches no chain, or only where a longer row is fused.
+    """
+    if not patterns:
+        return
+    calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
+    names = {node: _names(node) for node in gm.graph.nodes}
+    found: set[tuple[str, ...]] = set()
+    for node in gm.graph.nodes:
+        for row in FUSIONS if type(called_module(node)) in WEIGHTED_TYPES else ():
+            if _match(node, row, calls, names) is not None:
+                if row.pattern not in patterns:
+                    break
+                found.add(row.pattern)
+    for pattern in sorted(set(patterns) - found):
+        raise ConfigError(
+            f"exclude_fusion_pattern: {list(pattern)} has no effect: no layer of the model would be fused by it (where "
+            "a longer pattern is found, that one is fused). Drop it."
+        )
 
 
 def _names(node: fx.Node) -> frozenset[str]:

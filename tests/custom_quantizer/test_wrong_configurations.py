@@ -94,6 +94,10 @@ WRONG = {
         {"extra_fuse_dict": {"exclude_fusion_pattern": [["conv2d", "relu7"]]}},
         *("exclude_fusion_pattern", "'relu7'", "did you mean 'conv2d relu'?"),
     ),
+    "unfused pattern that the model has not": (
+        {"extra_fuse_dict": {"exclude_fusion_pattern": [["linear", "batch_norm1d"]]}},
+        *("exclude_fusion_pattern", "['linear', 'batch_norm1d']", "Drop it"),
+    ),
     "leaf module": ({"leaf_module": ["layer2"]}, "leaf_module", "'layer2'", "did you mean 'layer1'?"),
     "concrete argument": ({"concrete_args": {"xs": 1}}, "concrete_args", "'xs'", "did you mean 'x'?"),
     "exclusion of nothing": (listed(exclude_module_name=["fd"]), "exclude_module_name", "'fd'", "nearest is 'fc'"),
