@@ -5,7 +5,7 @@ A model that has this opset already stays as it is. Elsewhere the converter need
 1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes,
    and those that it leaves become initializers again, as later passes expect them;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
-3. it has no step from opset 14 to 13 for operators that only take more integer types in 14: it does not see them;
+3. it has no step down for operators that only take more types since then: it does not see them;
 4. it keeps the IR version: older opsets get the one that runtimes of their time read;
 5. torch's exporter writes operators (DeformConv) that are newer than the opset it declares: it does not see them.
 """
@@ -22,8 +22,8 @@ from fxqat.errors import ExportError
 from fxqat.onnx.opset import newer_operators
 from fxqat.scheme import STORAGE_OPSETS
 
-WIDENED_IN_14 = ("Add", "Div", "Mul", "Relu", "Sub")
-"""Operators that take more integer types since opset 14 and did not change otherwise."""
+WIDENED = {"Add": 14, "Div": 14, "Identity": 16, "Mul": 14, "Relu": 14, "Sub": 14}
+"""Operators that take more types since an opset (integers, values that are no tensors) and did not change otherwise."""
 
 HIDDEN = "fxqat.hidden"
 """Domain of the nodes that the converter must not see."""
@@ -64,7 +64,7 @@ def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
     _drop_default_attributes(model)
     declared = next(entry.version for entry in model.opset_import if entry.domain == "")
     hidden = {*newer_operators({node.op_type for node in model.graph.node}, declared)}
-    hidden |= {*WIDENED_IN_14} if opset_version < 14 else set()
+    hidden |= {op_type for op_type, widened in WIDENED.items() if opset_version < widened}
     _move(model, hidden, "", HIDDEN)
     try:
         converted = version_converter.convert_version(model, opset_version)

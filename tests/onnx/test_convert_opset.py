@@ -66,6 +66,15 @@ def test_arithmetic_goes_to_opset_13_as_it_is() -> None:
         np.testing.assert_allclose(found, np.maximum((x.numpy() - 0.5) / 3 * 0.5 + 3, 0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("opset", [13, 15])
+def test_an_input_that_is_an_output_goes_to_older_opsets(opset: int) -> None:
+    model, x = model_of([helper.make_node("Identity", ["x"], ["y"])], {}), torch.randn(2, 3, 4)
+    older = after(model, ConvertOpset(opset))
+    onnx.checker.check_model(older, full_check=True)
+    assert (opset_of(older), node_types(older)) == (opset, ["Identity"])
+    assert np.array_equal(run_session(session(older), [x])[0], x.numpy())
+
+
 def test_integers_that_opset_13_cannot_add_are_refused() -> None:
     nodes = [
         helper.make_node("Cast", ["x"], ["a"], to=TensorProto.INT16),
