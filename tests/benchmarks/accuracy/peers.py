@@ -80,6 +80,8 @@ def with_fxqat(task: Task, bits: int, recipe: str, folder: Path) -> Predict:
     config: dict[str, Any] = {}
     if bits < 8:
         config = {"extra_qconfig_dict": {"w_qscheme": {"bit": bits, "narrow_range": False}, "w_observer": "MSE"}}
+    elif "float32 scales" in recipe:
+        config = {"extra_qconfig_dict": {"w_qscheme": {"scale_bits": 24}, "a_qscheme": {"scale_bits": 24}}}
     better = {"reconstruct": METHODS["GPTQ"], "correct_bias": True} if "GPTQ" in recipe else {}
     gm = ptq(task.model, task.batches, resnet.without_limits("ONNXRuntime"), config, **better).eval()
     report = fxqat.convert_export(gm, (task.batches[0],), folder / "q.onnx", dynamic_batch=True)
@@ -228,6 +230,7 @@ TOOLS: dict[str, tuple[str, Callable[[Task, int, str, Path], Predict]]] = {
 RECIPES = {
     8: (
         ("fxqat", "calibration"),
+        ("fxqat", "float32 scales"),
         ("fxqat", "GPTQ, bias correction"),
         ("ONNX Runtime", "MinMax"),
         ("ONNX Runtime", "Percentile"),
