@@ -19,8 +19,9 @@ from fxqat.ops.assign_item import after_method, assign_item
 from fxqat.ops.identify import identify, operands, out_of_place_method, works_in_place
 from fxqat.ops.table import OUT_OF_PLACE
 from fxqat.utils.fx_graph import called_module, writes_state
-from fxqat.utils.node_meta import ADDRESS, SHAPE, SPELLING, VALUE, kind_of
+from fxqat.utils.node_meta import ADDRESS, MODE, SHAPE, SPELLING, VALUE, kind_of
 from fxqat.utils.source import line_of_node
+from fxqat.utils.train_eval_graph import eval_or_train
 
 SHAPING = ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 SWAPPING = ("transpose", "swapaxes", "swapdims", "t", "adjoint")
@@ -127,7 +128,15 @@ class _Write:
         for value in list(new):
             self._view_again(value, new)
         for old, value in new.items():
-            old.replace_all_uses_with(value, delete_user_cb=lambda user: self.last < user)
+            self._replace_later(old, value)
+
+    def _replace_later(self, old: fx.Node, value: fx.Node) -> None:
+        """Let later readers read a new value; after a write in one mode only, in the other mode the old one."""
+        mode = self.node.meta.get(MODE)
+        if mode is not None and old.meta.get(MODE) is not mode:
+            value = self._add("call_function", eval_or_train, (old, value) if mode else (value, old))
+            del value.meta[MODE]
+        old.replace_all_uses_with(value, delete_user_cb=lambda user: self.last < user)
 
     def _viewed(self, node: fx.Node) -> fx.Node | None:
         """The tensor of which a value is a view; None if it has memory of its own."""

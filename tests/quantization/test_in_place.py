@@ -225,3 +225,56 @@ def test_other_views_are_refused_by_line(view):
     message = r"write in place to a view by [a-z]+ of first(?s:.*)test_in_place.py"
     with torch.no_grad(), pytest.raises(TraceError, match=message):
         fxqat.prepare_by_platform(Net(write), "TSQAT", example_inputs=torch.randn(6, 4))
+
+
+class MasksInTraining(nn.Module):
+    """Overwrites a value or its first column in training only, as SpecAugment does."""
+
+    def __init__(self, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.token = nn.Parameter(torch.rand(6))
+        self.step = step
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.training:
+            self.step(self, y)
+        return self.last(y)
+
+
+def masks_rows(self, y):
+    y[torch.tensor([True, False, False, True])] = self.token
+
+
+def scales_a_column(self, y):
+    y[:, 0] *= 2
+    y[:, 0] += 1
+
+
+def adds(self, y):
+    y += self.token
+
+
+@pytest.mark.parametrize("step", [masks_rows, scales_a_column, adds])
+def test_a_write_in_training_only_is_not_read_in_eval_mode(step, tmp_path):
+    model = MasksInTraining(step).eval()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.leaves == gm.quant_report.eval_only == ()
+    assert "float" not in [row.status for row in gm.quant_report if row.op == "linear"]
+    for training in (False, True, False):
+        torch.testing.assert_close(gm.train(training)(x), model.train(training)(x))
+    for net in (gm, model):
+        net.train()(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gm.get_parameter(name).grad, parameter.grad)
+    fxqat.calibrate(gm.eval(), [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    fxqat.convert_export(gm, (x,), tmp_path / "model.onnx", dynamic_batch=True)
+    session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x[:3].numpy()})[0]
+    expected = gm(torch.cat([x[:3], x[:1]]))[:3].detach()
+    torch.testing.assert_close(torch.from_numpy(found), expected, atol=0.03, rtol=0)
