@@ -344,7 +344,8 @@ is its default.
 * Weights have a scale for each channel, activations one scale, and the first and the last layer are quantized, too.
 * What is tested: for fxqat, ONNX Runtime and ModelOpt the exported file in ONNX Runtime, for NNCF the model in
   OpenVINO, for torch.ao its converted model; AIMET and Brevitas simulate the target in float, and their simulation is
-  tested. Brevitas quantizes the layers only (``layerwise``): with ``fx`` it failed at the slices of ResNet20's shortcuts.
+  tested. Brevitas quantizes the layers only (``layerwise``): with ``fx`` it failed at the slices of ResNet20's
+  shortcuts.
 * AIMET's AdaRound is missing: 2,000 of the 15,000 iterations that it recommends below 8 bits took 30 s for a layer of
   ResNet20.
 * *s*: seconds to quantize, on a machine that did other work.
