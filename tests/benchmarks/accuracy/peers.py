@@ -338,7 +338,7 @@ def report(arguments: argparse.Namespace) -> None:
 ===========================
 
 The same float weights and the same images for calibration, quantized without training by each tool, and tested on the
-same other images. *Recipe*: what the tool's documentation offers for this job; the first of a tool is its default.
+same other images. *Recipe*: steps that the tool's documentation offers for this job.
 
 * ResNet20 (akamaster/pytorch_resnet_cifar10): 256 images of CIFAR-10, tested on 1017 others.
 * MobileNetV2 (google-coral/test_data): 64 ImageNet photos (EliSchwartz/imagenet-sample-images), tested on 936 others.
@@ -350,7 +350,8 @@ same other images. *Recipe*: what the tool's documentation offers for this job; 
 * Weights have a scale for each channel, activations one scale, and the first and the last layer are quantized, too.
 * Tested is, for fxqat, ONNX Runtime and ModelOpt, the file in ONNX Runtime with its default options, for NNCF the model
   in OpenVINO, for torch.ao its converted model. AIMET and Brevitas simulate the target in float; their simulation is
-  tested. Brevitas quantizes the layers only (``layerwise``; ``fx`` failed at the slices of ResNet20's shortcuts).
+  tested. Brevitas quantizes the layers only (``layerwise``; ``fx`` failed at the slices of ResNet20's shortcuts);
+  its equalization replaces ReLU6 by ReLU.
 * NNCF, torch.ao and ModelOpt have no row at W4A8: what was run of them has 8-bit weights only. AIMET's AdaRound is
   missing: 2,000 of the 15,000 iterations that it recommends below 8 bits took 30 s for a layer of ResNet20.
 
