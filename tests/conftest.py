@@ -2,12 +2,14 @@
 
 import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +44,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # an export makes hundreds of thousands of objects, and keeps most until its end
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Fixtures and tests draw the same numbers whichever tests ran before, on this worker or another."""
+    _seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """A test draws the same numbers whether it is the one whose setup made a fixture of a wider scope or not."""
+    _seed()
+
+
+def _seed() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -121,10 +121,12 @@ def test_gradients_equal_those_of_a_float64_reference(kind, per_channel):
     w, r, b = (tensor.detach().double() for tensor in layer.stacked())
     quants = (layer.weight_ih_fake_quant, layer.weight_hh_fake_quant)
     scales = [quant.used_scale().double().requires_grad_() for quant in quants]
-    rounded = []
+    inside, rounded = [], []
     for tensor, scale, quant in zip((w, r), scales, quants, strict=True):
         wide = scale.unsqueeze(1) if scale.dim() else scale
-        steps = (tensor / wide).clamp(quant.scheme.quant_min, quant.scheme.quant_max)
+        steps = tensor / wide
+        inside.append(steps.abs() <= quant.scheme.quant_max + EDGE)
+        steps = steps.where(inside[-1], steps.clamp(quant.scheme.quant_min, quant.scheme.quant_max))
         rounded.append((steps + (steps.round() - steps).detach()) * wide)  # LSQ: straight through, scale by its formula
     leaves = [tensor.detach().requires_grad_() for tensor in rounded]
     module = copy.deepcopy(model[0]).double()
@@ -132,9 +134,6 @@ def test_gradients_equal_those_of_a_float64_reference(kind, per_channel):
     tensors = {name: t for names, ts in zip(layer.names, given, strict=True) for name, t in zip(names, ts, strict=True)}
     y, _ = torch.func.functional_call(module, tensors, (x.double(),))
     (y.unflatten(2, (2, HIDDEN)).transpose(1, 2) * bound).sum().backward()
-    inside = [
-        ((t / (s.unsqueeze(1) if s.dim() else s)).abs() <= 127 + EDGE) for t, s in zip((w, r), scales, strict=True)
-    ]
     back = unstacked(module.mode, 2, *(leaf.grad * ok for leaf, ok in zip(leaves, inside, strict=True)), None)
     for names, tensors in zip(layer.names, back, strict=True):
         for name, expected in zip(names[:2], tensors, strict=True):
