@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import onnx
 import onnx_ir as ir
@@ -60,11 +62,18 @@ def opset_for(tensors: Iterable[QuantizedTensor], opset_version: int | None) -> 
 
 def newer_operators(op_types: Iterable[str], opset_version: int) -> dict[str, int]:
     """The operators of ONNX among ``op_types`` that came after an opset, and the opset of each."""
+    first = _first_opsets()
+    return {name: first[name] for name in op_types if first.get(name, 0) > opset_version}
+
+
+@functools.cache
+def _first_opsets() -> Mapping[str, int]:
+    """The first opset of each operator of ONNX."""
     first: dict[str, int] = {}
     for schema in onnx.defs.get_all_schemas_with_history():
         if schema.domain == "":
             first[schema.name] = min(schema.since_version, first.get(schema.name, schema.since_version))
-    return {name: first[name] for name in op_types if first.get(name, 0) > opset_version}
+    return MappingProxyType(first)
 
 
 def opset_with_operators(model: ir.Model, opset_version: int, asked: int | None) -> int:

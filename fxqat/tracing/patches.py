@@ -14,8 +14,7 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 7. a question for ``torch.is_grad_enabled()`` is recorded as a forced value;
 8. ``torch.set_grad_enabled(self.training)`` is recorded as a forced True: the graph computes gradients in eval mode;
 9. ``callable`` of a tensor is False, as of any tensor;
-10. a function with a cache (``functools.lru_cache``) is called without it: the cache of an earlier run would return
-    sizes as numbers;
+10. a function with a cache (``functools.lru_cache``) is called without it;
 11. ``Variable(x)`` is ``x``;
 12. ``module.to(x)`` takes the device and dtype of the example value;
 13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns.
@@ -27,20 +26,19 @@ from __future__ import annotations
 
 import builtins
 import functools
-import gc
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType, ModuleType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, is_user_function, overwrites_arguments
+from fxqat.tracing.cached_functions import CACHED_FUNCTIONS, clear_caches_of_proxies
+from fxqat.tracing.function_leaf import is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.containers import content_of, restore_content
 from fxqat.utils.source import is_user_file
@@ -66,60 +64,6 @@ CONSTRUCTORS = (
     "triu_indices",
     "zeros",
 )
-
-
-LRU_CACHE = type(functools.lru_cache(len))
-"""The type of a cached function."""
-
-
-def holds_proxies(cached: Any) -> bool:
-    """Whether the cache of a function has proxies as keys, which belong to one trace."""
-    caches = [held for held in gc.get_referents(cached) if type(held) is dict]
-    return any(next(proxies_in(list(cache)), None) is not None for cache in caches)
-
-
-class CachedFunctions:
-    """The cached functions and methods that user code finds in a module or in a class of it.
-
-    A module is searched again when it has more or fewer names than before; ``__main__``, which may be a notebook,
-    always.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: list[Any] = []
-        self._users: list[ModuleType] = []
-        self._sizes: list[int] = []
-        self._found: dict[ModuleType, tuple[int, tuple[tuple[Any, str], ...]]] = {}
-
-    def find(self) -> list[tuple[Any, str]]:
-        """The owner and name of each."""
-        loaded = list(sys.modules.values())
-        if [*map(id, loaded)] != [*map(id, self._loaded)]:
-            plain = {name: module for name, module in sys.modules.copy().items() if type(module) is ModuleType}
-            not_searched = (*NOT_USER_PACKAGES, "__main__")
-            self._users = [module for name, module in plain.items() if name.partition(".")[0] not in not_searched]
-            self._loaded, self._sizes = loaded, []
-        users = self._users  # another thread may replace the list
-        sizes = [*map(len, map(vars, users))]
-        if sizes != self._sizes:
-            known, found = self._found, {}
-            for module, size in zip(users, sizes, strict=True):
-                is_known = module in known and known[module][0] == size
-                found[module] = known[module] if is_known else (size, tuple(_cached_in(module)))
-            self._found, self._sizes = found, sizes
-        main = sys.modules.get("__main__")
-        of_main = _cached_in(main) if type(main) is ModuleType else ()
-        return [*(place for _, places in self._found.values() for place in places), *of_main]
-
-
-CACHED_FUNCTIONS = CachedFunctions()
-
-
-def _cached_in(module: ModuleType) -> Iterator[tuple[Any, str]]:
-    members = list(vars(module).items())
-    classes = [value for _, value in members if type(value) is type and value.__module__ == module.__name__]
-    for owner, attributes in ((module, members), *((owner, list(vars(owner).items())) for owner in classes)):
-        yield from ((owner, key) for key, value in attributes if type(value) is LRU_CACHE)
 
 
 class NodeMaker(Protocol):
@@ -184,8 +128,7 @@ class Patches:
             self._patch(*CAUSAL_CHECK, self._causal_check)
             self._patch(torch.autograd.Variable, "__new__", self._variable)
             self._patch(nn.Module, "to", self._module_to)
-            for owner, name in CACHED_FUNCTIONS.find():
-                self._patch(owner, name, self._uncached)
+            stack.enter_context(CACHED_FUNCTIONS.replaced(lambda: self.suspended))
             nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
             stack.callback(delattr, nn.Module, "training")
             self._restore = stack.pop_all()  # an error above this line removes the patches that were applied
@@ -198,8 +141,7 @@ class Patches:
         finally:
             self._restore.close()
         if self.tracer.hashed:
-            for cached in [found for found in gc.get_objects() if type(found) is LRU_CACHE and holds_proxies(found)]:
-                cached.cache_clear()
+            clear_caches_of_proxies()
 
     def undo_assignments(self, first: int) -> None:
         """Undo the assignments from number ``first`` on, and restore the containers that modules hold."""
@@ -308,17 +250,6 @@ class Patches:
                 return original(module, *value_of(args), **value_of(kwargs))
 
         return to
-
-    def _uncached(self, original: Any) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.suspended or next(proxies_in((args, kwargs)), None) is None:
-                return original(*args, **kwargs)
-            return original.__wrapped__(*args, **kwargs)
-
-        for name in ("cache_info", "cache_clear", "cache_parameters"):
-            setattr(call, name, getattr(original, name))
-        return call
 
     def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -7,7 +7,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -101,16 +101,16 @@ def shorter_export() -> Iterator[None]:
     def decomposed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         return program if _is_translatable(program, registry.functions) else decompose(program, registry)
 
-    with _EXPORTING:
-        original, read = ONNXRegistry.__dict__["from_torchlib"], ONNXRegistry.from_torchlib
-        decompose = _fx_passes.decompose_with_registry
-        ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
-        _fx_passes.decompose_with_registry = decomposed  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            ONNXRegistry.from_torchlib = original  # type: ignore[method-assign]
-            _fx_passes.decompose_with_registry = decompose
+    with _EXPORTING, ExitStack() as stack:
+        read, decompose = ONNXRegistry.from_torchlib, _fx_passes.decompose_with_registry
+        for owner, name, value in (
+            (ONNXRegistry, "from_torchlib", staticmethod(copied)),
+            (_fx_passes, "decompose_with_registry", decomposed),
+            (torch.fx.config, "do_not_emit_stack_traces", True),
+        ):
+            stack.callback(setattr, owner, name, vars(owner).get(name))
+            setattr(owner, name, value)
+        yield
 
 
 def _is_translatable(program: torch.export.ExportedProgram, translated: Container[Any]) -> bool:
