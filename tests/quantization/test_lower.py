@@ -22,16 +22,16 @@ def run(module, example):
         return flatten_tensors(module(*example))
 
 
-@pytest.mark.parametrize("weights", ["integer", "float"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TOYS)
-def test_the_lowered_graph_computes_what_was_trained(name, backend, weights):
+def test_the_lowered_graph_computes_what_was_trained(name, backend):
     gm = calibrated(name, backend)
-    lowered = lower(gm, weights)
-    expected, actual = run(deployed_copy(gm), inputs(name)), run(lowered.module, inputs(name))
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert not modules_of(lowered, (QATLayer, nn.BatchNorm2d)) or name in ("pre_activation", "shared_module")
+    lowered = {weights: lower(gm, weights) for weights in ("integer", "float")}
+    actual = {weights: run(found.module, inputs(name)) for weights, found in lowered.items()}
+    expected = dict.fromkeys(lowered, run(deployed_copy(gm), inputs(name)))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    for found in lowered.values():
+        assert not modules_of(found, (QATLayer, nn.BatchNorm2d)) or name in ("pre_activation", "shared_module")
 
 
 @pytest.mark.parametrize("name", TOYS)
