@@ -64,7 +64,7 @@ def program_of(lines: str) -> Program:
         ("y = y / (y.shape[0] + 0.1)", DIFFERENT, "eval, other values: outputs: off by"),
         ("y = (y / y.shape[0]).detach()", DIFFERENT, "eval, other values: gradient of stem.weight: off by"),
         ("y = y / 2", DIFFERENT, "eval, batch of 3: outputs: off by"),
-        ("y = y / int(y.shape[0])", REPORTED, "eval, batch of 3: outputs: off by"),
+        ("y = y / float(y.shape[0])", REPORTED, "eval, batch of 3: outputs: off by"),
         ("y = (y / y.shape[0]).view(2, 4, 8, 8)", CRASHES, "eval, batch of 3: crashes: RuntimeError: shape"),
     ],
 )

@@ -64,6 +64,10 @@ class TypeNotInGraph(fx.proxy.TraceError):
         self.value_type = value_type
 
 
+DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The dtypes that torch takes Python's types for."""
+
+
 class CallCounts(dict[str, int]):
     """How often each module was called. Can be rewound without having been copied."""
 
@@ -203,6 +207,8 @@ class LeafTracer(fx.Tracer):
         proxies = PROXY_IN_TEXT.findall(a) if isinstance(a, str) else ()
         if proxies and any(node.name in proxies for node in self.graph.nodes):
             raise TextOfValue(f"the text {a!r} holds a value that is not known while tracing")
+        if isinstance(a, type) and a in DTYPES:
+            return DTYPES[a]
         if type(a) is OrderedDict:  # torch.fx would make a dict of it
             content = {name: self.create_arg(value) for name, value in a.items()}
             return self.create_node("call_function", OrderedDict, (content,), {})

@@ -56,9 +56,16 @@ class TrainEvalTracer(ValueTracer):
         self.leaf_paths |= whole
         self._paths_in_both |= new - whole
         self._branching = {}
-        if new:
-            self.eval_only = []
         return bool(new)
+
+    def start_anew(self) -> None:
+        """Forget what the trace before found about its graph."""
+        super().start_anew()
+        self.eval_only = []
+
+    def not_followed(self) -> frozenset[str]:
+        """The modules and functions of which the graph does not hold all that they compute."""
+        return super().not_followed() | frozenset(self.eval_only)
 
     def trace_forward(self, path: str, forward: Callable[[], Any]) -> Any:
         """Trace a forward, in both modes if it branches on ``self.training``."""

@@ -5,9 +5,9 @@ its value:
 
 1. rank, type and structure (``x.dim()``, ``x.dtype``, ``len`` of a list, keys of a dict, ``isinstance``) are those of
    the value;
-2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``,
-   ``int``) it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts
-   among the inputs, and the memory layout of a tensor;
+2. sizes are proxies of numbers, and arithmetic on them stays symbolic. Where Python needs a number (``range``, ``if``)
+   it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts among the
+   inputs, and the memory layout of a tensor;
 3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised. An
    ``assert`` of them is checked on the example inputs, and recorded: the graph does not have it.
 """
@@ -84,7 +84,8 @@ class DataDependent(fx.proxy.TraceError):
 class ValueProxy(fx.Proxy):
     """A proxy with its value, or None if the value is not known.
 
-    If forward writes an item of a list or dict among its inputs, ``fxqat_written`` is what it holds from then on.
+    If forward writes an item of a list or dict among its inputs, ``fxqat_written`` is what it holds from then on. Of a
+    product or quotient that is a float, ``fxqat_operands`` are whether it is a quotient, and what it is computed from.
     """
 
     __array_priority__ = 1000  # as of a tensor: numpy leaves the arithmetic of its scalars with a proxy to the proxy
@@ -93,6 +94,7 @@ class ValueProxy(fx.Proxy):
         super().__init__(node, tracer)
         self.fxqat_value = value
         self.fxqat_written: list[Any] | dict[Any, Any] | None = None
+        self.fxqat_operands: tuple[bool, Any, Any] | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -268,6 +270,8 @@ class ValueProxy(fx.Proxy):
         return found
 
     def __int__(self) -> int:
+        frame = inspect.currentframe()
+        self.tracer.record_int(self, frame.f_back if frame is not None else None)  # type: ignore[attr-defined]
         return int(self._number("needs a number from"))
 
     def __index__(self) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor, fx, nn
 from fxqat.tracing.evaluate import evaluate
 from fxqat.tracing.function_leaf import FunctionLeaf, ModuleArgument, failing_functions, holds_module
 from fxqat.tracing.leaf_tracer import SEEDS, LeafTracer, ParameterOverwritten, address_of, explain
+from fxqat.tracing.open_int import FRACTIONS, open_ints, stays_open, without_open_int
 from fxqat.tracing.patches import Patches
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
 from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
@@ -30,7 +33,7 @@ from fxqat.utils.node_meta import (
     holds_infinity,
     is_additive_mask,
 )
-from fxqat.utils.source import line_of_failure
+from fxqat.utils.source import is_user_file, line_of_failure
 from fxqat.utils.tensors import flatten_tensors
 
 
@@ -65,26 +68,71 @@ class ValueTracer(LeafTracer):
         self.changing: set[str] = set()
         self.written_inputs: list[str] = []
         self._numbers_from: set[str] = set()
+        self._calls_int: dict[int, dict[str, Any]] = {}
+        self._opened: dict[int, dict[str, Any]] = {}
+        self._ints_stay_open = True
         self.patches = Patches(self)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Trace a module. Repeat this with more leaves until it succeeds."""
+        """Trace a module; again with ``int`` of sizes left open, if there are such."""
         self.patches.watch(root)
         self.changing = {name for name, p in root.named_parameters(remove_duplicate=False) if p.requires_grad}
         with torch.enable_grad(), torch.random.fork_rng(devices=()), self.patches:
-            while True:
-                try:
-                    graph = super().trace(root, concrete_args)
-                except Exception as cause:
-                    self.patches.undo_assignments(0)
-                    if self.untraceable == "error" or not self.make_function_leaf(cause):
-                        raise
-                    continue
-                if not self._writes_what_it_read(graph) and not self.needs_another_trace():
-                    break
-                self.patches.undo_assignments(0)
+            graph = self._repeat(root, concrete_args)
+            if self._calls_int:
+                graph = self._with_open_ints(root, concrete_args)
         _drop_unread_numbers(graph)
         return graph
+
+    def _repeat(self, root: Any, concrete_args: dict[str, Any] | None) -> fx.Graph:
+        """Trace with more leaves until it succeeds."""
+        while True:
+            self.start_anew()
+            try:
+                graph = super().trace(root, concrete_args)
+            except Exception as cause:
+                self.patches.undo_assignments(0)
+                if self.untraceable == "error" or not self.make_function_leaf(cause):
+                    raise
+                continue
+            if not self._writes_what_it_read(graph) and not self.needs_another_trace():
+                return graph
+            self.patches.undo_assignments(0)
+
+    def start_anew(self) -> None:
+        """Forget what the trace before found about its graph."""
+        self.forced, self._calls_int = {}, {}
+
+    def _with_open_ints(self, root: Any, concrete_args: dict[str, Any] | None) -> fx.Graph:
+        """Trace with ``int`` replaced. Code that needs the type itself (``type(n) is int``) is traced as before."""
+        before, untraceable = self.not_followed(), self.untraceable
+        self.untraceable = "error"  # instead of a leaf that is not needed without
+        try:
+            while self._calls_int:
+                self.patches.undo_assignments(0)
+                self._opened |= self._calls_int
+                with open_ints(list(self._opened.values())):
+                    graph = self._repeat(root, concrete_args)
+            if self.not_followed() == before:
+                return graph
+        except Exception:  # noqa: BLE001  a user's forward raises anything
+            self.path_of_failure = ""
+        finally:
+            self.untraceable = untraceable
+        self.patches.undo_assignments(0)
+        self._opened, self._ints_stay_open = {}, False
+        return self._repeat(root, concrete_args)
+
+    def not_followed(self) -> frozenset[str]:
+        """The modules and functions of which the graph does not hold all that they compute."""
+        return frozenset(self.leaves)
+
+    def record_int(self, proxy: ValueProxy, frame: FrameType | None) -> None:
+        """Record the module whose code calls ``int`` with a size, if that can stay open."""
+        if not self._ints_stay_open or frame is None or not is_user_file(frame.f_code.co_filename):
+            return
+        if id(frame.f_globals) not in self._opened and stays_open(proxy):
+            self._calls_int[id(frame.f_globals)] = frame.f_globals
 
     def check_constant(self, reads: frozenset[str], use: str) -> None:
         """Check that Python code may take a number from parameters and buffers.
@@ -260,6 +308,8 @@ class ValueTracer(LeafTracer):
     ) -> fx.Proxy:
         """Make a node and compute it. What forward computes without gradients is detached."""
         without_gradients = not torch.is_grad_enabled() and not self.patches.suspended
+        if self._opened:  # the type may be an argument, as a dtype
+            args, kwargs = without_open_int((args, kwargs))
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
             value = self._evaluate(kind, target, args, kwargs)
@@ -271,6 +321,8 @@ class ValueTracer(LeafTracer):
             is_mask = is_additive_mask(value.data) if kind == "placeholder" else holds_infinity(value.data, math.inf)
             node.meta[IS_MASK] = is_mask
         proxy = ValueProxy(node, self, value)
+        if target in FRACTIONS and value is not None and type(value.data) is float:
+            proxy.fxqat_operands = (target is operator.truediv, *args)
         if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):
             return self.create_proxy("call_method", "detach", (proxy,), {})
         return proxy

@@ -3,7 +3,6 @@
 import builtins
 import collections
 import copy
-import functools
 import threading
 import time
 

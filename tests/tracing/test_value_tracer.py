@@ -102,7 +102,7 @@ def test_a_number_that_is_the_same_line_twice_is_reported_once():
         def forward(self, x):
             y = self.conv(x)
             for _ in range(2):
-                y = y * int(x.shape[3])
+                y = y * float(x.shape[3])
             return y
 
     traced = trace(Twice(), example_inputs=(image(),))
