@@ -1328,7 +1328,7 @@ def stacked(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def divided(self: nn.Module, x: Tensor) -> Tensor:
-    return self.linear(x) / int(x.shape[0])
+    return self.linear(x) / float(x.shape[0])
 
 
 @pytest.mark.parametrize("function", [stacked, divided])
@@ -1358,7 +1358,7 @@ class Segmenter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.interpolate(self.up(self.down(x)), scale_factor=2.0)
         y = torch.cat([x, y], 1)
-        return y / int(x.shape[2]) if self.fixed else y
+        return y / float(x.shape[2]) if self.fixed else y
 
 
 def test_height_and_width_stay_open_and_are_certified_at_two_sizes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Cube(nn.Module):
 
 class Fixed(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.reshape(-1, 3, int(x.shape[2]), 8))
+        return super().forward(x.reshape(-1, 3, len(range(x.shape[2])), 8))
 
 
 def fixed() -> nn.Module:
