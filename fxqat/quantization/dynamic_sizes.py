@@ -35,7 +35,7 @@ from fxqat.utils.tensors import flatten_tensors, map_tensors
 SAME_ROWS = 0.99
 """Cosine similarity, or share of equal integers, from which rows count as the same: sums may round differently."""
 
-REMEDY = "Use the size itself (x.shape[0], without int() or range()), or leave the dimension fixed."
+REMEDY = "Use the size itself (x.shape[0], without float() or range()), or leave the dimension fixed."
 
 
 @dataclass(frozen=True)
