@@ -71,6 +71,9 @@ class QuantizeScheme:
     nonnegative: bool = False
     flat_outside: tuple[float, float] | None = field(default=None, compare=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizeScheme:
+        return self  # nothing in it can be changed, and copies of a model are made often
+
     def __post_init__(self) -> None:
         limits = {"bit_width": (MIN_BIT_WIDTH, MAX_BIT_WIDTH), "scale_bits": (1, FLOAT32_BITS)}
         for name, (low, high) in limits.items():

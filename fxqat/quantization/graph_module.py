@@ -20,7 +20,7 @@ from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
 from fxqat.utils.fx_graph import copy_modes, set_attribute
 from fxqat.utils.living_copies import LivingCopies
-from fxqat.utils.tensors import copies_of_results
+from fxqat.utils.tensors import copies_by_hand
 from fxqat.utils.torch_compat import HOOKS, SeesConversion, SeesLoading, keep_local_under_ddp, unwrap
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 
@@ -215,7 +215,7 @@ class QuantGraphModule(SeesConversion, SeesLoading, TrainEvalGraphModule):
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
-        memo.update({key: copied for key, copied in copies_of_results(self).items() if key not in memo})
+        memo.update({key: copied for key, copied in copies_by_hand(self).items() if key not in memo})
         result: Any = super().__deepcopy__(memo)
         _carry_over(self, result, memo)
         _keep_ranges_local(result)

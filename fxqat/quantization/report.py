@@ -91,6 +91,9 @@ class QuantReport:
     for_size: bool = False
     computed: tuple[str, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantReport:
+        return self  # nothing in it can be changed, and copies of a model are made often
+
     def __iter__(self) -> Iterator[ReportRow]:
         return iter(self.rows)
 

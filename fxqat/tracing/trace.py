@@ -17,13 +17,12 @@ import copy
 import difflib
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fxqat.errors import ConfigError, TraceError
 from fxqat.ops.identify import works_in_place
@@ -38,7 +37,7 @@ from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
-from fxqat.utils.tensors import copies_of_results
+from fxqat.utils.tensors import copies_by_hand, copy_by_hand
 from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 from fxqat.utils.training_only import mark_if_idle
@@ -183,17 +182,15 @@ def _not_followed(graph: fx.Graph, model: nn.Module) -> Iterator[str]:
 def copy_model(model: nn.Module) -> nn.Module:
     """A deep copy of a model, in which shared modules and tensors stay shared.
 
-    Four things are copied by hand: tensors that the model kept from its last run, since autograd refuses to copy them,
-    the many empty dicts of a module, since ``copy.deepcopy`` is slow at them, the hooks of parameters, since it drops
-    them, and functions that hold the model, since it leaves them with the original.
+    Three things are copied by hand: tensors kept from the last run and empty dicts and sets (see
+    :func:`~fxqat.utils.tensors.copy_by_hand`), the hooks of parameters, since ``copy.deepcopy`` drops them, and
+    functions that hold the model, since it leaves them with the original.
     """
-    memo = copies_of_results(model)
+    memo = copies_by_hand(model)
     for attributes in (*map(vars, model.modules()), *held_objects(model)):
         for value in (*attributes.values(), *(item for held in attributes.values() for item in items_of(held))):
-            if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
-                memo[id(value)] = value.detach().clone()
-            elif type(value) in (dict, OrderedDict) and not value:
-                memo[id(value)] = type(value)()
+            if id(value) not in memo and (copied := copy_by_hand(value)) is not None:
+                memo[id(value)] = copied
     result = copy_with_closures(model, memo)
     for parameter in model.parameters():
         copy_tensor_hooks(parameter, memo[id(parameter)], memo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,14 +21,25 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def copies_of_results(model: nn.Module) -> dict[int, Any]:
-    """Detached copies of the tensors that the modules of a model keep from its last run, as a memo of a deep copy.
+def copies_by_hand(model: nn.Module) -> dict[int, Any]:
+    """Copies of what the modules of a model hold and ``copy.deepcopy`` refuses or is slow at, as its memo.
 
-    Autograd refuses to copy these: results that ``forward`` stores, and the weights that the hooks of torch's old
-    ``weight_norm``, of ``spectral_norm`` and of ``torch.nn.utils.prune`` compute.
+    See :func:`copy_by_hand`.
     """
-    kept = (v for module in model.modules() for v in (*vars(module).values(), *module.buffers(recurse=False)))
-    return {id(value): value.detach().clone() for value in kept if isinstance(value, Tensor) and not value.is_leaf}
+    held = (v for module in model.modules() for v in (*vars(module).values(), *module.buffers(recurse=False)))
+    return {id(value): copied for value in held if (copied := copy_by_hand(value)) is not None}
+
+
+def copy_by_hand(value: Any) -> Any:
+    """A copy of a tensor that was kept from the last run, or of an empty dict or set; None for anything else.
+
+    Autograd refuses to copy such tensors: results that ``forward`` stores, and the weights that the hooks of torch's
+    old ``weight_norm``, of ``spectral_norm`` and of ``torch.nn.utils.prune`` compute. A module has a dozen empty dicts
+    and sets, and most of the time of ``copy.deepcopy`` goes there.
+    """
+    if isinstance(value, Tensor):
+        return None if value.is_leaf else value.detach().clone()
+    return type(value)() if type(value) in (dict, OrderedDict, set) and not value else None
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:

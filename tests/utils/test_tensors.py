@@ -1,12 +1,14 @@
 """Walking nested inputs and outputs."""
 
-from collections import OrderedDict, namedtuple
+import copy
+from collections import Counter, OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from fxqat.utils.tensors import copies_of_results, flatten_tensors, map_tensors
+from fxqat import prepare_by_platform
+from fxqat.utils.tensors import copies_by_hand, copy_by_hand, flatten_tensors, map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -63,12 +65,24 @@ def test_mapping_keeps_what_is_not_a_tensor() -> None:
     assert mapped["a"][0] == -1.0
 
 
-def test_only_what_autograd_refuses_to_copy_is_copied():
+def test_tensors_of_the_last_run_and_empty_containers_are_copied_by_hand():
     layer = torch.nn.Linear(2, 2)
-    assert copies_of_results(layer) == {}
     layer.kept = layer(T([1.0, 2.0]))
     layer.register_buffer("also_kept", layer.kept * 2)
-    found = copies_of_results(torch.nn.Sequential(layer))
-    assert found.keys() == {id(layer.kept), id(layer.also_kept)}
-    assert torch.equal(found[id(layer.kept)], layer.kept)
-    assert all(tensor.is_leaf for tensor in found.values())
+    layer.filled, layer.counts = {"a": 1}, Counter()
+    found = copies_by_hand(torch.nn.Sequential(layer))
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    assert tensors.keys() == {id(layer.kept), id(layer.also_kept)}
+    assert torch.equal(tensors[id(layer.kept)], layer.kept)
+    assert all(tensor.is_leaf for tensor in tensors.values())
+    assert id(layer._forward_hooks) in found
+    assert {type(value) for value in found.values()} == {torch.Tensor, dict, OrderedDict, set}
+    assert [copy_by_hand(value) for value in (layer.weight, layer.filled, layer.counts, 3)] == [None] * 4
+
+
+def test_copies_have_hooks_of_their_own():
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    gm = prepare_by_platform(layer)
+    copied = copy.deepcopy(gm)
+    copied.get_submodule("0").register_forward_hook(lambda *_: None)
+    assert [len(of.get_submodule("0")._forward_hooks) for of in (gm, copied)] == [0, 1]
