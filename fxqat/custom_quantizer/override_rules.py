@@ -110,8 +110,9 @@ class Overrides:
                 raise ConfigError(f"{where}: the function changes nothing; let it return a dict of changes")
             if idle:
                 raise ConfigError(
-                    f"{where}: {idle[0]} has no effect: the nodes it matches stay float on {self.spec.name} or have no "
-                    f"{idle[0]}. Add them with extra_quantizer_dict, or drop {idle[0]!r} from the rule."
+                    f"{where}: {idle[0]} has no effect: the nodes it matches have no {idle[0]}, or it is float on "
+                    f"{self.spec.name} or by your configuration. Add them with extra_quantizer_dict, or drop "
+                    f"{idle[0]!r} from the rule."
                 )
             found += self._answers.get(rank, [override])
         return tuple(found)

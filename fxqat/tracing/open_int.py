@@ -85,7 +85,8 @@ def whole_number(proxy: ValueProxy) -> Any:
         return proxy
     above, below = _fraction(proxy) or ([], [])
     common = math.gcd(_constant(above), _constant(below))
-    return _product(above, common) // _product(below, common)
+    divisor = _product(below, common)
+    return _product(above, common) if type(divisor) is int and divisor == 1 else _product(above, common) // divisor
 
 
 Factors = list[Any]
@@ -93,9 +94,9 @@ Factors = list[Any]
 
 def _fraction(value: Any) -> tuple[Factors, Factors] | None:
     """The factors above and below the line, positive integers and proxies of such; None if it is no such quotient."""
-    if type(value) in (int, float) and value > 0:
-        above, below = value.as_integer_ratio()
-        return ([above], [below]) if below <= LARGEST_BELOW else None
+    if type(value) in (int, float):
+        above, below = value.as_integer_ratio() if math.isfinite(value) and value > 0 else (0, 0)
+        return ([above], [below]) if 0 < below <= LARGEST_BELOW else None
     traced = value.fxqat_value if type(value) is ValueProxy else None
     if traced is None or type(traced.data) not in (int, float):
         return None
@@ -104,10 +105,18 @@ def _fraction(value: Any) -> tuple[Factors, Factors] | None:
     if value.fxqat_operands is None:
         return None
     is_quotient, first, second = value.fxqat_operands
+    if is_quotient and not _is_exact(second):
+        return None
     (a, b), (c, d) = _fraction(first) or (None, None), _fraction(second) or (None, None)
     if a is None or b is None or c is None or d is None:
         return None
     return (a + d, b + c) if is_quotient else (a + c, b + d)
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a divisor is no rounded quotient, for which the result may be rounded to just below an integer."""
+    number = value.fxqat_require("divides by") if type(value) is ValueProxy else value
+    return type(number) is int or (type(number) is float and number.as_integer_ratio()[1] <= LARGEST_BELOW)
 
 
 def _value(factors: Factors) -> int:

@@ -100,17 +100,18 @@ def test_code_that_needs_the_type_itself_gets_a_number(kind):
 
 
 class Other(Model):
-    """Numbers that are no quotients of sizes."""
+    """Numbers that are no quotients of positive sizes, and one that divides by a rounded quotient."""
 
     def reshape(self, y):
         side = int((y.shape[1] * y.shape[2] / 2) ** 0.5)
+        side += int(y.shape[1] / (y.shape[3] / 9))
         return y.flatten(1, 2)[:, : int(y.shape[1] * 1.6) + int(-y.shape[1] / 2) + side]
 
 
 def test_other_numbers_are_fixed_and_told():
     model, x = Other().eval(), torch.randn(2, 4, 8, 6)
     gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
-    assert {forced.value for forced in gm.quant_report.forced} == {4.0, 6.4}
+    assert {forced.value for forced in gm.quant_report.forced} == {4.0, 6.0, 6.4}
     torch.testing.assert_close(gm(x), model(x))
 
 

@@ -47,7 +47,8 @@ def test_from_training_to_a_file(example, tmp_path, capsys):
     assert "verified" in printed
 
 
-def test_errors_are_one_line(example, tmp_path):
+def test_errors_are_one_line(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example, "train", lambda *_: None)
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit, match="^error: "):
         example.main(["--epochs", "1", "--output-dir", str(tmp_path / "file" / "below")])
