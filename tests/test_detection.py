@@ -30,7 +30,7 @@ def detector(request):
     torch.manual_seed(0)
     build = getattr(torchvision.models.detection, request.param)
     model = build(weights=None, weights_backbone=None, num_classes=5, **OPTIONS[request.param]).eval()
-    return model, prepare_by_platform(model, example_inputs=images(), check="quick"), request.param
+    return model, prepare_by_platform(model, example_inputs=images()), request.param
 
 
 def test_backbone_pyramid_and_heads_are_quantized(detector):

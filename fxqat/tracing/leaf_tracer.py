@@ -64,8 +64,12 @@ class TypeNotInGraph(fx.proxy.TraceError):
         self.value_type = value_type
 
 
-DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""The dtypes that torch takes Python's types for."""
+DTYPES: dict[Any, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The dtypes that torch takes Python's types for, as in ``torch.zeros(3, dtype=int)``."""
+
+
+def _as_dtype(argument: Any) -> Any:
+    return DTYPES.get(argument, argument) if isinstance(argument, type) else argument
 
 
 class CallCounts(dict[str, int]):
@@ -144,10 +148,15 @@ class LeafTracer(fx.Tracer):
     def create_proxy(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *options: Any, **named: Any
     ) -> fx.Proxy:
-        """Make a node and its proxy. The text of an assertion may hold values: nothing is computed with it."""
+        """Make a node and its proxy.
+
+        The text of an assertion may hold values: nothing is computed with it. To torch, types of Python are dtypes.
+        """
         if target is ASSERT:
             args = tuple(PROXY_IN_TEXT.sub("...", a) if isinstance(a, str) else a for a in args)
             kwargs = {name: PROXY_IN_TEXT.sub("...", a) if isinstance(a, str) else a for name, a in kwargs.items()}
+        if kind == "call_method" or str(getattr(target, "__module__", "")).partition(".")[0] == "torch":
+            args, kwargs = tuple(map(_as_dtype, args)), {name: _as_dtype(value) for name, value in kwargs.items()}
         return super().create_proxy(kind, target, args, kwargs, *options, **named)
 
     def create_args_for_root(self, root_fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -207,8 +216,6 @@ class LeafTracer(fx.Tracer):
         proxies = PROXY_IN_TEXT.findall(a) if isinstance(a, str) else ()
         if proxies and any(node.name in proxies for node in self.graph.nodes):
             raise TextOfValue(f"the text {a!r} holds a value that is not known while tracing")
-        if isinstance(a, type) and a in DTYPES:
-            return DTYPES[a]
         if type(a) is OrderedDict:  # torch.fx would make a dict of it
             content = {name: self.create_arg(value) for name, value in a.items()}
             return self.create_node("call_function", OrderedDict, (content,), {})

@@ -1,8 +1,9 @@
 """``int(...)`` of a size stays a size.
 
-Python makes a number of whatever ``__int__`` returns. So ``int`` itself is replaced, in the modules whose code calls it
-with sizes, by :class:`OpenInt`. A quotient of sizes, as in ``int(windows.shape[0] / (height * width / side / side))``,
-or a product with a float such as 0.5 becomes a division of integers.
+What ``int()`` returns is always a number, whatever ``__int__`` returns. So ``int`` itself is replaced by
+:class:`OpenInt`, in the module files whose code calls it with sizes. A quotient of sizes, as in
+``int(windows.shape[0] / (height * width / side / side))``, or a product with a float such as 0.5 becomes a division of
+integers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
-
-from torch import fx
 
 from fxqat.tracing.value_proxy import ValueProxy
 
@@ -63,9 +62,10 @@ def open_ints(namespaces: list[dict[str, Any]]) -> Iterator[None]:
             namespace.pop("int", None)
 
 
-def without_open_int(value: Any) -> Any:
-    """A value, or nested values, with ``int`` for :class:`OpenInt`."""
-    return fx.node.map_aggregate(value, lambda item: int if item is OpenInt else item)  # type: ignore[arg-type, return-value]
+def without_open_int(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with ``int`` for :class:`OpenInt`."""
+    positional = tuple(int if value is OpenInt else value for value in args)
+    return positional, {name: int if value is OpenInt else value for name, value in kwargs.items()}
 
 
 def stays_open(proxy: ValueProxy) -> bool:

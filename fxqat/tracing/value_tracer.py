@@ -104,7 +104,7 @@ class ValueTracer(LeafTracer):
         self.forced, self._calls_int = {}, {}
 
     def _with_open_ints(self, root: Any, concrete_args: dict[str, Any] | None) -> fx.Graph:
-        """Trace with ``int`` replaced. Code that needs the type itself (``type(n) is int``) is traced as before."""
+        """Trace with ``int`` replaced. If that fails or keeps more of the model whole, trace with numbers again."""
         before, untraceable = self.not_followed(), self.untraceable
         self.untraceable = "error"  # instead of a leaf that is not needed without
         try:
@@ -309,7 +309,7 @@ class ValueTracer(LeafTracer):
         """Make a node and compute it. What forward computes without gradients is detached."""
         without_gradients = not torch.is_grad_enabled() and not self.patches.suspended
         if self._opened:  # the type may be an argument, as a dtype
-            args, kwargs = without_open_int((args, kwargs))
+            args, kwargs = without_open_int(args, kwargs)
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
             value = self._evaluate(kind, target, args, kwargs)

@@ -64,7 +64,7 @@ def uniformly(weight: int, value: int) -> float:
 
 
 @pytest.mark.xdist_group("uniformly")
-@pytest.mark.parametrize("low", [(4, 8), (4, 4)])
+@pytest.mark.parametrize("low", [(3, 4), (4, 8), (4, 4)])
 def test_a_wider_choice_is_never_below_a_uniform_one_of_its_cost(low: tuple[int, int]) -> None:
     """Of budgets that need wider tensors: each cheaper uniform choice, quantized here, is not within the budget."""
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.errors import TraceError
 from fxqat.tracing.open_int import OpenInt
 
 
@@ -97,6 +98,24 @@ def test_code_that_needs_the_type_itself_gets_a_number(kind):
     assert any(row.weight for row in gm.quant_report)
     torch.testing.assert_close(gm(x), model(x))
     assert "int" not in globals()
+
+
+@torch.fx.wrap
+def scaled(y, kind):
+    """A function of the user that gets a type."""
+    return y * 2 if kind is int else y * 3
+
+
+class GivesAType(Model):
+    """To a function that is one node, a type is no dtype."""
+
+    def reshape(self, y):
+        return scaled(y.view(int(y.shape[0]), -1), int)
+
+
+def test_a_type_for_a_function_of_the_user_is_refused_and_not_made_a_dtype():
+    with pytest.raises(TraceError, match=r"cannot hold a value of the type builtins\.type"):
+        prepare_by_platform(GivesAType().eval(), "TSQAT", example_inputs=(torch.randn(2, 4, 8, 6),), check="off")
 
 
 class Other(Model):

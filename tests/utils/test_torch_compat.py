@@ -77,6 +77,17 @@ def test_the_exporter_copies_its_table_of_translations() -> None:
     assert ONNXRegistry.from_torchlib == before
 
 
+def test_no_stacks_are_noted_during_an_export_and_again_after_it() -> None:
+    def traces() -> list[bool]:
+        program = torch.export.export(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(1, 2),))
+        return [bool(node.meta.get("stack_trace")) for node in program.graph.nodes if node.op == "call_function"]
+
+    with shorter_export():
+        inside = traces()
+    assert inside == [False, False]
+    assert traces() == [True, True]
+
+
 class Flattened(nn.Module):
     """Operators that torch's exporter translates, and one that it has to decompose first, or that writes to memory."""
 

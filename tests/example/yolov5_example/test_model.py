@@ -35,8 +35,7 @@ def test_as_many_parameters_as_published(yolo, generation, size):
 def test_the_whole_model_is_quantized_but_for_its_post_processing(yolo, generation, backend, tmp_path):
     torch.manual_seed(0)
     model, x = yolo("n", 2, generation).eval(), torch.rand(1, 3, 64, 96)
-    check = "full" if backend == "TSQAT" else "quick"  # on another backend, the graph is the same
-    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,), check=check)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,))
     report = gm.quant_report
     assert report.leaves == ()
     decoding = [row for row in report if row.reason.startswith("post-processing")]
