@@ -26,6 +26,7 @@ from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.quantization.dynamic_sizes import OpenSizes
+from fxqat.quantization.exported_parts import ExportedParts
 from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
@@ -83,7 +84,9 @@ def run_exporter(
     if sizes is not None and any(1 in axes.values() for axes in opened):  # torch.export treats 1 as a constant
         inputs = sizes.second_inputs(inputs)
     export = partial(_export, inputs=inputs, dynamic_shapes=None if sizes is None else sizes.shapes)
-    export = partial(export, custom_translation_table=translation_table() | user_translations(translations))
+    parts = ExportedParts(module)
+    table = translation_table() | parts.translations() | user_translations(translations)
+    export = partial(export, custom_translation_table=table)
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -106,6 +109,7 @@ def run_exporter(
             except Exception:  # noqa: BLE001  the first failure says more
                 raise ExportError(f"torch.onnx.export failed with {called}, not traced: {why}") from cause
             told = [f"the file takes the sizes of what {called} returns from the example inputs: run it on such inputs"]
+    parts.add_constants(model)
     fixed = [
         f"{value.name}[{axis}]"
         for value, axes in zip(model.graph.inputs, opened, strict=False)
@@ -201,14 +205,12 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
+    Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
     opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements,
     opset 18; LeakyRelu, opset 16; BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and
     TopK, opset 11.
     """
     return {
-        torch.ops.fxqat.quantize_dequantize.default: _quantize_dequantize,
-        torch.ops.fxqat.dequantize.default: _dequantize,
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
         torch.ops.fxqat.recurrent.default: _recurrent,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
@@ -262,22 +264,6 @@ def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Ca
             )
         found[overload] = function
     return found
-
-
-def _quantize_dequantize(
-    x: onnxscript.onnx_types.FLOAT,
-    scale: onnxscript.onnx_types.FLOAT,
-    zero_point: Any,
-    quant_min: int,
-    quant_max: int,
-    axis: int,
-) -> Any:
-    q = op.QuantizeLinear(x, scale, zero_point, axis=axis)
-    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
-
-
-def _dequantize(q: Any, scale: onnxscript.onnx_types.FLOAT, zero_point: Any, axis: int) -> Any:
-    return op.DequantizeLinear(q, scale, zero_point, axis=axis)
 
 
 def _dynamic_quantize_dequantize(x: onnxscript.onnx_types.FLOAT) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxscript
 import pytest
 import torch
@@ -17,16 +18,17 @@ from torch import Tensor, fx, nn
 
 from fxqat import convert_export, prepare_by_platform
 from fxqat.config.overrides import Match
-from fxqat.custom_symbolic_opset import NATIVE_OPSET, exporter_warnings, run_exporter, translation_table
+from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter, translation_table
 from fxqat.errors import ExportError
-from fxqat.fake_quantize import torch_ops
+from fxqat.nn.deployed import QuantizeDequantize, StoredTensor
+from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.opset import opset_of
+from fxqat.onnx.run_passes import run_passes
 from fxqat.quantization.dynamic_sizes import OpenSizes, open_sizes
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.scheme import QuantizeScheme
 from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL2D, ADAPTIVE_AVG_POOL3D, CDIST
 from tests.export_models import calibrate, constants, deployed_outputs, node_types, run_file
-
-RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.int16: (-32768, 32767)}
 
 
 class Pairs(nn.Module):
@@ -34,17 +36,12 @@ class Pairs(nn.Module):
 
     def __init__(self, parameters: list[tuple[Tensor, Tensor, int]]) -> None:
         super().__init__()
-        self.axes = [axis for _, _, axis in parameters]
-        for i, (scale, zero_point, _) in enumerate(parameters):
-            self.register_buffer(f"scale_{i}", scale)
-            self.register_buffer(f"zero_point_{i}", zero_point)
+        schemes = [QuantizeScheme(8, signed=zero_point.dtype == torch.int8) for _, zero_point, _ in parameters]
+        pairs = [QuantizeDequantize(scheme, *of[:2], 18, of[2]) for scheme, of in zip(schemes, parameters, strict=True)]
+        self.pairs = nn.ModuleList(pairs)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        results = []
-        for i, axis in enumerate(self.axes):
-            scale, zero_point = getattr(self, f"scale_{i}"), getattr(self, f"zero_point_{i}")
-            results.append(torch_ops.quantize_dequantize(x, scale, zero_point, *RANGES[zero_point.dtype], axis))
-        return tuple(results)
+        return tuple(pair(x) for pair in self.pairs)
 
 
 def pair(scale: float, zero_point: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
@@ -56,28 +53,14 @@ class Stored(nn.Module):
 
     def __init__(self, tensors: list[tuple[Tensor, Tensor, Tensor, int]]) -> None:
         super().__init__()
-        self.axes = [axis for *_, axis in tensors]
-        for i, parts in enumerate(tensors):
-            for name, tensor in zip(("integers", "scale", "zero_point"), parts, strict=False):
-                self.register_buffer(f"{name}_{i}", tensor)
+        self.tensors = nn.ModuleList(StoredTensor(*parts) for parts in tensors)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        parts = [[getattr(self, f"{name}_{i}") for name in ("integers", "scale", "zero_point")] for i in (0, 1, 2, 3)]
-        return tuple(x + torch_ops.dequantize(*of, axis) for of, axis in zip(parts, self.axes, strict=True))
+        return tuple(x + stored() for stored in self.tensors)
 
 
-def exported(module: nn.Module, x: Tensor, path: Path, opset: int = NATIVE_OPSET) -> onnx.ModelProto:
-    torch.onnx.export(
-        module.eval(),
-        (x,),
-        path,
-        dynamo=True,
-        verbose=False,
-        optimize=False,
-        external_data=False,
-        opset_version=opset,
-        custom_translation_table=translation_table(),
-    )
+def exported(module: nn.Module, x: Tensor, path: Path) -> onnx.ModelProto:
+    onnx_ir.save(run_exporter(module.eval(), (x,)), path)
     return onnx.load(path)
 
 
@@ -134,7 +117,7 @@ def test_stored_tensors_keep_their_types_and_values(tmp_path: Path) -> None:
     model = exported(module, x, tmp_path / "stored.onnx")
     assert node_types(model) == ["DequantizeLinear", "Add"] * 4
     for i, (integers, *_) in enumerate(tensors):
-        stored = constants(model)[f"integers_{i}"]
+        stored = constants(model)[f"tensors.{i}.integers"]
         assert np.array_equal(stored, integers.numpy())
         assert stored.dtype == integers.numpy().dtype
     for found, expected in zip(run_file(tmp_path / "stored.onnx", [x]), module(x), strict=True):
@@ -144,7 +127,8 @@ def test_stored_tensors_keep_their_types_and_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("opset", [19, 21])
 def test_the_pair_reaches_newer_opsets(opset: int, tmp_path: Path) -> None:
     module, x = Pairs([pair(0.1, 3, torch.int8)]), ties(0.1)
-    model = exported(module, x, tmp_path / "pair.onnx", opset)
+    onnx_ir.save(run_passes(run_exporter(module.eval(), (x,)), [ConvertOpset(opset)]), tmp_path / "pair.onnx")
+    model = onnx.load(tmp_path / "pair.onnx")
     assert opset_of(model) == opset
     onnx.checker.check_model(model, full_check=True)
     assert np.array_equal(run_file(tmp_path / "pair.onnx", [x])[0], module(x)[0].numpy())
@@ -154,8 +138,6 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
     first, second = translation_table(), translation_table()
     assert first is not second
     assert set(first) == {
-        torch.ops.fxqat.quantize_dequantize.default,
-        torch.ops.fxqat.dequantize.default,
         torch.ops.fxqat.dynamic_quantize_dequantize.default,
         torch.ops.fxqat.recurrent.default,
         torch.ops.torchvision.roi_pool.default,

@@ -1,7 +1,8 @@
-"""The modules of the lowered graph: they hold integers and their parameters and call the two ``fxqat::`` operators."""
+"""The modules of the lowered graph: they hold integers and their parameters, and compute what the file does."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat.fake_quantize import torch_ops
-from fxqat.numerics import per_axis, quantize
+from fxqat.numerics import dequantize, fake_quantize, per_axis, quantize
 from fxqat.scheme import QuantizeScheme
 
 
@@ -46,7 +47,57 @@ class Normalize(nn.Module):
         return (x.to(torch.float32) - self.mean) / self.std
 
 
-class QuantizeDequantize(nn.Module):
+@dataclass(frozen=True)
+class _Constants:
+    """Tensors that are no attributes of a module, so that ``torch.export`` does not find them."""
+
+    scale: Tensor
+    zero_point: Tensor
+    integers: Tensor | None
+
+
+class DeployedPart(nn.Module):
+    """A part of the lowered graph with a scale: a Q/DQ pair or a DequantizeLinear.
+
+    While ``torch.export`` traces it, an operator with its number takes its place: see
+    :mod:`fxqat.quantization.exported_parts`.
+
+    Args:
+        scale: ``()`` or ``(channels,)``, real units per step.
+        zero_point: of the same shape, in the integer type.
+        axis: channel axis, None per tensor.
+        integers: the values of a stored tensor.
+    """
+
+    number = -1
+    """Its number in the lowered graph; -1 until it is exported."""
+
+    def __init__(self, scale: Tensor, zero_point: Tensor, axis: int | None, integers: Tensor | None = None) -> None:
+        super().__init__()
+        self.axis = axis
+        self._constants = _Constants(scale.clone(), zero_point, integers)
+
+    @property
+    def scale(self) -> Tensor:
+        """``()`` or ``(channels,)``, real units per step."""
+        return self._constants.scale
+
+    @property
+    def zero_point(self) -> Tensor:
+        """Of the shape of the scale, in the integer type."""
+        return self._constants.zero_point
+
+    @property
+    def integers(self) -> Tensor | None:
+        """The values of a stored tensor, in their integer type."""
+        return self._constants.integers
+
+    def dequantize(self, q: Tensor) -> Tensor:
+        """The real values of integers, as DequantizeLinear computes them."""
+        return dequantize(q, self.scale, self.zero_point.float(), self.axis)
+
+
+class QuantizeDequantize(DeployedPart):
     """A Q/DQ pair with constant parameters.
 
     If the scheme does not use the whole range of its storage type, the value is first clamped to the real range of the
@@ -60,20 +111,15 @@ class QuantizeDequantize(nn.Module):
         axis: channel axis, None per tensor.
     """
 
-    scale: Tensor
-    zero_point: Tensor
     low: Tensor
     high: Tensor
 
     def __init__(
         self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, opset_version: int, axis: int | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(scale, zero_point.to(integer_type(scheme)), axis)
         self.range = (scheme.quant_min, scheme.quant_max)
-        self.axis = axis
         self.fills_storage = scheme.fills_storage(opset_version)
-        self.register_buffer("scale", scale.clone())
-        self.register_buffer("zero_point", zero_point.to(integer_type(scheme)))
         if not self.fills_storage:
             self.register_buffer("low", (scheme.quant_min - zero_point) * scale)
             self.register_buffer("high", (scheme.quant_max - zero_point) * scale)
@@ -83,8 +129,10 @@ class QuantizeDequantize(nn.Module):
         if not self.fills_storage:
             low, high = (per_axis(bound, x.dim(), self.axis) for bound in (self.low, self.high))
             x = torch.minimum(torch.maximum(x, low), high)
-        rounded: Tensor = torch_ops.quantize_dequantize(x, self.scale, self.zero_point, *self.range, self.axis or 0)
-        return rounded
+        if torch.compiler.is_exporting():
+            rounded: Tensor = torch.ops.fxqat.quantize_dequantize(x, self.number)
+            return rounded
+        return fake_quantize(x, self.scale, self.zero_point.float(), *self.range, self.axis)
 
 
 class DynamicQuantizeDequantize(nn.Module):
@@ -96,7 +144,7 @@ class DynamicQuantizeDequantize(nn.Module):
         return rounded
 
 
-class StoredTensor(nn.Module):
+class StoredTensor(DeployedPart):
     """A constant tensor stored as integers and read through DequantizeLinear.
 
     Args:
@@ -107,19 +155,18 @@ class StoredTensor(nn.Module):
     """
 
     def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
-        super().__init__()
-        self.axis = axis
-        self.register_buffer("integers", integers)
-        self.register_buffer("scale", scale.clone())
-        self.register_buffer("zero_point", zero_point)
+        super().__init__(scale, zero_point, axis, integers)
 
     def forward(self) -> Tensor:
         """The real values."""
-        values: Tensor = torch_ops.dequantize(self.integers, self.scale, self.zero_point, self.axis)
-        return values
+        assert self.integers is not None
+        if torch.compiler.is_exporting():
+            values: Tensor = torch.ops.fxqat.dequantize.stored(self.number, list(self.integers.shape))
+            return values
+        return self.dequantize(self.integers)
 
 
-class ReadBytes(nn.Module):
+class ReadBytes(DeployedPart):
     """An input whose bytes are the integers of the quantized value: it is only dequantized.
 
     Args:
@@ -128,14 +175,14 @@ class ReadBytes(nn.Module):
     """
 
     def __init__(self, scale: Tensor, zero_point: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", scale.clone())
-        self.register_buffer("zero_point", zero_point.to(torch.uint8))
+        super().__init__(scale, zero_point.to(torch.uint8), None)
 
     def forward(self, x: Tensor) -> Tensor:
         """The real values of ``x``, uint8 of any shape."""
-        values: Tensor = torch_ops.dequantize(x, self.scale, self.zero_point, 0)
-        return values
+        if torch.compiler.is_exporting():
+            values: Tensor = torch.ops.fxqat.dequantize(x, self.number)
+            return values
+        return self.dequantize(x)
 
 
 class NormalizeIntegers(nn.Module):

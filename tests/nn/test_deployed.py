@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fxqat.fake_quantize import torch_ops
+from fxqat.nn import deployed
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, attention, integer_type, stored_bias, stored_weight
 from fxqat.numerics import dequantize, fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
@@ -67,7 +67,7 @@ def test_a_value_is_clipped_to_the_scheme_before_a_pair_that_saturates_to_the_ty
     def saturating(x: torch.Tensor, *arguments: object) -> torch.Tensor:
         return fake_quantize(x, scale, zero_point, low, low + 2**width - 1, axis)
 
-    monkeypatch.setattr(torch_ops, "quantize_dequantize", saturating)
+    monkeypatch.setattr(deployed, "fake_quantize", saturating)
     pair = QuantizeDequantize(scheme, scale, zero_point, opset, axis)
     reached = pair(torch.stack([torch.full((4,), -1e30), torch.full((4,), 1e30)], dim=1))
     for column, limit in enumerate((scheme.quant_min, scheme.quant_max)):
