@@ -37,7 +37,7 @@ from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import inputs_in_float32
 from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
-from fxqat.quantization.end_to_end import end_to_end
+from fxqat.quantization.end_to_end import end_to_end, has_float_model
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
@@ -185,7 +185,7 @@ def convert_export(
     asked = opset_version
     lowered = lower(gm, weights, asked or DEFAULT, normalizers)
     opset_version = opset_for(lowered.tensors.values(), asked)
-    captured = capture(gm, inputs, normalizers)
+    captured = capture(gm, inputs, normalizers, with_float=verify and has_float_model(gm))
     warnings = lowered.warnings + not_in_file(captured)
     second = None
     if sizes is not None:
@@ -230,8 +230,9 @@ def convert_export(
                 at_second = _certify(made.proto, activations, named, sizes.second_inputs(inputs), second)
                 certificate = replace(certificate, second_size=at_second)
             warnings += certificate.warnings()
-            figures = end_to_end(gm, inputs, normalizers, list(captured.outputs.values()), made.proto)
-            certificate = replace(certificate, end_to_end=figures)
+            if has_float_model(gm):
+                figures = end_to_end(gm, inputs, normalizers, captured, made.proto)
+                certificate = replace(certificate, end_to_end=figures)
 
         raw = stats_by_name([value.name for value in made.proto.graph.input], inputs, normalizers)
         document = params_document(constant, gm.provenance.backend, opset_version, raw, runtime)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from fxqat import enable_all, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.deployed import DeployedPart
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.tensors import map_tensors
 from tests.models import EVERY_LAYER
@@ -203,6 +204,7 @@ def newest_opset() -> int:
     raise AssertionError("ONNX Runtime has Q and DQ of no opset newer than 18")
 
 
+CONSTANTS = ("scale", "zero_point", "integers")
 PROGRAMS: dict[str, ir.Model] = {}
 """What torch's exporter made of each lowered graph, see :func:`run_exporter_once`."""
 
@@ -217,7 +219,9 @@ def run_exporter_once(module: fx.GraphModule, inputs: Any, *options: Any) -> ir.
         for path, part in module.named_modules()
         if path
     ]
-    tensors = [*module.named_parameters(), *module.named_buffers()]
+    parts = [(path, part) for path, part in module.named_modules() if isinstance(part, DeployedPart)]
+    of_parts = [(f"{path}.{name}", getattr(part, name)) for path, part in parts for name in CONSTANTS]
+    tensors = [*module.named_parameters(), *module.named_buffers(), *(of for of in of_parts if of[1] is not None)]
     held = [(name, tensor.dtype, tensor.shape, tensor.detach().numpy().tobytes()) for name, tensor in tensors]
     shapes = map_tensors(inputs, lambda tensor: (tuple(tensor.shape), tensor.dtype))
     key = repr((module.code, settings, held, shapes, options))

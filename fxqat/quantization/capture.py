@@ -50,6 +50,7 @@ class Captured:
         carried: those of them whose new values change the outputs of the next run.
         draws: whether the model draws random numbers.
         reals: float32 arrays by tensor name: the values before they were rounded. Empty unless asked for.
+        in_float: the outputs with every fake-quant off, with the same random numbers. Empty unless asked for.
     """
 
     integers: dict[str, np.ndarray]
@@ -60,6 +61,7 @@ class Captured:
     carried: tuple[str, ...]
     draws: bool = False
     reals: Mapping[str, np.ndarray] = field(default_factory=dict)
+    in_float: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -68,6 +70,7 @@ def capture(
     inputs: tuple[Any, ...],
     normalizers: Sequence[Normalize | None] = (),
     with_reals: bool = False,
+    with_float: bool = False,
 ) -> Captured:
     """Run a deployed copy and record every quantized value.
 
@@ -76,6 +79,7 @@ def capture(
         inputs: inputs of the file, raw where there is a normalizer.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
         with_reals: keep the values before they are rounded, too.
+        with_float: run the model with its fake-quants off, too.
 
     Raises:
         ExportError: the model does not run on the inputs, a hook changes its outputs, or an output is complex.
@@ -129,8 +133,20 @@ def capture(
             return not _same(_run(work, inputs), outputs)
 
     carried = tuple(name for name in updated if carries(name))
-    arrays = {name: output.detach().numpy() for name, output in outputs.items()}
-    return Captured(integers, arrays, selections.found, tuple(hooks), tuple(updated), carried, any(drawn), reals)
+    in_float = {}
+    if with_float:
+        _set_buffers(work, {name: buffer for name, buffer in before.items() if name in updated})
+        for _, quant in named_fake_quants(work):
+            quant.fake_quant_enabled = False
+        with _seeded():
+            in_float = _arrays(_run(work, inputs))
+    selected = selections.found
+    found = (tuple(hooks), tuple(updated), carried, any(drawn))
+    return Captured(integers, _arrays(outputs), selected, *found, reals, in_float)
+
+
+def _arrays(outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: output.detach().numpy() for name, output in outputs.items()}
 
 
 @contextmanager

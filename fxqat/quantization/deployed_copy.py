@@ -29,7 +29,7 @@ from fxqat.utils.contexts import users_modules
 from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import HALF, map_tensors, widened
 from fxqat.utils.torch_compat import BatchNorm, is_sharded
-from fxqat.utils.train_eval_graph import select_mode
+from fxqat.utils.train_eval_graph import differs_in_training, select_mode
 from fxqat.utils.weight_hooks import make_weights_permanent_
 
 
@@ -69,11 +69,14 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False
         quant.fake_quant_enabled = True
+    is_half = is_half_precision(gm)
+    is_changed = is_half or differs_in_training(work.graph) or any(normalizers)
     select_mode(work.graph, training=False)
-    if is_half_precision(gm):
+    if is_half:
         _to_float32_(work)
     normalize_inputs(work, normalizers)
-    work.recompile()
+    if is_changed:
+        work.recompile()
     return work
 
 

@@ -16,9 +16,9 @@ import onnx
 import onnxruntime as ort
 import torch
 
-from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
 from fxqat.onnx.ort_runs import run
+from fxqat.quantization.capture import Captured
 from fxqat.quantization.compare_with_float import compare_outputs, measure_noise
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -26,55 +26,50 @@ from fxqat.quantization.quantization_noise import MIN_COSINE, OutputNoise
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
+def has_float_model(gm: QuantGraphModule) -> bool:
+    """Whether a prepared model with its fake-quants off is the float model: its biases were not corrected."""
+    return not gm.provenance.bias_corrected
+
+
 @torch.no_grad()
 def end_to_end(
     gm: QuantGraphModule,
     inputs: tuple[Any, ...],
     normalizers: Sequence[Normalize | None],
-    quantized: Sequence[np.ndarray],
+    captured: Captured,
     proto: onnx.ModelProto,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """Compare float model, fake-quant model and file on the example inputs, and warn if they are far apart.
 
     The float model is the prepared model with its fake-quants off: after training, it has the trained weights.
 
     Args:
-        gm: the prepared model; not changed.
+        gm: the prepared model, which :func:`has_float_model`; not changed.
         inputs: inputs of the file, raw where there is a normalizer.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
-        quantized: the outputs of the fake-quant model.
+        captured: the outputs of the fake-quant model and of the float model.
         proto: the file.
 
     Returns:
         A dict for JSON: ``"example_inputs"`` has, for each output, ``"fake_quant"`` and ``"file"``, each compared with
-        the float model; ``"calibration"`` has the outputs of ``gm.quantization_noise``, or is None. None if the biases
-        of the model were corrected: then there is no float model any more.
+        the float model; ``"calibration"`` has the outputs of ``gm.quantization_noise``, or is None.
     """
-    if gm.provenance.bias_corrected:
-        return None
     inputs = map_tensors(inputs, lambda tensor: tensor.detach().cpu())
-    work = deployed_copy(gm, normalizers)
-    for _, quant in named_fake_quants(work):
-        quant.fake_quant_enabled = False
-    exact = flatten_tensors(work(*map_tensors(inputs, torch.clone)))
     arrays = [tensor.numpy() for tensor in flatten_tensors(inputs)]
     feeds = dict(zip([value.name for value in proto.graph.input], arrays, strict=True))
     file = run(proto, feeds, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
     names = [value.name for value in proto.graph.output]
     found = {}
-    for name, x, other in zip(names, exact, quantized, strict=True):
+    for name, exact, other in zip(names, captured.in_float.values(), captured.outputs.values(), strict=True):
         both = {"fake_quant": other, "file": file[name]}
-        found[name] = {
-            key: compare_outputs({name: x}, {name: torch.from_numpy(np.ascontiguousarray(y))})[0]
-            for key, y in both.items()
-        }
+        found[name] = {key: compare_outputs(_named(name, exact), _named(name, y))[0] for key, y in both.items()}
     if any(each.cosine < MIN_COSINE for of_output in found.values() for each in of_output.values()):
         logging.getLogger("fxqat").warning(
             "convert_export: an output has a cosine below %s to that of the float model, which is this model with its "
             "fake-quants off. After training with few bits that can be right: judge by your own metric. On the example "
             "inputs, %s",
             MIN_COSINE,
-            measure_noise(work, [inputs]).warning(),
+            measure_noise(deployed_copy(gm, normalizers), [inputs]).warning(),
         )
     noise = gm.quantization_noise
     return {
@@ -84,6 +79,10 @@ def end_to_end(
         ],
         "calibration": None if noise is None else [{"name": each.name} | _figures(each) for each in noise.outputs],
     }
+
+
+def _named(name: str, values: np.ndarray) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(values))}
 
 
 def _figures(noise: OutputNoise) -> dict[str, float]:

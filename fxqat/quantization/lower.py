@@ -113,7 +113,6 @@ def lower(
     work.delete_all_unused_submodules()
     _drop_inner(work, state.replaced)
     work.graph.lint()
-    work.recompile()
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}
     tensors = {path: tensor for path, tensor in state.tensors.items() if path in called}
     module = fx.GraphModule(work, work.graph, type(gm).__name__).eval()

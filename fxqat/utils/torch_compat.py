@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +29,9 @@ CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL2D = torch.ops.aten._adaptive_avg_pool2d.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 """The operators into which torch.export decomposes ``cdist`` and adaptive average pools."""
+
+NUMBERS = {float: torch.float32, int: torch.int64, bool: torch.bool}
+"""The type of a number among tensors in torch's exporter."""
 
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""
@@ -84,6 +87,8 @@ def shorter_export() -> Iterator[None]:
     * It copies its table of translations. It would read 500 functions for each export.
     * It decomposes a graph only if it cannot translate an operator of it. It would trace every graph once more, with
       torch's whole table of decompositions, which takes longer than the rest of the export of a small model.
+    * It converts the arguments of operators to their common type only if there is one of another type. It would run
+      every graph once more to find out.
 
     One thread at a time is in such a block.
     """
@@ -101,11 +106,18 @@ def shorter_export() -> Iterator[None]:
     def decomposed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         return program if _is_translatable(program, registry.functions) else decompose(program, registry)
 
+    def promoted(graph_module: fx.GraphModule) -> None:
+        graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+        if any(_takes_other_types(node) for graph in graphs for node in graph.nodes):
+            promote(graph_module)
+
     with _EXPORTING, ExitStack() as stack:
         read, decompose = ONNXRegistry.from_torchlib, _fx_passes.decompose_with_registry
+        promote = _fx_passes.insert_type_promotion_nodes
         for owner, name, value in (
             (ONNXRegistry, "from_torchlib", staticmethod(copied)),
             (_fx_passes, "decompose_with_registry", decomposed),
+            (_fx_passes, "insert_type_promotion_nodes", promoted),
             (torch.fx.config, "do_not_emit_stack_traces", True),
         ):
             stack.callback(setattr, owner, name, vars(owner).get(name))
@@ -125,6 +137,34 @@ def _is_translatable(program: torch.export.ExportedProgram, translated: Containe
         for target in operators
         if target is not operator.getitem
     )
+
+
+@functools.cache
+def _promotion_rules() -> Any:
+    from torch.onnx._internal.fx.passes.type_promotion import TypePromotionTable
+
+    return TypePromotionTable()
+
+
+def _takes_other_types(node: fx.Node) -> bool:
+    """Whether an operator of an exported graph has an argument of another type than it computes with."""
+    from torch.onnx._internal.fx.passes.type_promotion import get_type_promotion_rule
+
+    rule = get_type_promotion_rule(node, _promotion_rules())
+    if rule is None:
+        return False
+    args: Any = fx.node.map_arg(node.args, lambda source: source.meta.get("val"))
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda source: source.meta.get("val"))
+    found = rule.preview_type_promotion(args, kwargs)
+    pairs = [(args[i], dtype) for i, dtype in found.args_dtypes.items() if i < len(args)]
+    pairs += [(kwargs[name], dtype) for name, dtype in found.kwargs_dtypes.items() if name in kwargs]
+    return any(dtype is not None and not _all_of_type(value, dtype) for value, dtype in pairs)
+
+
+def _all_of_type(value: Any, dtype: torch.dtype) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_all_of_type(each, dtype) for each in value)
+    return (value.dtype if isinstance(value, Tensor) else NUMBERS.get(type(value))) is dtype
 
 
 def tensor_version(tensor: Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fxqat import disable_all, prepare_by_platform
 from fxqat.errors import ExportError
@@ -50,6 +51,33 @@ def test_the_integers_are_those_of_the_formula():
     assert integers["x"].std() > 10
     assert captured.reals == {}
     assert np.array_equal(capture(gm, (x,), with_reals=True).reals["x"], x.numpy())
+
+
+class Noisy(nn.Module):
+    """A layer, random numbers, and a buffer that each run changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("state", torch.zeros(8))
+
+    def forward(self, x):
+        self.state.add_(1.0)
+        return self.fc(x) + self.state + torch.rand(8) * 0.1
+
+
+def test_in_float_it_runs_from_the_same_buffers_with_the_same_random_numbers():
+    x = torch.randn(16, 8)
+    gm = calibrate(prepare_by_platform(Noisy().eval(), "TSQAT", example_inputs=x), (x,))
+    captured = capture(gm, (x,), with_float=True)
+    (rounded,), (exact,) = captured.outputs.values(), captured.in_float.values()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        expected = F.linear(x, gm.fc.weight, gm.fc.bias) + gm.state + 1 + torch.rand(8) * 0.1
+    torch.testing.assert_close(torch.from_numpy(exact), expected)
+    assert np.abs(rounded - exact).max() > 0
+    assert captured.in_float.keys() == captured.outputs.keys()
+    assert capture(gm, (x,)).in_float == {}
 
 
 def test_values_on_the_grid_are_copies():

@@ -114,3 +114,32 @@ def test_a_graph_is_decomposed_only_if_it_must_be(last, times, monkeypatch, tmp_
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-5, atol=1e-5)
     assert len(calls) == times
+
+
+@pytest.mark.parametrize(
+    ("last", "times"),
+    [
+        (nn.ReLU(), 0),
+        (lambda x: x * 0.5 + x.abs().sqrt().mean(1, keepdim=True), 0),
+        (lambda x: (x.flatten(1) / 3).softmax(-1), 1),
+        (lambda x: x + 1, 1),
+        (lambda x: x.round().long() * x, 1),
+        (lambda x: x.round().long() / 2, 1),
+        (lambda x: (x > 0.1) + x, 1),
+        (lambda x: torch.where(x > 0, x.round().int(), 2.5), 1),
+    ],
+)
+def test_types_are_made_equal_only_where_they_differ(last, times, monkeypatch, tmp_path):
+    from torch.onnx._internal.exporter import _fx_passes
+
+    calls, promote = [], _fx_passes.insert_type_promotion_nodes
+    monkeypatch.setattr(_fx_passes, "insert_type_promotion_nodes", lambda module: calls.append(1) or promote(module))
+    model, x = Flattened(last).eval(), torch.randn(2, 3, 5, 5)
+    with shorter_export():
+        torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    expected = model(x).detach()
+    assert torch.from_numpy(found).dtype == expected.dtype
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-5)
+    assert len(calls) == times
