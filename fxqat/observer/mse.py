@@ -70,19 +70,18 @@ class MSEObserver(ObserverBase):
     def _search(self, samples: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """The best ratio of every row. ``samples``: (rows, n); ``low``, ``high``: (rows,)."""
         step = 1.0 / self.num_candidates
-        coarse = [step * (i + 1) for i in range(self.num_candidates)]
-        best = self._best_ratio(samples, low, high, [torch.full_like(high, ratio) for ratio in coarse])
+        coarse = torch.tensor([step * (i + 1) for i in range(self.num_candidates)]).to(high)
+        best = self._best_ratio(samples, low, high, coarse.unsqueeze(1).expand(-1, len(high)))
         fine = [(best + step * offset).clamp(step / 2, 1.0) for offset in (-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6)]
-        return self._best_ratio(samples, low, high, fine)
+        return self._best_ratio(samples, low, high, torch.stack(fine))
 
-    def _best_ratio(self, samples: Tensor, low: Tensor, high: Tensor, ratios: list[Tensor]) -> Tensor:
-        """The ratio of least error in each row; each of ``ratios`` is ``(rows,)``."""
+    def _best_ratio(self, samples: Tensor, low: Tensor, high: Tensor, ratios: Tensor) -> Tensor:
+        """The ratio of least error in each row. ``ratios``: ``(candidates, rows)``."""
         scheme = self.scheme
         errors = []
-        for ratio in ratios:
-            scale, zero_point = choose_qparams(low * ratio, high * ratio, scheme)
+        for scale, zero_point in zip(*choose_qparams(low * ratios, high * ratios, scheme), strict=True):
             x_hat = fake_quantize(samples, scale, zero_point, scheme.quant_min, scheme.quant_max, axis=0)
             error = x_hat.sub_(samples)
             errors.append((error.square_() if self.p == 2 else error.abs_().pow_(self.p)).sum(1))
         pick = torch.stack(errors).argmin(0)
-        return torch.stack(ratios).gather(0, pick.unsqueeze(0)).squeeze(0)
+        return ratios.gather(0, pick.unsqueeze(0)).squeeze(0)
