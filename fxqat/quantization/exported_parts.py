@@ -1,7 +1,7 @@
 """Keep integers and scales away from torch's exporter, and put them into the model that it makes.
 
 ``torch.export`` makes a fake tensor, a placeholder and an entry of the signature for each tensor of a module. A
-quantized layer has ten of them, and the export would take twice as long. So the parts of a lowered graph hold theirs
+quantized layer has ten of them, and torch would take almost twice as long. So the parts of a lowered graph hold theirs
 where ``torch.export`` does not look, and the operators that it sees have the number of the part instead.
 """
 
