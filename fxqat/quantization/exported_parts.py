@@ -61,9 +61,14 @@ class ExportedParts:
         }
 
     def add_constants(self, model: ir.Model) -> None:
-        """Make initializers of the tensors that the nodes of the exporter's model read, named ``<path>.<tensor>``."""
-        for value in self._constants.values():
-            model.graph.register_initializer(value)
+        """Make initializers of the tensors that the nodes of the exporter's model read, named ``<path>.<tensor>``.
+
+        They come in the order of the parts.
+        """
+        for path, _ in self._parts:
+            for name in (f"{path}.integers", f"{path}.scale", f"{path}.zero_point"):
+                if name in self._constants:
+                    model.graph.register_initializer(self._constants[name])
 
     def _parameters(self, part: int) -> tuple[Any, Any, int]:
         path, module = self._parts[part]
