@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch looks for a driver again and again: 2 % of the time
 gc.disable()  # until all tests are collected: see pytest_collection_finish
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that start from here, workers included
 
 GOLDEN = Path(__file__).parent / "golden"
 CHUNKS = 4
