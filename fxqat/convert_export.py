@@ -230,7 +230,7 @@ def convert_export(
                 at_second = _certify(made.proto, activations, named, sizes.second_inputs(inputs), second)
                 certificate = replace(certificate, second_size=at_second)
             warnings += certificate.warnings()
-            if has_float_model(gm):
+            if captured.in_float:
                 figures = end_to_end(gm, inputs, normalizers, captured, made.proto)
                 certificate = replace(certificate, end_to_end=figures)
 

@@ -205,10 +205,9 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN,
-    opset 14; MaxRoiPool, opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements,
-    opset 18; LeakyRelu, opset 16; BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and
-    TopK, opset 11.
+    Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
+    opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16;
+    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11.
     """
     return {
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,

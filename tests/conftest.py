@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for the processes that
 
 GOLDEN = Path(__file__).parent / "golden"
 CHUNKS = 4
+"""Into how many parts the cases of a test are divided: one test may take minutes."""
+
 collect_ignore = ["benchmarks"]  # scripts: importing them is enough to disturb other tests
 exporter_registry.build_once()
 
@@ -54,8 +56,8 @@ def pytest_collection_finish() -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The cases of a test go to a process together, in ``CHUNKS`` parts; tests of an xdist_group as a whole.
 
-    ``--dist=loadgroup`` would send each of 9,000 cases alone, and look through all that it has sent after each: that
-    takes a tenth of the time of two workers.
+    ``--dist=loadgroup`` alone sends each case by itself, and after each it looks through all that it has sent: 6,000
+    empty cases took 31 s on two cores, and take 17 s in parts.
     """
     if config.getoption("dist") != "loadgroup":
         return None

@@ -27,12 +27,12 @@ class ExportedParts:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts: list[tuple[str, DeployedPart]] = []
+        self._parts: dict[int, tuple[str, DeployedPart]] = {}
         self._constants: dict[str, ir.Value] = {}
         for path, part in module.named_modules():
             if isinstance(part, DeployedPart):
                 part.number = len(self._parts)
-                self._parts.append((path, part))
+                self._parts[part.number] = (path, part)
 
     def translations(self) -> dict[Callable[..., Any], Callable[..., Any]]:
         """For ``torch.onnx.export(custom_translation_table=...)``.
@@ -65,7 +65,7 @@ class ExportedParts:
 
         They come in the order of the parts.
         """
-        for path, _ in self._parts:
+        for path, _ in self._parts.values():
             for name in (f"{path}.integers", f"{path}.scale", f"{path}.zero_point"):
                 if name in self._constants:
                     model.graph.register_initializer(self._constants[name])

@@ -1,6 +1,9 @@
 """The parts of a lowered graph in an export: one node each, and their tensors only in the file."""
 
+from pathlib import Path
+
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.nn.deployed import QuantizeDequantize, ReadBytes, StoredTensor
 from fxqat.quantization.exported_parts import ExportedParts
 from fxqat.scheme import QuantizeScheme
+from tests.export_models import run_file
 
 
 class Layer(nn.Module):
@@ -65,12 +69,22 @@ def test_the_tensors_are_in_the_model_once_under_the_path_of_the_part() -> None:
     ]
 
 
-def test_bytes_are_only_dequantized() -> None:
+def test_bytes_are_only_dequantized(tmp_path: Path) -> None:
     module = Bytes()
     x = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
-    graph = run_exporter(module, (x,)).graph
-    assert [node.op_type for node in graph][:1] == ["DequantizeLinear"]
-    assert module(x).flatten()[:9].tolist() == pytest.approx([(q - 7) / 4 + 1 for q in range(9)])
+    model = run_exporter(module, (x,))
+    assert [node.op_type for node in model.graph if "Linear" in node.op_type] == ["DequantizeLinear"]
+    ir.save(model, tmp_path / "m.onnx")
+    (found,) = run_file(tmp_path / "m.onnx", [x])
+    expected = [(q - 7) / 4 + 1 for q in range(256)]
+    assert found.flatten().tolist() == module(x).flatten().tolist() == pytest.approx(expected)
+
+
+def test_a_part_of_another_graph_has_no_constants() -> None:
+    parts, other = ExportedParts(Layer()), Layer()
+    assert other.weight.number == -1
+    with pytest.raises(KeyError, match="-1"):
+        parts.translations()[torch.ops.fxqat.dequantize.stored](other.weight.number, [3, 4])
 
 
 def test_a_module_computes_the_same_after_an_export() -> None:
