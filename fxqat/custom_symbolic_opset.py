@@ -31,7 +31,14 @@ from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
 from fxqat.utils.fx_graph import called_module
-from fxqat.utils.torch_compat import ADAPTIVE_AVG_POOL2D, ADAPTIVE_AVG_POOL3D, CDIST, operator_of, shorter_export
+from fxqat.utils.torch_compat import (
+    ADAPTIVE_AVG_POOL2D,
+    ADAPTIVE_AVG_POOL3D,
+    CDIST,
+    named_as_in_schema,
+    operator_of,
+    shorter_export,
+)
 
 WARNINGS = "fxqat.warnings"
 """Key of the exporter's warnings in the model's ``meta``, which onnx_ir keeps in memory and does not write to files."""
@@ -86,6 +93,7 @@ def run_exporter(
     export = partial(_export, inputs=inputs, dynamic_shapes=None if sizes is None else sizes.shapes)
     parts = ExportedParts(module)
     table = translation_table() | parts.translations() | user_translations(translations)
+    table = {operator: named_as_in_schema(operator, function) for operator, function in table.items()}
     export = partial(export, custom_translation_table=table)
     told: list[str] = []
     with warnings.catch_warnings(record=True) as heard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import operator
 import threading
 from collections.abc import Callable, Container, Iterator
@@ -50,6 +51,23 @@ def operator_name(target: Any) -> str:
     """The name of an operator of ``torch.ops``, ``"mylib::wavy"``; empty for any other target."""
     found = operator_of(target)
     return "" if found is None else found.name().partition(".")[0]
+
+
+def named_as_in_schema(operator: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A translation into ONNX whose signature has the names of an operator's arguments, in place of other names.
+
+    Torch 2.9's exporter takes a translation only if it has these names; without a word it takes torch's own for it.
+    """
+    signature = inspect.signature(function)
+    wanted = [argument.name for argument in operator._schema.arguments]
+    missing = (name for name in wanted if name not in signature.parameters)
+    names = {name: name if name in wanted else next(missing, name) for name in signature.parameters}
+    renamed = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+    parameters = [parameter.replace(name=names[parameter.name]) for parameter in signature.parameters.values()]
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    hints = getattr(function, "__annotations__", {})
+    renamed.__annotations__ = {names.get(name, name): hint for name, hint in hints.items()}
+    return renamed
 
 
 ASSERT = torch._assert

@@ -1,12 +1,45 @@
 """Names of torch that are private or change between versions."""
 
+import inspect
+import typing
+from typing import Any
+
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from fxqat.utils.torch_compat import shorter_export, tensor_version, unwrap
+from fxqat.custom_symbolic_opset import translation_table
+from fxqat.utils.torch_compat import named_as_in_schema, shorter_export, tensor_version, unwrap
+
+
+def _keeps_order(x: Any, descending: int, dim: int = -1) -> tuple[Any, int, int]:
+    return x, descending, dim
+
+
+def test_a_translation_gets_the_names_of_the_schema_and_is_called_as_before() -> None:
+    operator = torch.ops.aten.sort.stable  # (self, *, stable, dim, descending)
+    named = named_as_in_schema(operator, _keeps_order)
+    assert str(inspect.signature(named)).startswith("(self: ")
+    assert list(inspect.signature(named).parameters) == ["self", "descending", "dim"]
+    assert typing.get_type_hints(named) == {
+        "self": Any,
+        "descending": int,
+        "dim": int,
+        "return": tuple[Any, int, int],
+    }
+    assert named("x", dim=2, descending=1) == ("x", 1, 2)
+    assert list(inspect.signature(_keeps_order).parameters) == ["x", "descending", "dim"]
+    nameless = named_as_in_schema(torch.ops.aten.relu.default, lambda x, y, z=3: (x, y, z))
+    assert list(inspect.signature(nameless).parameters) == ["self", "y", "z"]  # the operator has one argument
+    assert nameless(1, 2) == (1, 2, 3)
+
+
+def test_every_translation_can_be_named_as_in_its_schema() -> None:
+    for operator, function in translation_table().items():
+        wanted = {argument.name for argument in operator._schema.arguments}  # type: ignore[attr-defined]
+        assert set(inspect.signature(named_as_in_schema(operator, function)).parameters) <= wanted, operator
 
 
 def test_version_changes_with_every_write_and_only_then() -> None:
