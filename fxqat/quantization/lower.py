@@ -110,7 +110,6 @@ def lower(
     output = next(node for node in work.graph.nodes if node.op == "output")
     output.args = (_without_dataclasses(output.args[0]),)  # case 5
     work.graph.eliminate_dead_code()
-    work.delete_all_unused_submodules()
     _drop_inner(work, state.replaced)
     work.graph.lint()
     called = {str(node.target) for node in work.graph.nodes if node.op == "call_module"}

@@ -115,6 +115,20 @@ def test_bad_arguments_are_named(arguments: dict[str, float]) -> None:
     assert next(f"{name}={value}" for name, value in arguments.items()) in str(caught.value)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_refines_the_best_of_equal_steps(seed: int) -> None:
+    observer = MSEObserver(QuantizeScheme(bit_width=3), p=2.0, num_candidates=4)
+    x = heavy_tails(40, seed)
+    found = observed_error(observer, x)
+
+    def of(ratio: float) -> float:
+        return error(x, x.min() * ratio, x.max() * ratio, observer.scheme)
+
+    best = min((0.25, 0.5, 0.75, 1.0), key=of)
+    refined = [min(best + 0.25 * offset, 1.0) for offset in (-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6)]
+    assert found == pytest.approx(min(map(of, refined)), rel=1e-5)
+
+
 def test_two_candidates_are_enough() -> None:
     observer = MSEObserver(QuantizeScheme(bit_width=4), num_candidates=2)
     x = heavy_tails(1000)

@@ -1,4 +1,4 @@
-"""Time of a compiled QAT training step on CPU against the compiled float model's, and where the difference is.
+"""Time and memory of a compiled QAT training step on CPU against the compiled float model's, and where the time goes.
 
 Both models are compiled by ``torch.compile`` without caches, with ``fullgraph=True`` and with the names of the
 generated kernels in torch's profiler; their steps take turns. Run nothing else meanwhile. Each model adds a line to the
@@ -26,7 +26,7 @@ from prettytable import PrettyTable
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step_time import LIMITS, Step, build, interleaved, quantized, seconds_of, step_of
+from step_time import LIMITS, MEMORY_LIMIT, Step, build, interleaved, peak_memory, quantized, seconds_of, step_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "step_compiled.jsonl"
 
@@ -89,6 +89,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"{name}: {key} compiled in {first[key]:.0f} s", flush=True)
     seconds = interleaved(steps, arguments.rounds, "cpu")
     ratios = [ours / base for ours, base in zip(seconds["TSQAT"], seconds["float"], strict=True)]
+    held = {key: peak_memory(models[key], step) for key, step in steps.items()}
     accounts = {key: account_of(step) for key, step in steps.items()}
     head = subprocess.run(["git", "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
     return {
@@ -100,6 +101,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "first": first,
         "ms": {key: 1e3 * statistics.median(values) for key, values in seconds.items()},
         "ratio": statistics.median(ratios),
+        "memory": held,
         "accounts": accounts,
     }
 
@@ -110,6 +112,9 @@ def section(line: dict[str, Any]) -> str:
     batch, image, threads, rounds = line["settings"]
     compiling = line["first"]["TSQAT"] / line["first"]["float"]
     verdict = "met" if line["ratio"] <= limit else "missed"
+    held = line["memory"]
+    memory = held["TSQAT"] / held["float"]
+    verdict_of_memory = "met" if memory <= MEMORY_LIMIT else "missed"
     table = PrettyTable(["part", "float, ms", "TSQAT, ms", "difference", "calls", "what it is"], align="l", hrules=1)
     (base, base_calls), (ours, our_calls) = line["accounts"]["float"], line["accounts"]["TSQAT"]
     for row, meaning in ROWS.items():
@@ -123,8 +128,10 @@ def section(line: dict[str, Any]) -> str:
 
 A step takes {line["ms"]["float"]:.1f} ms in float and {line["ms"]["TSQAT"]:.1f} ms with TSQAT, **{line["ratio"]:.2f}**
 times as long (median of {rounds} rounds); the limit of {limit} is {verdict}. The first step, which compiles, takes
-{line["first"]["float"]:.0f} s and {line["first"]["TSQAT"]:.0f} s, {compiling:.2f} times as long. Batch {batch},
-{image} px, {threads} threads, torch {line["torch"]}, code of {line["commit"]}, {line["date"]}.
+{line["first"]["float"]:.0f} s and {line["first"]["TSQAT"]:.0f} s, {compiling:.2f} times as long. At its peak a step
+holds {held["float"]:.0f} MiB of tensors in float, {held["TSQAT"]:.0f} MiB with TSQAT, **{memory:.2f}** times as much;
+the limit of {MEMORY_LIMIT} is {verdict_of_memory}. Batch {batch}, {image} px, {threads} threads, torch {line["torch"]},
+code of {line["commit"]}, {line["date"]}.
 
 {table.get_string()}
 """
@@ -147,6 +154,8 @@ stands beside them: it then compiles longer (see :doc:`../howto/train`).
 * For the profiler each generated kernel has a name, so that equal ones are compiled more than once. Without the names
   both models compile faster.
 * *calls*: operators and kernels in a step, float and TSQAT.
+* Memory: of the tensors alive at the peak of a step, by torch's record of allocations: parameters, gradients, momentum
+  and intermediate tensors.
 {left_out}
 Written by ``tests/benchmarks/performance/compiled_step.py``; do not edit.
 
