@@ -11,8 +11,9 @@ the same mutation can be made in another version of the package, where the funct
     python tests/benchmarks/mutation.py report --results before.jsonl after.jsonl
 
 ``run`` works on a copy of the tree. For each mutation it runs, with ``-x`` and within a limit of time, the tests named
-after the mutated file, then those that import it, those in the same folder, and those of the whole pipeline. Mutations that have a line in the
-results are not run again. A mutation that is killed takes about 20 seconds, one that survives up to the limit.
+after the mutated file, then those that import it, those of the whole pipeline, and those in the same folder. Mutations
+that have a line in the results are not run again. A mutation that is killed takes about 20 seconds, one that survives
+up to the limit.
 """
 
 from __future__ import annotations
@@ -187,15 +188,16 @@ def draw(tree: Path, count: int, seed: int) -> list[Mutation]:
 
 
 def covering_tests(path: Path, tree: Path) -> list[str]:
-    """Test files that cover a file, nearest first: its own, those that import it, its folder's, the whole pipeline's."""
+    """Test files that cover a file: its own, those that import it, those of the whole pipeline, and its folder's."""
     inside = path.relative_to(tree)
     module = ".".join(inside.with_suffix("").parts)
     own = tree / "tests" / Path(*inside.parts[1:-1]) / f"test_{path.stem}.py"
     tests = sorted((tree / "tests").rglob("test_*.py"))
     importing = [test for test in tests if test != own and f"{module} import" in test.read_text(encoding="utf-8")]
-    beside = [test for test in tests if test.parent == own.parent and test not in (own, *importing)]
-    near = [str(test.relative_to(tree)) for test in ([own] if own.exists() else []) + importing + beside]
-    return [*near, *(test for test in PIPELINE if (tree / test).exists() and test not in near)]
+    beside = [test for test in tests if test.parent == own.parent]
+    pipeline = [tree / test for test in PIPELINE if (tree / test).exists()]
+    chosen = dict.fromkeys([*([own] if own.exists() else []), *importing, *pipeline, *beside])
+    return [str(test.relative_to(tree)) for test in chosen]
 
 
 def apply(mutation: Mutation, path: Path, row: int) -> None:
