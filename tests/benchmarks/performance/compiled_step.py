@@ -17,12 +17,14 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from prettytable import PrettyTable
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -45,6 +47,13 @@ ROWS = {
     "optimizer": "zero_grad and step: the float step's, and more parameters: the learned scales",
     "other": "what surrounds these: the wrapper in Python, autograd, allocation",
 }
+
+SAVED = {
+    "weights": "copies in another order in memory, in both models; with TSQAT the rounded ones, too",
+    "bytes of fake-quant": "int8: what its backward pass has to know of each rounded value",
+    "other tensors": "inputs of layers, of normalization, of activations; rounded ones, too",
+}
+"""What a step saves for its backward pass, beside parameters."""
 
 LIBRARY = ("convolution", "aten::mm", "aten::addmm", "aten::bmm", "flash_attention", "mkldnn")
 
@@ -75,21 +84,45 @@ def account_of(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     return {row: spent[row] / PROFILED for row in ROWS}, {row: calls[row] / PROFILED for row in ROWS}
 
 
+def saved_for_backward(model: nn.Module, compiled: Callable[..., Any], x: torch.Tensor) -> dict[str, float]:
+    """MiB of the tensors that the forward pass keeps for the backward pass, by the rows of ``SAVED``."""
+    parameters = list(model.parameters())
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*parameters, *model.buffers(), x)}
+    weights = [parameter for parameter in parameters if parameter.dim() > 1]
+    shapes = {tuple(weight.shape) for weight in weights} | {tuple(weight.shape[::-1]) for weight in weights}
+    found = dict.fromkeys(SAVED, 0.0)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kind = "weights" if tuple(tensor.shape) in shapes else "other tensors"
+            found["bytes of fake-quant" if tensor.dtype == torch.int8 else kind] += storage.nbytes() / 2**20
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = compiled(x)  # which holds what was saved: no storage is taken twice
+    del outputs
+    return found
+
+
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The line of a model."""
     torch.manual_seed(0)
     x = torch.randn(arguments.batch, 3, arguments.image, arguments.image)
     model = build(name, "cpu", arguments.image)
     models = {"float": model, "TSQAT": quantized(model, x, "TSQAT", "train")}
-    steps, first = {}, {}
+    steps, first, compiled = {}, {}, {}
     for key, value in models.items():
         options = {"cpp.enable_kernel_profile": True}
-        steps[key] = step_of(torch.compile(value, fullgraph=True, options=options), x, None)
+        compiled[key] = torch.compile(value, fullgraph=True, options=options)
+        steps[key] = step_of(compiled[key], x, None)
         first[key] = seconds_of(steps[key], "cpu")
         print(f"{name}: {key} compiled in {first[key]:.0f} s", flush=True)
     seconds = interleaved(steps, arguments.rounds, "cpu")
     ratios = [ours / base for ours, base in zip(seconds["TSQAT"], seconds["float"], strict=True)]
     held = {key: peak_memory(models[key], step) for key, step in steps.items()}
+    saved = {key: saved_for_backward(models[key], compiled[key], x) for key in models}
     accounts = {key: account_of(step) for key, step in steps.items()}
     head = subprocess.run(["git", "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
     return {
@@ -102,6 +135,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "ms": {key: 1e3 * statistics.median(values) for key, values in seconds.items()},
         "ratio": statistics.median(ratios),
         "memory": held,
+        "saved": saved,
         "accounts": accounts,
     }
 
@@ -123,6 +157,10 @@ def section(line: dict[str, Any]) -> str:
     totals = sum(base.values()), sum(ours.values())
     table.add_row(["sum", f"{totals[0]:.1f}", f"{totals[1]:.1f}", f"{totals[1] - totals[0]:+.1f}", "", ""])
     table.max_width["what it is"] = 50
+    kept = PrettyTable(["saved for the backward pass", "float, MiB", "TSQAT, MiB", "what it is"], align="l", hrules=1)
+    for row, meaning in SAVED.items():
+        kept.add_row([row, *(f"{line['saved'][key][row]:.1f}" for key in ("float", "TSQAT")), meaning])
+    kept.max_width["what it is"] = 50
     return f"""{name}
 {"-" * len(name)}
 
@@ -134,6 +172,8 @@ the limit of {MEMORY_LIMIT} is {verdict_of_memory}. Batch {batch}, {image} px, {
 code of {line["commit"]}, {line["date"]}.
 
 {table.get_string()}
+
+{kept.get_string()}
 """
 
 
@@ -155,7 +195,8 @@ stands beside them: it then compiles longer (see :doc:`../howto/train`).
   both models compile faster.
 * *calls*: operators and kernels in a step, float and TSQAT.
 * Memory: of the tensors alive at the peak of a step, by torch's record of allocations: parameters, gradients, momentum
-  and intermediate tensors.
+  and intermediate tensors. The compiler computes activations and normalization of the float model again in the backward
+  pass, and not what fxqat's kernels return. What is saved of weights does not grow with the batch, which is small here.
 {left_out}
 Written by ``tests/benchmarks/performance/compiled_step.py``; do not edit.
 
