@@ -50,7 +50,7 @@ ROWS = {
 
 SAVED = {
     "weights": "copies in another order in memory, in both models; with TSQAT the rounded ones, too",
-    "bytes of fake-quant": "int8: what its backward pass has to know of each rounded value",
+    "int8 tensors": "what the backward pass of fake-quant has to know of each value; places of maxima",
     "other tensors": "inputs of layers, of normalization, of activations; rounded ones, too",
 }
 """What a step saves for its backward pass, beside parameters."""
@@ -97,7 +97,7 @@ def saved_for_backward(model: nn.Module, compiled: Callable[..., Any], x: torch.
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             kind = "weights" if tuple(tensor.shape) in shapes else "other tensors"
-            found["bytes of fake-quant" if tensor.dtype == torch.int8 else kind] += storage.nbytes() / 2**20
+            found["int8 tensors" if tensor.dtype == torch.int8 else kind] += storage.nbytes() / 2**20
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
