@@ -127,6 +127,7 @@ def test_the_search_refines_the_best_of_equal_steps(seed: int) -> None:
     best = min((0.25, 0.5, 0.75, 1.0), key=of)
     refined = [min(best + 0.25 * offset, 1.0) for offset in (-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6)]
     assert found == pytest.approx(min(map(of, refined)), rel=1e-5)
+    assert float(observer.max_val / x.max()) == pytest.approx(min(refined, key=of), rel=1e-5)
 
 
 def test_two_candidates_are_enough() -> None:
