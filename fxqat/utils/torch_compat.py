@@ -34,6 +34,9 @@ ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 NUMBERS = {float: torch.float32, int: torch.int64, bool: torch.bool}
 """The type of a number among tensors in torch's exporter."""
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""The kinds of ``*args`` and ``**kwargs``."""
+
 OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 """The types of ``torch.ops.aten.add.Tensor`` and of ``torch.ops.aten.add``."""
 
@@ -60,10 +63,13 @@ def named_as_in_schema(operator: Any, function: Callable[..., Any]) -> Callable[
     """
     signature = inspect.signature(function)
     wanted = [argument.name for argument in operator._schema.arguments]
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind not in VARIADIC]
     missing = (name for name in wanted if name not in signature.parameters)
-    names = {name: name if name in wanted else next(missing, name) for name in signature.parameters}
+    names = {name: next(missing, name) for name in named if name not in wanted}
+    if not names:  # a function of onnxscript takes any arguments, and stays what it is
+        return function
     renamed = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
-    parameters = [parameter.replace(name=names[parameter.name]) for parameter in signature.parameters.values()]
+    parameters = [parameter.replace(name=names.get(name, name)) for name, parameter in signature.parameters.items()]
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     hints = getattr(function, "__annotations__", {})
     renamed.__annotations__ = {names.get(name, name): hint for name, hint in hints.items()}

@@ -36,6 +36,17 @@ def test_a_translation_gets_the_names_of_the_schema_and_is_called_as_before() ->
     assert nameless(1, 2) == (1, 2, 3)
 
 
+def test_a_translation_that_has_the_names_or_takes_any_arguments_stays_what_it_is() -> None:
+    def of_any(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def of_self(self: Any) -> Any:
+        return self
+
+    for function in (of_any, of_self):
+        assert named_as_in_schema(torch.ops.aten.relu.default, function) is function
+
+
 def test_every_translation_can_be_named_as_in_its_schema() -> None:
     for operator, function in translation_table().items():
         wanted = {argument.name for argument in operator._schema.arguments}  # type: ignore[attr-defined]
