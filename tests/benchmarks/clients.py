@@ -128,6 +128,9 @@ CLIENTS = {
     "ddp": Client("DDP on two processes", "torch_programs.ddp"),
     "ddp_attention": Client("DDP on two processes, attention dropout", "torch_programs.ddp_with_dropout", "Attention"),
     "ddp_projected": Client("as above, last layer in the same module", "torch_programs.ddp_with_dropout", "Projected"),
+    "deepspeed": Client(
+        "ZeRO stage 2 on two processes", "deepspeed_programs.zero", "Attention", packages=("deepspeed",)
+    ),
 }
 
 
