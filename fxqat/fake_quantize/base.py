@@ -281,7 +281,7 @@ class FakeQuantizeBase(KeepsDtype):
         fixed = self.scheme.fixed_zero_point
         zero_point = self.scheme.quant_min if fixed is None else fixed
         shape = self.observer.min_val.shape
-        return torch.ones(shape), torch.full(shape, float(zero_point))
+        return torch.ones(shape, dtype=torch.float32), torch.full(shape, float(zero_point), dtype=torch.float32)
 
 
 def read_switches(state: Any) -> tuple[bool, bool]:

@@ -81,8 +81,8 @@ def gpu_kernels(device: torch.device) -> ModuleType | None:
     try:
         from fxqat.fake_quantize import triton_kernels
 
-        x = torch.linspace(-20.0, 20.0, 9999, device=device)
-        scale = torch.tensor(0.1, device=device)
+        x = torch.linspace(-20.0, 20.0, 9999, dtype=torch.float32, device=device)
+        scale = x.new_tensor(0.1)
         found, *_ = triton_kernels.forward(x, scale, None, None, None, Layout(1, 1, 9999, 0), -128, 127, 1, 24, False)
         if torch.equal(found, fake_quantize(x, scale, None, -128, 127)):
             return triton_kernels
@@ -193,7 +193,7 @@ def forward(
     assert LIBRARY is not None
     x_hat = torch.empty_like(x)
     x = with_strides_of(x_hat, x)
-    table = torch.empty((3, where.channels))
+    table = x_hat.new_empty((3, where.channels))  # float32 as x is, whatever the default dtype
     codes = torch.empty_like(x_hat, dtype=torch.int8) if with_codes else None
     LIBRARY.fxqat_forward(
         x.data_ptr(),
@@ -319,8 +319,8 @@ def backward(
     grad_x = torch.empty_like(saved, dtype=torch.float32)
     grad, saved = with_strides_of(grad_x, grad), with_strides_of(grad_x, saved)
     shapes = [(where.channels,) if where.per_channel & bit else () for bit in PER_CHANNEL_BITS[:2]]
-    grad_s = torch.empty(shapes[0]) if needs_scale else None
-    grad_z = torch.empty(shapes[1]) if needs_zero_point else None
+    grad_s = grad_x.new_empty(shapes[0]) if needs_scale else None
+    grad_z = grad_x.new_empty(shapes[1]) if needs_zero_point else None
     is_codes = saved.dtype == torch.int8
     pointer = saved.data_ptr()
     failed = LIBRARY.fxqat_backward(

@@ -37,7 +37,7 @@ def _dequantized(q: Tensor, part: int) -> Tensor:
 
 
 def _stored(part: int, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape)
+    return torch.empty(shape, dtype=torch.float32)
 
 
 _OPERATORS: tuple[tuple[str, Callable[..., Tensor] | None, Callable[..., Tensor]], ...] = (

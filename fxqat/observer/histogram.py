@@ -77,7 +77,7 @@ class HistogramObserver(SummaryObserver):
         """Move the counts to their cells under the new limit."""
         before = self.limit()
         super().widen(lowest, highest)
-        middles = torch.arange(-self.bins, self.bins, device=lowest.device) + 0.5
+        middles = torch.arange(-self.bins, self.bins, dtype=torch.float32, device=lowest.device) + 0.5
         # after NaN the limit is the smallest one: the range is not used, but the cells must exist
         cells = torch.floor(middles * (before / self.limit())).clamp_(-self.bins, self.bins - 1).long() + self.bins
         self.histogram.copy_(torch.zeros_like(self.histogram).scatter_add_(1, cells, self.histogram))

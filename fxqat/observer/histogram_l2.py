@@ -50,7 +50,8 @@ class HistogramL2Observer(HistogramObserver):
     def _search(self, histogram: Tensor, width: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """The best range of each row, ``(rows, 2)``. The search is over the exponents of the ratios ``2**exponent``."""
         device = histogram.device
-        exponents = self._pairs(torch.arange(COARSE, device=device) / -2).unsqueeze(0).expand(len(low), -1, -1)
+        coarse = torch.arange(COARSE, dtype=torch.float32, device=device) / -2
+        exponents = self._pairs(coarse).unsqueeze(0).expand(len(low), -1, -1)
         around = self._pairs(torch.arange(-3, 4, device=device))
         for step in FINER_STEPS:
             best = self._best(exponents, histogram, width, low, high)

@@ -67,8 +67,8 @@ class KLObserver(HistogramObserver):
         divergence = torch.cat([self._divergence(*part) for part in parts])
         pick = self.bins - 1 - divergence.clamp(min=EQUAL).flip(1).argmin(1, keepdim=True)
         width, shape = self.cell_width(), self.min_val.shape
-        low = torch.maximum(low, (below.gather(1, pick) + 0.5) * -width)
-        high = torch.minimum(high, (above.gather(1, pick) + 0.5) * width)
+        low = torch.maximum(low, (below.gather(1, pick).to(width) + 0.5) * -width)
+        high = torch.minimum(high, (above.gather(1, pick).to(width) + 0.5) * width)
         return low.reshape(shape), high.reshape(shape)
 
     def _windows(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,7 +70,7 @@ class MSEObserver(ObserverBase):
     def _search(self, samples: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """The best ratio of every row. ``samples``: (rows, n); ``low``, ``high``: (rows,)."""
         step = 1.0 / self.num_candidates
-        coarse = torch.tensor([step * (i + 1) for i in range(self.num_candidates)]).to(high)
+        coarse = high.new_tensor([step * (i + 1) for i in range(self.num_candidates)])
         best = self._best_ratio(samples, low, high, coarse.unsqueeze(1).expand(-1, len(high)))
         fine = [(best + step * offset).clamp(step / 2, 1.0) for offset in (-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6)]
         return self._best_ratio(samples, low, high, torch.stack(fine))
