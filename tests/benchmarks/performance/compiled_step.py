@@ -50,7 +50,7 @@ ROWS = {
 
 SAVED = {
     "weights": "copies in another order in memory, in both models; with TSQAT the rounded ones, too",
-    "int8 tensors": "what the backward pass of fake-quant has to know of each value; places of maxima",
+    "int8 tensors": "codes of fake-quant for its backward pass; indices of max pooling",
     "other tensors": "inputs of layers, of normalization, of activations; rounded ones, too",
 }
 """What a step saves for its backward pass, beside parameters."""
@@ -196,7 +196,7 @@ stands beside them: it then compiles longer (see :doc:`../howto/train`).
 * *calls*: operators and kernels in a step, float and TSQAT.
 * Memory: of the tensors alive at the peak of a step, by torch's record of allocations: parameters, gradients, momentum
   and intermediate tensors. The compiler computes activations and normalization of the float model again in the backward
-  pass, and not what fxqat's kernels return. What is saved of weights does not grow with the batch, which is small here.
+  pass, and not what fxqat's kernels return. The saved weights do not grow with the batch, which is small here.
 {left_out}
 Written by ``tests/benchmarks/performance/compiled_step.py``; do not edit.
 
