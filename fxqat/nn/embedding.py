@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.kept_weights import KeptWeights, deployed
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import tensor_version
 
@@ -46,6 +47,7 @@ class QATEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
+    kept_weights: KeptWeights | None = None
 
     def __init__(self, table: Table, weight_fake_quant: FakeQuantizeBase) -> None:
         super().__init__()
@@ -67,7 +69,9 @@ class QATEmbedding(nn.Module):
         """
         quant, weight = self.weight_fake_quant, self.weight
         quant.observe_changed(weight, (tensor_version(weight),))
-        rows = quant.quantize(weight) if quant.fake_quant_enabled else weight
+        rows: Tensor = weight
+        if quant.fake_quant_enabled:
+            [rows] = deployed(self, (quant,), lambda: (quant.quantize(weight),))
         return self.function(indices, rows, **self.call_options(rest, options))
 
     def call_options(self, rest: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:

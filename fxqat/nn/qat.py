@@ -13,6 +13,7 @@ from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE, rounded_aga
 from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, round_bias, weight_scale_floor
 from fxqat.nn.fold import bn_factor, fold_bn
+from fxqat.nn.kept_weights import KeptWeights, deployed
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm, tensor_version
@@ -50,6 +51,7 @@ class QATLayer(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     bn_steps: Tensor
+    kept_weights: KeptWeights | None = None
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class QATLayer(nn.Module):
         if self.bn is not None and self.training and (measured_anew or self.bn_mode != BN_FREEZE):
             y = self._normalize(self._apply_op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
-            y = self._apply_op(x, *self._deployed_tensors(input_fake_quant))
+            quants = (self.weight_fake_quant, input_fake_quant)
+            y = self._apply_op(x, *deployed(self, quants, lambda: self._deployed_tensors(input_fake_quant)))
         if self.activation is not None:
             y = self.activation(y)
         return y

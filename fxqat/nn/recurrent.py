@@ -24,6 +24,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
+from fxqat.nn.kept_weights import KeptWeights, deployed
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import tensor_version
 
@@ -138,6 +139,8 @@ class QATRecurrentLayer(RecurrentLayer):
         weight_hh_fake_quant: of ``R``, axis 0.
     """
 
+    kept_weights: KeptWeights | None = None
+
     def __init__(
         self, layer: RecurrentLayer, weight_ih_fake_quant: FakeQuantizeBase, weight_hh_fake_quant: FakeQuantizeBase
     ) -> None:
@@ -164,7 +167,8 @@ class QATRecurrentLayer(RecurrentLayer):
         self._observe()
         if not (self.weight_ih_fake_quant.fake_quant_enabled or self.weight_hh_fake_quant.fake_quant_enabled):
             return super().forward(x, *states)
-        w, r, b = self.deployed_tensors(input_fake_quant)
+        quants = (*self.weight_fake_quants(), input_fake_quant)
+        w, r, b = deployed(self, quants, lambda: self.deployed_tensors(input_fake_quant))
         w, r, b = w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype)
         if dynamic_input is not None:
             return dynamic_lstm(x, states, w, r, b)

@@ -15,6 +15,7 @@ from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.post_training.reconstruct import Reconstruction, reconstruct
 from fxqat.tools.profile import Profile, profile
 from fxqat.tools.to_float import to_float
+from fxqat.tools.training.accumulation import round_weights_once
 from fxqat.tools.training.batch_norm import reestimate_batch_norm
 from fxqat.tools.training.dampening import dampening_loss
 from fxqat.tools.training.nan_guard import NaNGuard, first_not_finite
@@ -44,6 +45,7 @@ __all__ = [
     "read_sensitivity",
     "reconstruct",
     "reestimate_batch_norm",
+    "round_weights_once",
     "sensitivity",
     "skip_until",
     "solve",

@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import date
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ from tqdm import tqdm
 
 import fxqat
 from fxqat.fake_quantize import kernels
+from fxqat.tools import round_weights_once
 
 LIMITS = {"resnet18": (1.20, 1.06), "mobilenet_v3_small": (1.50, 1.12), "vit_tiny": (1.25, 1.08)}
 """The ratio to float that a step of each model should not exceed, eager and compiled."""
@@ -97,16 +99,26 @@ def brevitas_layerwise(model: nn.Module, x: torch.Tensor) -> nn.Module:
     return quantized_model.train()
 
 
-def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None) -> Step:
-    """A training step: forward, loss, backward, SGD with momentum (fused: one kernel for all parameters)."""
+def step_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None, parts: int = 1, once: bool = False) -> Step:
+    """A training step: forward, loss, backward, SGD with momentum (fused: one kernel for all parameters).
+
+    Args:
+        model: in training mode.
+        x: the batch.
+        dtype: of autocast; None for none.
+        parts: micro-batches, whose gradients are accumulated.
+        once: all of them round the weights once.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
     target = torch.arange(len(x), device=x.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            loss = nn.functional.cross_entropy(model(x), target)
-        loss.backward()
+        with round_weights_once(model) if once else nullcontext():
+            for images, classes in zip(x.chunk(parts), target.chunk(parts), strict=True):
+                with torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+                    loss = nn.functional.cross_entropy(model(images), classes) / parts
+                loss.backward()
         optimizer.step()
 
     return step
@@ -197,6 +209,12 @@ def measure(name: str, batch: int, arguments: argparse.Namespace, table: PrettyT
     failed = first_steps(steps, device)[1]
     held = {key: peak_memory(models[key], step) for key, step in steps.items()}
     add_rows(table, (name, batch, "eager"), steps, arguments, memory=held, failed=failed)
+    parts, frozen = arguments.micro_batches, f"fxqat {arguments.backends[0]}, BN frozen"
+    if parts and frozen in models:
+        steps = {key: step_of(models[key], x, dtype, parts) for key in ("float", frozen)}
+        steps[f"{frozen}, weights rounded once"] = step_of(models[frozen], x, dtype, parts, once=True)
+        held = {key: peak_memory(models["float" if key == "float" else frozen], step) for key, step in steps.items()}
+        add_rows(table, (name, batch, f"eager, {parts} micro-batches"), steps, arguments, memory=held)
     ours = {key: model for key, model in models.items() if key == "float" or key.startswith("fxqat")}
     if device == "cuda":
         graphs = {key: captured(steps[key]) for key in ours}
@@ -273,6 +291,8 @@ and ``vit_tiny`` is timm's ``vit_tiny_patch16_224`` at that size.
 
 * *variant*: the backend; *BN frozen* with ``bn_mode="freeze"``. *torch.ao FX* is torch's own ``prepare_qat_fx`` with
   its default x86 configuration. {peer}
+* *micro-batches*: the batch in so many parts, whose gradients are accumulated; *weights rounded once* is
+  ``fxqat.tools.round_weights_once``.
 * *ms*: the median of {arguments.rounds} rounds; in a round each variant makes one step.
 * *over float*: the median over the rounds of the ratio to the float model's step. *limit*: what it should not exceed.
 * *memory, MiB*: of the tensors alive at the peak of a step, by torch's record of allocations; then its ratio to the
@@ -295,6 +315,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--backends", nargs="+", default=["TSQAT", "TensorRT"])
     parser.add_argument("--no-frozen", action="store_true", help="leave out the variant with BatchNorm frozen")
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=4,
+        help="of gradient accumulation, with BatchNorm frozen; 0 leaves them out",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
     parser.add_argument("--compiled", action="store_true", help="compiled, too")

@@ -7,6 +7,7 @@ Torch and fxqat are imported once; the ranks are forks of this process.
 
 import multiprocessing
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fxqat
+from fxqat.tools import round_weights_once
 from fxqat.tools.training.sharding import shard
 
 WORLDS = (4, 2)
@@ -89,6 +91,22 @@ def train(
     return losses
 
 
+def accumulate(rank: int, world: int, once: bool) -> list[Tensor]:
+    """The parameters after five steps of DDP, each of two micro-batches."""
+    gm = calibrate(prepared(), rank, world)
+    model = DistributedDataParallel(gm)
+    optimizer = optimizer_of(model)
+    for x, y in zip(*(tensor[:5] for tensor in data()), strict=True):
+        optimizer.zero_grad()
+        parts = list(zip(share(x, rank, world).chunk(2), share(y, rank, world).chunk(2), strict=True))
+        with round_weights_once(model) if once else nullcontext():
+            for number, (images, classes) in enumerate(parts):
+                with model.no_sync() if number < len(parts) - 1 else nullcontext():
+                    (nn.functional.cross_entropy(model(images), classes) / len(parts)).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in gm.parameters()]
+
+
 def run(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
@@ -99,6 +117,9 @@ def run(rank: int, world: int, folder: Path) -> None:
     result["ddp"] = train(model, optimizer_of(model), range(STEPS), rank, world)
     if rank == 0:
         fxqat.save_checkpoint(model, folder / f"ddp{world}.pth")
+
+    for name, once in (("once", True), ("each time", False)):
+        result[name] = accumulate(rank, world, once)
 
     gm = shard(calibrate(prepared(), rank, world))
     optimizer = optimizer_of(gm)
@@ -120,6 +141,7 @@ def run(rank: int, world: int, folder: Path) -> None:
         result["resumed"] = train(gm, optimizer, range(SAVED, STEPS), rank, world)
         for name, refused in (
             ("export", lambda: fxqat.convert_export(gm, (data()[0][0],), folder / "model.onnx")),
+            ("accumulation", lambda: round_weights_once(gm).__enter__()),
             ("json", lambda: fxqat.save_checkpoint(gm, folder / "c.pth", folder / "c.json")),
         ):
             try:

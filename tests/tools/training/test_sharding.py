@@ -66,6 +66,15 @@ def test_ranks_train_as_one_process_on_all_data(
 
 
 @pytest.mark.parametrize("world", WORLDS)
+def test_weights_rounded_once_for_all_micro_batches(folder: Path, world: int) -> None:
+    ranks = reported(folder, world)
+    for rank in ranks:
+        for ours, theirs, first in zip(rank["once"], rank["each time"], ranks[0]["once"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            assert torch.equal(ours, first)  # gradients were averaged
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_rank_holds_its_share_of_the_weights_and_all_scales(folder: Path, world: int) -> None:
     gm = prepared()
     scales = sum(p.numel() for name, p in gm.named_parameters() if "fake_quant" in name)
@@ -102,6 +111,7 @@ def test_a_sharded_model_is_refused_by_the_export_and_nothing_is_written(folder:
     result = reported(folder, 2)[0]
     assert result["export"].startswith("ExportError: the model is sharded")
     assert result["json"].startswith("CheckpointError: the model is sharded")
+    assert result["accumulation"].startswith("ConfigError: round_weights_once: the model is sharded")
     assert not [path for name in ("model.onnx", "c.pth", "c.json") if (path := folder / name).exists()]
 
 
