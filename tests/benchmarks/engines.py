@@ -23,7 +23,6 @@ import io
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -70,6 +69,7 @@ import mobilenet_v2_imagenet as photos  # noqa: E402
 import ort_latency  # noqa: E402
 import parity  # noqa: E402
 from detector import open_detector, prepared  # noqa: E402
+from machine import processor  # noqa: E402
 from model import Yolo  # noqa: E402
 
 os.environ.setdefault("CI", "true")  # OpenVINO then reports no use of it
@@ -567,15 +567,6 @@ def node_times(name: str, engine: str, data: Path | None, turns: int) -> dict[st
             kinds[kind] = [count + 1, total + min(taken)]
         result[file] = kinds
     return {"version": made.version, "processor": processor(), "nodes": result}
-
-
-def processor() -> str:
-    """The processor and its instructions for integers, where Linux says so."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    said = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    flags = [flag for flag in ("avx512_vnni", "avx_vnni", "amx_int8") if flag in said.get("flags", "").split()]
-    return f"{said.get('model name', platform.machine())} ({', '.join(flags)})"
 
 
 NodeTimes = dict[tuple[str, str], list[float]]

@@ -1,10 +1,10 @@
 """Time and memory of a compiled QAT training step on CPU against the compiled float model's, and where the time goes.
 
-Both models are compiled by ``torch.compile`` without caches, with ``fullgraph=True`` and with the names of the
-generated kernels in torch's profiler; their steps take turns. Run nothing else meanwhile. Each model adds a line to the
-results::
+Both models are compiled by ``torch.compile`` without caches, with ``fullgraph=True``; their steps take turns. For the
+account of the parts they are compiled once more, with the names of the generated kernels in torch's profiler. Run
+nothing else meanwhile. Each model adds a line to the results::
 
-    python tests/benchmarks/performance/compiled_step.py run --models resnet18 vit_tiny          # about 6 minutes
+    python tests/benchmarks/performance/compiled_step.py run          # about 12 minutes
     python tests/benchmarks/performance/compiled_step.py page --output docs/evidence/step_compiled.rst
 """
 
@@ -28,6 +28,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent))
+from machine import processor
 from step_time import LIMITS, MEMORY_LIMIT, Step, build, interleaved, peak_memory, quantized, seconds_of, step_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "step_compiled.jsonl"
@@ -106,27 +107,34 @@ def saved_for_backward(model: nn.Module, compiled: Callable[..., Any], x: torch.
     return found
 
 
+def compile_models(
+    models: dict[str, nn.Module], x: torch.Tensor, options: dict[str, Any] | None = None
+) -> tuple[dict[str, Callable[..., Any]], dict[str, Step], dict[str, float]]:
+    """The compiled models, their steps, and the seconds of each first step, by the names of the models."""
+    compiled = {key: torch.compile(model, fullgraph=True, options=options) for key, model in models.items()}
+    steps = {key: step_of(model, x, None) for key, model in compiled.items()}
+    return compiled, steps, {key: seconds_of(step, "cpu") for key, step in steps.items()}
+
+
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The line of a model."""
     torch.manual_seed(0)
     x = torch.randn(arguments.batch, 3, arguments.image, arguments.image)
     model = build(name, "cpu", arguments.image)
     models = {"float": model, "TSQAT": quantized(model, x, "TSQAT", "train")}
-    steps, first, compiled = {}, {}, {}
-    for key, value in models.items():
-        options = {"cpp.enable_kernel_profile": True}
-        compiled[key] = torch.compile(value, fullgraph=True, options=options)
-        steps[key] = step_of(compiled[key], x, None)
-        first[key] = seconds_of(steps[key], "cpu")
-        print(f"{name}: {key} compiled in {first[key]:.0f} s", flush=True)
+    compiled, steps, first = compile_models(models, x)
+    print(f"{name}: compiled in {first['float']:.0f} s in float, {first['TSQAT']:.0f} s with TSQAT", flush=True)
     seconds = interleaved(steps, arguments.rounds, "cpu")
     ratios = [ours / base for ours, base in zip(seconds["TSQAT"], seconds["float"], strict=True)]
     held = {key: peak_memory(models[key], step) for key, step in steps.items()}
     saved = {key: saved_for_backward(models[key], compiled[key], x) for key in models}
-    accounts = {key: account_of(step) for key, step in steps.items()}
+    torch.compiler.reset()
+    named = compile_models(models, x, {"cpp.enable_kernel_profile": True})[1]
+    accounts = {key: account_of(step) for key, step in named.items()}
     head = subprocess.run(["git", "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True, check=True).stdout
     return {
         "model": name,
+        "processor": processor(),
         "settings": [arguments.batch, arguments.image, torch.get_num_threads(), arguments.rounds],
         "torch": torch.__version__,
         "commit": head.strip(),
@@ -168,8 +176,8 @@ A step takes {line["ms"]["float"]:.1f} ms in float and {line["ms"]["TSQAT"]:.1f}
 times as long (median of {rounds} rounds); the limit of {limit} is {verdict}. The first step, which compiles, takes
 {line["first"]["float"]:.0f} s and {line["first"]["TSQAT"]:.0f} s, {compiling:.2f} times as long. At its peak a step
 holds {held["float"]:.0f} MiB of tensors in float, {held["TSQAT"]:.0f} MiB with TSQAT, **{memory:.2f}** times as much;
-the limit of {MEMORY_LIMIT} is {verdict_of_memory}. Batch {batch}, {image} px, {threads} threads, torch {line["torch"]},
-code of {line["commit"]}, {line["date"]}.
+the limit of {MEMORY_LIMIT} is {verdict_of_memory}. Batch {batch}, {image} px, {threads} threads of
+{line["processor"]}, torch {line["torch"]}, code of {line["commit"]}, {line["date"]}.
 
 {table.get_string()}
 
@@ -191,8 +199,8 @@ stands beside them: it then compiles longer (see :doc:`../howto/train`).
 
 * The times of the parts are of {PROFILED} steps under torch's profiler: the time of an operator or a generated kernel
   without that of those it calls. The profiler itself takes time, so the sums are above the steps' times.
-* For the profiler each generated kernel has a name, so that equal ones are compiled more than once. Without the names
-  both models compile faster.
+* For the profiler the models are compiled once more, with a name for each generated kernel. Step, time to compile and
+  memory are those without names, as users have them.
 * *calls*: operators and kernels in a step, float and TSQAT.
 * Memory: of the tensors alive at the peak of a step, by torch's record of allocations: parameters, gradients, momentum
   and intermediate tensors. The compiler computes activations and normalization of the float model again in the backward

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import platform
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ import onnx
 import onnxruntime as ort
 import torch
 import torchvision
+from machine import processor
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from prettytable import PrettyTable
@@ -202,13 +202,6 @@ def ratio(one: Measured, other: Measured) -> float:
     return statistics.median(a / b for a, b in zip(one.milliseconds, other.milliseconds, strict=True))
 
 
-def processor() -> str:
-    """The processor, with the instruction sets that integer kernels use."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split() if Path("/proc/cpuinfo").exists() else []
-    found = [name for name in ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8") if name in flags]
-    return f"{platform.machine()} with {', '.join(found)}." if found else f"{platform.machine()}."
-
-
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     """The documentation page."""
     table.hrules = 1
@@ -227,7 +220,7 @@ random weights.
 * *on integers*: share of the multiply-accumulates that run in an integer kernel, from ONNX Runtime's profile of the
   optimized graph.
 
-Processor: {processor()}
+Processor: {processor()}.
 
 Written by ``tests/benchmarks/performance/ort_latency.py`` with onnxruntime {ort.__version__} and torch
 {torch.__version__} on {date.today()}; do not edit.

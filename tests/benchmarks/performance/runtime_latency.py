@@ -17,7 +17,8 @@ import onnx
 import onnxruntime as ort
 import torch
 import torchvision
-from ort_latency import SIZE, Measured, integer_share, latencies, processor, ratio
+from machine import processor
+from ort_latency import SIZE, Measured, integer_share, latencies, ratio
 from prettytable import PrettyTable
 from torch import nn
 from tqdm import tqdm

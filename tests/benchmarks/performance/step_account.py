@@ -30,6 +30,7 @@ from fxqat.fake_quantize import FakeQuantizeBase, kernels, straight_through
 from fxqat.nn.qat import QATLayer
 
 sys.path.insert(0, str(Path(__file__).parent))
+from machine import processor
 from step_time import LIMITS, build, quantized
 
 FLOAT, OFF, ON, TIMED = "float", "off", "on", "timed"
@@ -266,8 +267,8 @@ def page(found: dict[str, tuple[PrettyTable, str]], arguments: argparse.Namespac
 ======================================
 
 The training step of :doc:`step_time` on TSQAT, eager, against the float model's: batch {arguments.batch},
-{arguments.image} px, {torch.get_num_threads()} threads, medians of {arguments.rounds} rounds in which the
-variants take turns.
+{arguments.image} px, {torch.get_num_threads()} threads of {processor()},
+medians of {arguments.rounds} rounds in which the variants take turns.
 
 * The kernels and the calls around them are timed in steps of their own, and the time that the clock takes there is
   subtracted.

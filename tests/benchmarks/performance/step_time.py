@@ -33,6 +33,7 @@ from pathlib import Path
 import timm
 import torch
 import torchvision
+from machine import processor
 from prettytable import PrettyTable
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -268,7 +269,8 @@ def where(arguments: argparse.Namespace) -> str:
         used = kernels.gpu_kernels(torch.device("cuda", 0)) is not None
         precision = "bf16 autocast" if arguments.bf16 else "float32"
         return f"{torch.cuda.get_device_name()}, {precision}. Kernels of fake-quant: {'Triton' if used else 'none'}"
-    return f"CPU, {torch.get_num_threads()} threads. Kernels of fake-quant (eager, float32): {kernels.STATE}"
+    threads = f"{torch.get_num_threads()} threads of {processor()}"
+    return f"{threads}. Kernels of fake-quant (eager, float32): {kernels.STATE}"
 
 
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
