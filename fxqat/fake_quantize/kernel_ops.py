@@ -103,6 +103,16 @@ def _like_backward(
     return torch.empty_like(saved, dtype=torch.float32), table.new_empty(shapes[0]), table.new_empty(shapes[1])
 
 
+def _bn_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """:func:`~fxqat.fake_quantize.kernels.bn_factor`."""
+    return kernels.bn_factor_on_cpu(variance.contiguous(), None if gamma is None else gamma.contiguous(), eps)
+
+
+def _like_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """An empty tensor of the shape that :func:`_bn_factor` returns."""
+    return torch.empty_like(variance)
+
+
 def _round_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
     """:func:`~fxqat.fake_quantize.kernels.round_bias`."""
     return kernels.round_bias_on_cpu(bias.contiguous(), input_scale, weight_scale.contiguous(), *numbers)
@@ -126,6 +136,7 @@ _OPERATORS = (
         _round_backward,
         _like_backward,
     ),
+    ("bn_factor(Tensor variance, Tensor? gamma, float eps) -> Tensor", _bn_factor, _like_factor),
     (
         "round_bias(Tensor bias, Tensor input_scale, Tensor weight_scale, int input_bits, int weight_bits, "
         "float bias_limit, float int32_limit) -> (Tensor, Tensor)",
@@ -143,3 +154,4 @@ for _schema, _kernel, _like in _OPERATORS:
 round_tensor = torch.ops.fxqat.round
 round_backward = torch.ops.fxqat.round_backward
 round_bias = torch.ops.fxqat.round_bias
+bn_factor = torch.ops.fxqat.bn_factor

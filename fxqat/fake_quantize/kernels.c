@@ -304,6 +304,16 @@ EXPORTED void fxqat_forward_again(const float *x, float *result, const float *ta
     run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
 }
 
+/* By what a grid is divided for a layer with BatchNorm: gamma / sqrt(variance + eps), and 1 where that is 0. `gamma` may
+   be null. */
+EXPORTED void fxqat_bn_factor(const float *variance, const float *gamma, float *factor, int64_t channels, float eps) {
+    for (int64_t c = 0; c < channels; c++) {
+        float value = 1.0f / sqrtf(variance[c] + eps);
+        value = gamma == NULL ? value : value * gamma[c];
+        factor[c] = value == 0.0f ? 1.0f : value;
+    }
+}
+
 /* Of a layer with a bias: the weight scale in use, raised where the bias would not fit into int32, and what the rounding
    of the bias adds to it; see fxqat/nn/bias.py. `weight_scale` and `used_scale` have one element, or one per channel. */
 EXPORTED void fxqat_round_bias(const float *bias, const float *input_scale, const float *weight_scale,

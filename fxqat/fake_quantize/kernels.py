@@ -60,6 +60,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         single: list[Any] = [ctypes.c_float]
         library.fxqat_round_bias.argtypes = pointers * 5 + sizes + numbers * 3 + single * 2
         library.fxqat_round_bias.restype = None
+        library.fxqat_bn_factor.argtypes = pointers * 3 + sizes + single
+        library.fxqat_bn_factor.restype = None
         library.fxqat_backward.argtypes = pointers * 7 + sizes * 3 + numbers * 3 + [ctypes.c_double] + numbers
         library.fxqat_backward.restype = ctypes.c_int
     except (OSError, AttributeError, ValueError) as error:
@@ -231,6 +233,32 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
     pointers = (with_strides_of(x_hat, x).data_ptr(), x_hat.data_ptr(), table.data_ptr())
     LIBRARY.fxqat_forward_again(*pointers, *where[:3], quant_min, quant_max, torch.get_num_threads())
     return x_hat
+
+
+def bn_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor | None:
+    """By what a grid is divided for a layer with BatchNorm: ``gamma / sqrt(variance + eps)``, and 1 where that is 0.
+
+    Args:
+        variance: the running variance, float32, ``(channels,)``.
+        gamma: the weight of BatchNorm, ``(channels,)``, or None for ones.
+        eps: of BatchNorm.
+
+    Returns:
+        ``(channels,)``; None if torch's operators must compute it.
+    """
+    given = (variance,) if gamma is None else (variance, gamma)
+    if not usable(variance) or variance.is_cuda or not all(_is_parameter(values, variance) for values in given):
+        return None
+    return bn_factor_on_cpu(variance, gamma, eps)
+
+
+def bn_factor_on_cpu(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    """:func:`bn_factor` of contiguous float32 tensors on the CPU, without its checks."""
+    assert LIBRARY is not None
+    factor = torch.empty_like(variance)
+    pointer = None if gamma is None else gamma.data_ptr()
+    LIBRARY.fxqat_bn_factor(variance.data_ptr(), pointer, factor.data_ptr(), variance.numel(), eps)
+    return factor
 
 
 def round_bias(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fxqat.fake_quantize import kernel_ops, kernels
+from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.weighted import WeightedOp
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm
@@ -21,6 +23,25 @@ def bn_factor(bn: BatchNorm) -> Tensor:
     assert bn.running_var is not None  # the fuse pass fuses no other BatchNorm
     inverse = torch.rsqrt(widened(bn.running_var) + bn.eps)
     return inverse if bn.weight is None else inverse * bn.weight
+
+
+@torch.no_grad()
+def grid_factor(bn: BatchNorm) -> Tensor:
+    """The factor ``k`` as the grid of a quantizer can be divided by it: 1 where it is 0. Without gradients.
+
+    A compiled training step keeps it: computed again in the backward pass, it would be of the statistics that the
+    forward pass has updated.
+    """
+    variance, gamma = bn.running_var, bn.weight
+    assert variance is not None
+    if kernel_ops.taken(variance, (gamma,), axis=0):
+        found: Tensor = kernel_ops.bn_factor(variance, None if gamma is None else gamma.detach(), bn.eps)
+        return found
+    factor = kernels.bn_factor(variance, gamma, bn.eps)
+    if factor is None:
+        factor = bn_factor(bn)
+        factor.masked_fill_(factor.logical_not(), 1.0)
+    return keep(factor) if torch.compiler.is_compiling() else factor
 
 
 def fold_bias(bias: Tensor | None, bn: BatchNorm, factor: Tensor) -> Tensor:

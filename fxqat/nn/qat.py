@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE, rounded_again
-from fxqat.fake_quantize.torch_ops import keep
 from fxqat.nn.bias import fake_quantize_bias, floor_for, round_bias, weight_scale_floor
-from fxqat.nn.fold import bn_factor, fold_bn
+from fxqat.nn.fold import fold_bn, grid_factor
 from fxqat.nn.kept_weights import KeptWeights, deployed
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.tensors import widened
@@ -191,11 +190,7 @@ class QATLayer(nn.Module):
         quant = self.weight_fake_quant
         if not (quant.observer_enabled or quant.fake_quant_enabled):
             return self.weight
-        with torch.no_grad():
-            factor = bn_factor(bn)
-            factor.masked_fill_(factor.logical_not(), 1.0)
-            if torch.compiler.is_compiling():
-                factor = keep(factor)
+        factor = grid_factor(bn)
         if self.op.groups > 1:  # channels of several groups share a scale, so a scale has no single factor
             wide = self.op.per_output_channel(factor, self.weight)
             self._observe(self.weight * wide, statistics_change=True)

@@ -1,5 +1,7 @@
 """Compiled training calls the kernels as operators: the bits and gradients of eager training, at every size."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -148,6 +150,28 @@ def test_a_bias_is_rounded_as_without_a_compiler():
         torch.testing.assert_close(one, other)
 
 
+def test_a_batch_norm_divides_the_grid_as_without_a_compiler():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4, affine=False)
+    gm = fxqat.prepare_by_platform(nn.Sequential(*layers), "TSQAT")
+    x = torch.randn(5, 3, 9, 9)
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    gm.train()
+    assert operators_of(gm, x)["fxqat::bn_factor"] == 2
+    state = copy.deepcopy(gm.state_dict())
+    found = []
+    for model in (torch.compile(gm, backend="aot_eager", fullgraph=True), gm):
+        gm.load_state_dict(state)
+        gm.zero_grad()
+        output = model(x)
+        output.square().sum().backward()
+        statistics = [buffer.clone() for name, buffer in gm.named_buffers() if "running" in name]
+        found.append([output.detach(), *statistics, *(parameter.grad.clone() for parameter in gm.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_an_exported_program_has_torch_operators():
     function, _ = rounded(RANGES["int8"])
     x = value()
@@ -179,3 +203,5 @@ def test_the_operators_keep_their_promises():
                 check(kernel_ops.round_backward, codes if with_codes else x, torch.ones_like(x), table, *numbers)
     for scales in (torch.tensor(0.01), wide):
         check(kernel_ops.round_bias, torch.randn(8), scale, scales, 16, 16, BIAS_LIMIT, INT32_LIMIT)
+    for gamma in (torch.randn(8), None):
+        check(kernel_ops.bn_factor, torch.rand(8), gamma, 1e-5)

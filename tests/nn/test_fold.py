@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fxqat.nn.fold import bn_factor, fold_bias, fold_bn
+from fxqat.fake_quantize import kernels
+from fxqat.nn.fold import bn_factor, fold_bias, fold_bn, grid_factor
 from fxqat.nn.weighted import weighted_op
 from tests.builders import LAYER_IDS, LAYERS, LayerCase, layer_input, random_norm
 
@@ -82,3 +83,32 @@ def test_without_affine_parameters_the_factor_is_the_inverse_deviation() -> None
     bn.running_var.copy_(torch.tensor([4.0, 0.25]))
     assert bn_factor(bn).tolist() == [0.5, 2.0]
     assert fold_bias(torch.tensor([1.0, 1.0]), bn, bn_factor(bn)).tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("channels", [1, 7, 64, 1000])
+def test_a_grid_is_divided_by_the_factor_or_by_one(
+    channels: int, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bn = randomised(nn.BatchNorm2d(channels, affine=affine, eps=1e-3), channels).float()
+    bn.running_var.mul_(10.0 ** torch.randint(-9, 9, (channels,)))
+    bn.running_var[-1] = torch.nan if channels == 7 else -1.0 if channels == 64 else 0.0
+    if affine:
+        with torch.no_grad():
+            bn.weight[::3] = 0.0
+            bn.weight[::6] = -0.0
+    expected = bn_factor(bn).detach()
+    expected = torch.where(expected == 0, 1.0, expected)
+    found = grid_factor(bn)
+    monkeypatch.setattr(kernels, "LIBRARY", None)
+    for factor in (found, grid_factor(bn)):
+        assert not factor.requires_grad
+        torch.testing.assert_close(factor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_factor_of_a_norm_in_half_precision_is_float32() -> None:
+    bn = randomised(nn.BatchNorm2d(7, eps=1e-3), 0).float()
+    expected = grid_factor(bn)
+    found = grid_factor(bn.half())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)

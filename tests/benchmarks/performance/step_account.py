@@ -111,6 +111,7 @@ class TimedLibrary:
         self.library: Any = kernels.LIBRARY
         self.account = account
         self.fxqat_round_bias = self.library.fxqat_round_bias
+        self.fxqat_bn_factor = self.library.fxqat_bn_factor
 
     def _run(self, name: str, direction: str, sizes: tuple[int, ...], moved: int, args: tuple[Any, ...]) -> Any:
         count = sizes[0] * sizes[1] * sizes[2]
