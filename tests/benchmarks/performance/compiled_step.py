@@ -177,7 +177,8 @@ times as long (median of {rounds} rounds); the limit of {limit} is {verdict}. Th
 {line["first"]["float"]:.0f} s and {line["first"]["TSQAT"]:.0f} s, {compiling:.2f} times as long. At its peak a step
 holds {held["float"]:.0f} MiB of tensors in float, {held["TSQAT"]:.0f} MiB with TSQAT, **{memory:.2f}** times as much;
 the limit of {MEMORY_LIMIT} is {verdict_of_memory}. Batch {batch}, {image} px, {threads} threads of
-{line["processor"]}, torch {line["torch"]}, code of {line["commit"]}, {line["date"]}.
+{line["processor"]},
+torch {line["torch"]}, code of {line["commit"]}, {line["date"]}.
 
 {table.get_string()}
 

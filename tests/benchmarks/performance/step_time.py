@@ -270,7 +270,7 @@ def where(arguments: argparse.Namespace) -> str:
         precision = "bf16 autocast" if arguments.bf16 else "float32"
         return f"{torch.cuda.get_device_name()}, {precision}. Kernels of fake-quant: {'Triton' if used else 'none'}"
     threads = f"{torch.get_num_threads()} threads of {processor()}"
-    return f"{threads}. Kernels of fake-quant (eager, float32): {kernels.STATE}"
+    return f"{threads}.\nKernels of fake-quant (eager, float32): {kernels.STATE}"
 
 
 def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
