@@ -30,8 +30,8 @@ def check_model(model: Any, example_inputs: Any = None) -> None:
 
     Raises:
         ConfigError: it is no Python model (a script, a compiled or already prepared model, a parallel wrapper); its
-            tensors hold no values, or not finite ones, or can never be trained; or float32 is not the type of its
-            tensors or of new ones.
+            tensors hold no values, or not finite ones, or can never be trained; float32 is not the type of its
+            tensors or of new ones; or new tensors are on the meta device and its own are not.
     """
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise ConfigError(f"{_type(model)} is a TorchScript: prepare the Python model that it was made from")
@@ -49,6 +49,13 @@ def check_model(model: Any, example_inputs: Any = None) -> None:
         raise ConfigError(
             f"torch.get_default_dtype() is {_name(default)}, but scales and ranges are float32: call "
             "torch.set_default_dtype(torch.float32) before prepare_by_platform"
+        )
+    if torch.get_default_device().type == "meta" and not all(
+        t.is_meta for t in (*model.parameters(), *model.buffers())
+    ):
+        raise ConfigError(
+            "the default device is meta, so that new tensors have no values, but the model has values: call "
+            "prepare_by_platform outside of torch.device('meta') or torch.set_default_device('meta')"
         )
     _check_tensors(model, example_inputs)
 

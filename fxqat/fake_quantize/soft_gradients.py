@@ -43,7 +43,7 @@ def finite_gradient(parameter: Tensor, multiplier: float = 1.0) -> Tensor:
 
 def magnitude(parameter: Tensor) -> Tensor:
     """``|parameter|`` with the gradient of a positive number at 0, where that of ``abs`` is 0."""
-    return parameter * torch.where(parameter.detach() < 0, -1.0, 1.0)
+    return torch.where(parameter.detach() < 0, -parameter, parameter)
 
 
 def learned_grid(scale: Tensor, used_scale: Tensor, multiplier: float) -> Tensor:

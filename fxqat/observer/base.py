@@ -73,7 +73,7 @@ class ObserverBase(nn.Module):
     def averaged(self, low: Tensor, high: Tensor, past: float | Tensor) -> tuple[Tensor, Tensor]:
         """``past * running + (1 - past) * new``, or the new range alone while nothing was seen."""
         fresh = self.min_val > self.max_val
-        self.this_pass = low, high, torch.where(fresh, 1.0, 1.0 - past)
+        self.this_pass = low, high, torch.where(fresh, torch.ones_like(self.min_val), 1.0 - past)
         return (
             torch.where(fresh, low, torch.lerp(low, self.min_val, past)),
             torch.where(fresh, high, torch.lerp(high, self.max_val, past)),

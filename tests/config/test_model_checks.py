@@ -100,6 +100,17 @@ def test_another_default_type_is_refused(dtype):
     assert str(dtype).removeprefix("torch.") in str(caught.value)
 
 
+def test_a_default_device_without_values():
+    model = nn.Linear(2, 2)
+    with torch.device("meta"):
+        with pytest.raises(ConfigError, match="the default device is meta"):
+            prepare_by_platform(model)
+        x = torch.randn(1, 2)
+        gm = prepare_by_platform(nn.Linear(2, 2), example_inputs=(x,))  # the report of a model without values
+    assert all(parameter.is_meta for parameter in gm.parameters())
+    assert not any(parameter.is_meta for parameter in prepare_by_platform(model).parameters())
+
+
 class Mixed(nn.Module):
     """Holds a float64 parameter, a mask of infinities, an empty and an integer parameter."""
 

@@ -15,9 +15,12 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn, self.head = nn.Conv2d(3, 33, 3), nn.BatchNorm2d(33), nn.Linear(33, 5)
+        self.recurrent, self.table = nn.LSTM(36, 33, batch_first=True), nn.Embedding(2, 36)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.bn(self.conv(x))).mean((2, 3)))
+        y = torch.relu(self.bn(self.conv(x)))
+        rows = torch.cat([y.flatten(2), self.table((x[:, 0, 0] > 0).long())], 1)
+        return self.head(y.mean((2, 3)) + self.recurrent(rows)[0].mean(1))
 
 
 @contextmanager
@@ -30,12 +33,17 @@ def default(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def trained(backend: str, dtype: torch.dtype, observer: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(
+    backend: str, dtype: torch.dtype, observer: str, method: str = "Learnable"
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Gradients of one step, and the state, of a float32 model that is calibrated and trained under a default dtype."""
     torch.manual_seed(0)
     model = Network()
     x = torch.randn(4, 3, 8, 8)
-    config = {"extra_qconfig_dict": {"a_observer": observer, "w_observer": observer}}
+    config = {
+        "extra_quantizer_dict": {"additional_module_type": [nn.Embedding]},
+        "extra_qconfig_dict": {"a_observer": observer, "w_observer": observer, "w_fakequantize": method},
+    }
     gm = fxqat.prepare_by_platform(model, backend, config, check="off")  # refuses another default dtype
     with default(dtype):
         fxqat.calibrate(gm, [x, 2 * x], progress=False)
@@ -47,13 +55,14 @@ def trained(backend: str, dtype: torch.dtype, observer: str) -> tuple[list[Tenso
 
 @pytest.mark.parametrize("use_kernels", [True, False])
 @pytest.mark.parametrize("backend", ["TSQAT", "Experimental"])
+@pytest.mark.parametrize("method", ["Learnable", "Oscillation"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_no_gradient(
-    dtype: torch.dtype, backend: str, use_kernels: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, method: str, backend: str, use_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not use_kernels:
         monkeypatch.setattr(kernels, "LIBRARY", None)
-    (found, state), (expected, before) = (trained(backend, kind, "MinMax") for kind in (dtype, torch.float32))
+    (found, state), (expected, before) = (trained(backend, kind, "MinMax", method) for kind in (dtype, torch.float32))
     assert len(found) == len(expected) > 8
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
