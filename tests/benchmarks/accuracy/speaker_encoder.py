@@ -4,7 +4,8 @@ pip download --no-deps resemblyzer; unzip Resemblyzer-*.whl resemblyzer/pretrain
 pip download --no-deps --no-binary pocketsphinx pocketsphinx==5.1.1; tar xzf pocketsphinx-5.1.1.tar.gz
 cd pocketsphinx-5.1.1/test/data
 python tests/benchmarks/accuracy/speaker_encoder.py resemblyzer/pretrained.pt --output PAGE.rst \
-    --speech cards/*.wav numbers.raw something.raw goforward.raw --test-speech librivox/*.wav forever/*.wav
+    --speech cards/*.wav numbers.raw something.raw goforward.raw tidigits/dhd.2934z.raw \
+    --test-speech librivox/*.wav forever/*.wav
 
 It calibrates and trains with synthesised voices and, with ``--speech``, with pieces of real speech as well, which are
 mixed, made faster and slower, and filtered at random. Other voices and ``--test-speech`` are for the test.
