@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxqat.fake_quantize import kernels
 from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, memory_layout
+from fxqat.utils.torch_compat import is_compiling, is_exporting
 
 _LIBRARY = torch.library.Library("fxqat", "FRAGMENT")
 
@@ -26,7 +27,7 @@ def taken(x: Tensor, parameters: Sequence[Tensor | None], axis: int | None = Non
         parameters: its scales and the like, of the same kind; without dimensions, or one number for each channel.
         axis: the axis of the channels.
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or kernels.LIBRARY is None:
+    if not is_compiling() or is_exporting() or kernels.LIBRARY is None:
         return False
     given = [values for values in parameters if values is not None]
     if not all(tensor.device.type == "cpu" and tensor.dtype is torch.float32 for tensor in (x, *given)):

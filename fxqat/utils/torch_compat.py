@@ -298,6 +298,16 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
+def is_compiling() -> bool:
+    """Whether a compiler traces; up to torch 2.11, ``torch.compiler.is_compiling`` says so of its first stage only."""
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces; ``torch.compiler.is_exporting`` says so of every code that torch 2.9 to 2.11 compile."""
+    return torch.compiler._is_exporting_flag
+
+
 def has_saving_hooks() -> bool:
     """Whether a checkpoint, an offload or another user of ``saved_tensors_hooks`` decides how tensors are saved.
 
