@@ -304,7 +304,7 @@ def is_compiling() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces; with torch 2.9 to 2.11, ``torch.compiler.is_exporting`` is True in all compiled code."""
+    """Whether torch.export traces; up to torch 2.11, ``torch.compiler.is_exporting`` is True in all compiled code."""
     return torch.compiler._is_exporting_flag
 
 
