@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import named_fake_quants
@@ -36,20 +37,21 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
 
     A layer with a BatchNorm that trains rounds its weight in every pass: its grid follows the running variance, which
     each pass changes. The context holds the rounded weights and their gradients, two more copies of the weights. With
-    DDP, run all micro-batches but the last one in ``model.no_sync()``. Under ``torch.compile`` the layers run outside
-    of the compiled code. Not for DeepSpeed, which averages gradients before the context ends.
+    DDP, give the DDP model, and run all micro-batches but the last one in its ``no_sync()``. Under ``torch.compile``
+    the layers run outside of the compiled code. Not for DeepSpeed, which averages gradients before the context ends.
 
     Args:
-        model: a prepared and calibrated model, also wrapped by DDP, with its observers off.
+        model: a prepared and calibrated model, or the DDP model around it, with its observers off.
 
     Raises:
-        ConfigError: an observer is on; the model is sharded (FSDP2 frees the weights after each pass); the model is in
-            such a context already; a parameter was changed in the context, as by ``optimizer.step()``; no weight was
-            rounded in it with gradients on; or a backward pass ran behind it.
+        ConfigError: an observer is on; the model is sharded (FSDP2 frees the weights after each pass), or its DDP has
+            ``find_unused_parameters`` or ``static_graph``; the model is in such a context already; a parameter was
+            changed in the context, as by ``optimizer.step()``; no weight was rounded in it with gradients on; or a
+            backward pass ran behind it.
     """
     gm = prepared_model(model, ConfigError)
     layers = [m for m in gm.modules() if isinstance(m, QATLayer | QATEmbedding | QATRecurrentLayer)]
-    _check(gm, layers)
+    _check(model, gm, layers)
     before = {name: tensor_version(parameter) for name, parameter in gm.named_parameters()}
     kept = KeptWeights()
     for layer in layers:
@@ -75,7 +77,7 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
             layer.kept_weights = None
 
 
-def _check(gm: nn.Module, layers: list[QATLayer | QATEmbedding | QATRecurrentLayer]) -> None:
+def _check(model: nn.Module, gm: nn.Module, layers: list[QATLayer | QATEmbedding | QATRecurrentLayer]) -> None:
     observed = [name for name, quant in named_fake_quants(gm) if quant.observer_enabled]
     if observed:
         raise ConfigError(
@@ -86,6 +88,12 @@ def _check(gm: nn.Module, layers: list[QATLayer | QATEmbedding | QATRecurrentLay
         raise ConfigError(
             "round_weights_once: the model is sharded, and its weights are freed after each pass. Train without the "
             "context, which changes speed only."
+        )
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    if any(wrapper.find_unused_parameters or wrapper.static_graph for wrapper in wrappers):
+        raise ConfigError(
+            "round_weights_once: DDP with find_unused_parameters or static_graph expects all gradients in one backward "
+            "pass, but those of weights come at the end of the context. Switch both off."
         )
     if any(layer.kept_weights is not None for layer in layers):
         raise ConfigError("round_weights_once: the model is in such a context already")

@@ -51,6 +51,9 @@ MEASURED = {
     "optimizer": "zero_grad and step: the float step's, and more parameters: the learned scales",
     "graph": "the traced graph with fake-quant off against the float model: lost in-place operators, fused layers",
 }
+SMALL, LARGE = 8, 2**23
+"""Values in a row of a small call, and values that are passed over before it."""
+
 OTHER = "other"
 OTHER_MEANING = (
     "the rest of the difference: autograd's engine, accumulation of the scales' gradients, float operators that find "
@@ -177,6 +180,30 @@ def bandwidth(elements: int) -> float:
     return best
 
 
+def cost_of_small_calls() -> str:
+    """Microseconds of calls on a few values: in a loop of their own, and after a pass over many other values."""
+    x, others = torch.randn(4, SMALL, requires_grad=True), torch.ones(LARGE)
+    gm = quantized(nn.Linear(SMALL, 1), x.detach(), "TSQAT", "train")
+    quant = next(module for module in gm.modules() if isinstance(module, FakeQuantizeBase))
+    found = []
+    for call in (lambda: torch.relu(x), lambda: quant(x)):
+        for before in (lambda: None, lambda: others.mul_(1.0)):
+            taken = []
+            for _ in range(300):
+                before()
+                start = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - start)
+            found.append(f"{1e6 * statistics.median(taken):.1f} us")
+    relu, relu_after, quantizer, quantizer_after = found
+    return (
+        f"* ``torch.relu`` of {4 * SMALL} values takes {relu} in a loop of its own, and a fake-quant of them {quantizer};\n"
+        f"  after a pass over {LARGE * 4 // 2**20} MiB of other values, {relu_after} and {quantizer_after}: a large "
+        "operation leaves little of the code of\n  Python and torch in the caches. The calls around the kernels pay for "
+        "that."
+    )
+
+
 def cost_of_watching() -> tuple[float, float]:
     """Seconds that a timed call adds: to its own row, and to that of the function that calls it."""
     account = Account()
@@ -276,6 +303,7 @@ medians of {arguments.rounds} rounds in which the variants take turns.
 * *graph* is the prepared model with fake-quant off, less the float step.
 * *other* makes the sum exact.
 * What is moved is counted at every call of a kernel: the bytes that it reads and writes.
+{cost_of_small_calls()}
 
 Written by ``tests/benchmarks/performance/step_account.py`` with torch {torch.__version__} on {date.today()}; do not
 edit.

@@ -7,6 +7,7 @@ Torch and fxqat are imported once; the ranks are forks of this process.
 
 import multiprocessing
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,15 @@ def accumulate(rank: int, world: int, once: bool) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in gm.parameters()]
 
 
+def refusal(action: Callable[[], object]) -> str:
+    """The error of an action, in words."""
+    try:
+        action()
+    except fxqat.errors.FxqatError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def run(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
@@ -120,6 +130,9 @@ def run(rank: int, world: int, folder: Path) -> None:
 
     for name, once in (("once", True), ("each time", False)):
         result[name] = accumulate(rank, world, once)
+    for option in ("find_unused_parameters", "static_graph"):
+        model = DistributedDataParallel(calibrate(prepared(), rank, world), **{option: True})
+        result[option] = refusal(lambda: round_weights_once(model).__enter__())  # noqa: B023  called at once
 
     gm = shard(calibrate(prepared(), rank, world))
     optimizer = optimizer_of(gm)
@@ -144,10 +157,7 @@ def run(rank: int, world: int, folder: Path) -> None:
             ("accumulation", lambda: round_weights_once(gm).__enter__()),
             ("json", lambda: fxqat.save_checkpoint(gm, folder / "c.pth", folder / "c.json")),
         ):
-            try:
-                refused()
-            except fxqat.errors.FxqatError as error:
-                result[name] = f"{type(error).__name__}: {error}"
+            result[name] = refusal(refused)
     torch.save(result, folder / f"{world}_rank{rank}.pth")
     dist.barrier()
     dist.destroy_process_group()
