@@ -196,11 +196,11 @@ def cost_of_small_calls() -> str:
                 taken.append(time.perf_counter() - start)
             found.append(f"{1e6 * statistics.median(taken):.1f} us")
     relu, relu_after, quantizer, quantizer_after = found
+    count, passed = 4 * SMALL, LARGE * 4 // 2**20
     return (
-        f"* ``torch.relu`` of {4 * SMALL} values takes {relu} in a loop of its own, and a fake-quant of them {quantizer};\n"
-        f"  after a pass over {LARGE * 4 // 2**20} MiB of other values, {relu_after} and {quantizer_after}: a large "
-        "operation leaves little of the code of\n  Python and torch in the caches. The calls around the kernels pay for "
-        "that."
+        f"* ``torch.relu`` of {count} values takes {relu} in a loop of its own, and a fake-quant of them {quantizer};\n"
+        f"  after a pass over {passed} MiB of other values, {relu_after} and {quantizer_after}: a large operation\n"
+        "  leaves little of the code of Python and torch in the caches. The calls around the kernels pay for that."
     )
 
 
