@@ -68,7 +68,7 @@ class KeptWeights:
     def _require_open(self, grad: Tensor) -> None:
         if not self._is_open:
             raise ConfigError(
-                "round_weights_once: a backward pass ran behind the context, and the gradients of weights would be "
+                "round_weights_once: a backward pass ran after the context, and the gradients of weights would be "
                 "lost. Call loss.backward() inside."
             )
 

@@ -47,7 +47,7 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
         ConfigError: an observer is on; the model is sharded (FSDP2 frees the weights after each pass), or its DDP has
             ``find_unused_parameters`` or ``static_graph``; the model is in such a context already; a parameter was
             changed in the context, as by ``optimizer.step()``; no weight was rounded in it with gradients on; or a
-            backward pass ran behind it.
+            backward pass ran after it.
     """
     gm = prepared_model(model, ConfigError)
     layers = [m for m in gm.modules() if isinstance(m, QATLayer | QATEmbedding | QATRecurrentLayer)]
@@ -62,7 +62,7 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
         if changed:
             raise ConfigError(
                 f"round_weights_once: {len(changed)} parameters were changed inside the context, first {changed[0]}, "
-                "before the gradients of weights were complete. Call optimizer.step() behind it."
+                "before the gradients of weights were complete. Call optimizer.step() after it."
             )
         if not len(kept):
             raise ConfigError(

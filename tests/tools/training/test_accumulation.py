@@ -203,12 +203,12 @@ def test_what_would_lose_gradients_is_an_error():
     def train() -> None:
         gm(batches[0]).sum().backward()
 
-    with pytest.raises(ConfigError, match=r"parameters were changed inside .* optimizer\.step\(\) behind it"):
+    with pytest.raises(ConfigError, match=r"parameters were changed inside .* optimizer\.step\(\) after it"):
         run_inside(gm, train, optimizer.step)
     with round_weights_once(gm):
         train()
         late = gm(batches[1]).sum()
-    with pytest.raises(ConfigError, match="a backward pass ran behind the context"):
+    with pytest.raises(ConfigError, match="a backward pass ran after the context"):
         late.backward()
     with pytest.raises(ConfigError, match="in such a context already"):
         run_inside(gm, train, lambda: run_inside(gm, train))
