@@ -304,8 +304,8 @@ EXPORTED void fxqat_forward_again(const float *x, float *result, const float *ta
     run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
 }
 
-/* By what a grid is divided for a layer with BatchNorm: gamma / sqrt(variance + eps), and 1 where that is 0. `gamma` may
-   be null. */
+/* The divisor of a weight's grid in a layer with BatchNorm: gamma / sqrt(variance + eps), or 1 where that is 0. `gamma`
+   may be null. */
 EXPORTED void fxqat_bn_factor(const float *variance, const float *gamma, float *factor, int64_t channels, float eps) {
     for (int64_t c = 0; c < channels; c++) {
         float value = 1.0f / sqrtf(variance[c] + eps);

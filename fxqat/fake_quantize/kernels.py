@@ -236,7 +236,7 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
 
 
 def bn_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor | None:
-    """By what a grid is divided for a layer with BatchNorm: ``gamma / sqrt(variance + eps)``, and 1 where that is 0.
+    """The divisor of a weight's grid in a layer with BatchNorm: ``gamma / sqrt(variance + eps)``, or 1 where that is 0.
 
     Args:
         variance: the running variance, float32, ``(channels,)``.

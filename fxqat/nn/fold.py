@@ -27,10 +27,10 @@ def bn_factor(bn: BatchNorm) -> Tensor:
 
 @torch.no_grad()
 def grid_factor(bn: BatchNorm) -> Tensor:
-    """The factor ``k`` as the grid of a quantizer can be divided by it: 1 where it is 0. Without gradients.
+    """The factor ``k``, or 1 where it is 0, as the divisor of a weight's grid. It has no gradient.
 
-    A compiled training step keeps it: computed again in the backward pass, it would be of the statistics that the
-    forward pass has updated.
+    A compiled training step does not compute it again in the backward pass, when the forward pass has updated the
+    statistics.
     """
     variance, gamma = bn.running_var, bn.weight
     assert variance is not None

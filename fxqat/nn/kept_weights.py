@@ -1,4 +1,4 @@
-"""Weights that are rounded once for several forward passes, as gradient accumulation can have them."""
+"""Weights that are rounded once for several forward passes, for gradient accumulation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.utils.torch_compat import tensor_version
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor | None, ...])
 
 
 class KeptWeights:
-    """The deployed weights and biases of layers: computed in the first forward pass, and given to the next ones, too.
+    """The deployed weights and biases of layers, computed in the first forward pass and reused by the next ones.
 
-    The passes get copies without a history, whose gradients add up. :meth:`backward` gives the sums to the backward
-    pass of the rounding, which is then needed only once, too.
+    All passes get the same detached copies, which sum their gradients. :meth:`backward` runs the backward pass of the
+    rounding once, with these sums.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class KeptWeights:
         self._is_open = True
 
     def __len__(self) -> int:
-        """How many layers gave their tensors, each counted once for every quantizer of its input."""
+        """Number of layers with kept tensors; a layer counts once for each quantizer of its input."""
         return len(self._kept)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -46,7 +47,7 @@ class KeptWeights:
         return result
 
     def backward(self) -> None:
-        """Go on with the backward passes, from the copies to the parameters."""
+        """Run the backward pass of the rounding, from the copies to the parameters."""
         pairs = [pair for kept in self._kept.values() for pair in zip(*kept, strict=True)]
         found = [(made, copy.grad) for made, copy in pairs if made is not copy and copy is not None]
         found = [(made, grad) for made, grad in found if grad is not None]
@@ -54,7 +55,7 @@ class KeptWeights:
             torch.autograd.backward(*zip(*found, strict=True))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Forget the tensors; a backward pass through them is an error from now on."""
+        """Drop the tensors. A later backward pass through them is an error."""
         self._kept.clear()
         self._is_open = False
 
@@ -79,17 +80,24 @@ class Keeping(Protocol):
     kept_weights: KeptWeights | None
 
 
-def deployed(layer: Keeping, quants: Sequence[FakeQuantizeBase | None], make: Callable[[], Tensors]) -> Tensors:
+def deployed(
+    layer: Keeping,
+    quants: Sequence[FakeQuantizeBase | None],
+    make: Callable[[], Tensors],
+    bn: nn.Module | None = None,
+) -> Tensors:
     """The deployed tensors of a layer: the kept ones if its ``kept_weights`` is not None, else newly made.
 
     Args:
         layer: the layer.
         quants: the fake-quants that they depend on.
         make: computes them.
+        bn: the BatchNorm that is folded into them; they are made again when its statistics have changed.
     """
     kept = layer.kept_weights
     if kept is None:
         return make()
     switches = [(quant, quant.fake_quant_enabled) for quant in quants if quant is not None]
-    found: Tensors = kept.tensors((layer, *switches), make)
+    statistics = [] if bn is None else [tensor_version(buffer) for buffer in bn.buffers()]
+    found: Tensors = kept.tensors((layer, *switches, *statistics), make)
     return found

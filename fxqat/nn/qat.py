@@ -103,7 +103,8 @@ class QATLayer(nn.Module):
             y = self._normalize(self._apply_op(x, self._unfolded_weight(self.bn), self.bias), self.bn)
         else:
             quants = (self.weight_fake_quant, input_fake_quant)
-            y = self._apply_op(x, *deployed(self, quants, lambda: self._deployed_tensors(input_fake_quant)))
+            tensors = deployed(self, quants, lambda: self._deployed_tensors(input_fake_quant), self.bn)
+            y = self._apply_op(x, *tensors)
         if self.activation is not None:
             y = self.activation(y)
         return y

@@ -299,12 +299,18 @@ def is_recorded() -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether a compiler traces; up to torch 2.11, ``torch.compiler.is_compiling`` says so of its first stage only."""
+    """Whether a compiler is tracing.
+
+    Up to torch 2.11, ``torch.compiler.is_compiling`` is True in the first stage of compiling only.
+    """
     return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces; up to torch 2.11, ``torch.compiler.is_exporting`` is True in all compiled code."""
+    """Whether torch.export is tracing.
+
+    Up to torch 2.11, ``torch.compiler.is_exporting`` is True in all compiled code.
+    """
     return torch.compiler._is_exporting_flag
 
 

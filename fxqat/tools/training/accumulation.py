@@ -15,12 +15,12 @@ from fxqat.nn.kept_weights import KeptWeights
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import prepared_model
-from fxqat.utils.torch_compat import tensor_version
+from fxqat.utils.torch_compat import is_sharded, tensor_version
 
 
 @contextmanager
 def round_weights_once(model: nn.Module) -> Iterator[None]:
-    """Within it, the first forward pass rounds the weights, and the next ones take the result.
+    """Context in which the first forward pass rounds the weights and the next ones reuse the result.
 
     For the micro-batches of one step::
 
@@ -32,13 +32,14 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
     At the end of the context, the gradients of the rounded weights, summed over the micro-batches, go through the
     backward pass of the rounding to the weights and their scales. They are those without the context, in another order
     of summation; with a fake-quant whose gradient is not linear (``EWGS``) they are those of one large batch.
-    ``Oscillation`` counts one step. Until then the parameters of these layers have no new gradients: clip them
-    afterwards.
+    ``Oscillation`` counts one step. Until then these parameters have no new gradients, so clip gradients after the
+    context.
 
     A layer with a BatchNorm that trains rounds its weight in every pass: its grid follows the running variance, which
     each pass changes. The context holds the rounded weights and their gradients, two more copies of the weights. With
     DDP, give the DDP model, and run all micro-batches but the last one in its ``no_sync()``. Under ``torch.compile``
-    the layers run outside of the compiled code. Not for DeepSpeed, which averages gradients before the context ends.
+    the layers run outside of the compiled code. Do not use it with DeepSpeed, which averages gradients before the
+    context ends.
 
     Args:
         model: a prepared and calibrated model, or the DDP model around it, with its observers off.
@@ -84,7 +85,7 @@ def _check(model: nn.Module, gm: nn.Module, layers: list[QATLayer | QATEmbedding
             f"round_weights_once: {len(observed)} observers are on, first {observed[0]}: scales change in each pass. "
             "Call enable_quantization(model) first."
         )
-    if any(hasattr(parameter, "full_tensor") for parameter in gm.parameters()):
+    if any(is_sharded(parameter) for parameter in gm.parameters()):
         raise ConfigError(
             "round_weights_once: the model is sharded, and its weights are freed after each pass. Train without the "
             "context, which changes speed only."

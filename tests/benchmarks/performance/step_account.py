@@ -200,7 +200,7 @@ def cost_of_small_calls() -> str:
     return (
         f"* ``torch.relu`` of {count} values takes {relu} in a loop of its own, and a fake-quant of them {quantizer};\n"
         f"  after a pass over {passed} MiB of other values, {relu_after} and {quantizer_after}: a large operation\n"
-        "  leaves little of the code of Python and torch in the caches. The calls around the kernels pay for that."
+        "  evicts the code of Python and torch from the caches, which slows down the calls around the kernels."
     )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,6 +131,10 @@ def run(rank: int, world: int, folder: Path) -> None:
 
     for name, once in (("once", True), ("each time", False)):
         result[name] = accumulate(rank, world, once)
+    config = {"extra_qconfig_dict": {"a_fakequantize": "Fixed"}}  # it takes no scale of a whole tensor as a parameter
+    old = calibrate(fxqat.prepare_by_platform(network(), "Experimental", config), rank, world)
+    FullyShardedDataParallel(old, device_id=torch.device("cpu"), use_orig_params=True)
+    result["flattened"] = refusal(lambda: round_weights_once(old).__enter__())
     for option in ("find_unused_parameters", "static_graph"):
         model = DistributedDataParallel(calibrate(prepared(), rank, world), **{option: True})
         result[option] = refusal(lambda: round_weights_once(model).__enter__())  # noqa: B023  called at once

@@ -147,6 +147,7 @@ def test_in_half_precision_with_scaled_losses():
                     loss = model(batch).float().square().sum()
                 (64 * loss).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
     for name, grad in found[0].items():
         torch.testing.assert_close(grad, found[1][name], rtol=0.05, atol=0.05 * float(grad.abs().max()), msg=name)
 
@@ -164,6 +165,18 @@ def test_frozen_weights_and_evaluation_inside():
             assert torch.equal(output, before)
             output.square().sum().backward()
     assert_close({name: p.grad for name, p in gm.named_parameters() if p.grad is not None}, theirs)
+
+
+def test_statistics_that_change_between_passes_in_eval_mode():
+    gm, batches = prepared("train")
+    twin = copy.deepcopy(gm)
+    for model, once in ((gm, True), (twin, False)):
+        with round_weights_once(model) if once else nullcontext():
+            for batch in batches:
+                model.eval()(batch).square().sum().backward()
+                model.train()(batch).square().sum().backward()
+    found = ({name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (gm, twin))
+    assert_close(*found)
 
 
 def test_compiled_code_takes_them_too():

@@ -72,6 +72,7 @@ def test_weights_rounded_once_for_all_micro_batches(folder: Path, world: int) ->
         for ours, theirs, first in zip(rank["once"], rank["each time"], ranks[0]["once"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
             assert torch.equal(ours, first)  # gradients were averaged
+        assert rank["flattened"].startswith("ConfigError: round_weights_once: the model is sharded")
         for option in ("find_unused_parameters", "static_graph"):
             assert rank[option].startswith("ConfigError: round_weights_once: DDP with find_unused_parameters")
 
