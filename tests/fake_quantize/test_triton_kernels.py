@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -90,14 +91,23 @@ def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], size: f
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * size, equal_nan=True)
 
 
-def test_kernels_that_cannot_run_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    assert kernels.gpu_kernels.__wrapped__(torch.device("meta")) is None
-    assert "Fake-quant on meta runs on torch's operators, which is slower" in caplog.text
+def test_kernels_that_do_not_work_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(importlib.import_module("fxqat.fake_quantize.triton_kernels"), "forward", fail)
+    monkeypatch.setattr(kernels, "gpu_kernels", functools.cache(kernels.gpu_kernels.__wrapped__))
+    assert kernels.gpu_kernels(torch.device(DEVICE)) is None
+    assert f"Fake-quant on {DEVICE} runs on torch's operators, which is slower" in caplog.text
+    assert "Failed to find C compiler" in caplog.text
+    assert kernels.usable(torch.ones(2, device=DEVICE)) != ON_GPU
 
 
 def test_the_switch_is_for_gpus_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(kernels.SWITCH, "0")
-    assert kernels.gpu_kernels.__wrapped__(torch.device("meta")) is None
+    assert kernels.gpu_kernels.__wrapped__(torch.device(DEVICE)) is None
     assert not caplog.text
 
 
@@ -238,16 +248,16 @@ def test_rounding_of_a_bias_has_the_bits_of_the_kernels_for_cpus(
 @pytest.mark.parametrize("axis", [None, 1])
 def test_autograd_takes_them(axis: int | None, dtype: torch.dtype, input_kept: bool) -> None:
     problem = smooth_case((40, 6, 300), axis, (-128, 127), seed=3)
-    grad = torch.randn(40, 6, 300, generator=torch.Generator().manual_seed(1))
-    results = []
-    for device in ("cpu", "cuda"):
-        moved = Case(*(None if v is None else v.to(device) for v in problem[:5]), *problem[5:])
-        moved = moved._replace(x=moved.x.to(dtype))
-        assert (moved.layout() is not None) == (device == "cuda" or dtype is torch.float32)
-        found = [moved.result(input_kept), *moved.gradients(grad.to(device, dtype), input_kept)]
-        results.append([value.cpu() for value in found])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
+    problem = problem._replace(x=problem.x.to(dtype))
+    grad = torch.randn(40, 6, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = problem._replace(x=problem.x.float())
+    expected = [wide.result(input_kept), *wide.gradients(grad.float(), input_kept)]
+    moved = Case(*map(there, problem[:5]), *problem[5:])
+    assert moved.layout() is not None
+    found = [moved.result(input_kept), *moved.gradients(there(grad), input_kept)]
+    assert [value.dtype for value in found] == [dtype, dtype, torch.float32, torch.float32]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b.to(a.dtype), rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -262,20 +272,3 @@ def test_the_step_does_not_wait_for_the_gpu() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_kernels_that_do_not_work_are_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, triton_kernels: ModuleType
-) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(triton_kernels, "forward", fail)
-    kernels.gpu_kernels.cache_clear()
-    try:
-        assert not kernels.usable(torch.ones(2, device="cuda"))
-        assert "runs on torch's operators" in caplog.text
-        assert "Failed to find C compiler" in caplog.text
-    finally:
-        kernels.gpu_kernels.cache_clear()

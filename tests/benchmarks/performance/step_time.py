@@ -212,10 +212,10 @@ def measure(name: str, batch: int, arguments: argparse.Namespace, table: PrettyT
     add_rows(table, (name, batch, "eager"), steps, arguments, memory=held, failed=failed)
     parts, frozen = arguments.micro_batches, f"fxqat {arguments.backends[0]}, BN frozen"
     if parts and frozen in models:
-        steps = {key: step_of(models[key], x, dtype, parts) for key in ("float", frozen)}
-        steps[f"{frozen}, weights rounded once"] = step_of(models[frozen], x, dtype, parts, once=True)
-        held = {key: peak_memory(models["float" if key == "float" else frozen], step) for key, step in steps.items()}
-        add_rows(table, (name, batch, f"eager, {parts} micro-batches"), steps, arguments, memory=held)
+        in_parts = {key: step_of(models[key], x, dtype, parts) for key in ("float", frozen)}
+        in_parts[f"{frozen}, weights rounded once"] = step_of(models[frozen], x, dtype, parts, once=True)
+        held = {key: peak_memory(models["float" if key == "float" else frozen], step) for key, step in in_parts.items()}
+        add_rows(table, (name, batch, f"eager, {parts} micro-batches"), in_parts, arguments, memory=held)
     ours = {key: model for key, model in models.items() if key == "float" or key.startswith("fxqat")}
     if device == "cuda":
         graphs = {key: captured(steps[key]) for key in ours}
