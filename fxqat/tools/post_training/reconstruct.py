@@ -19,13 +19,14 @@ learning, and again after it.
 Of three states of a segment (before learning, after it, after the last bias correction) the one with the least error is
 kept: with few iterations, learning may end worse than GPTQ, and a bias correction may undo part of what was learned.
 
-A layer that the model calls several times, or whose weight is also another layer's, is learned where it is called
-first. Its other segments are learned with it as it is then.
+All calls of a layer are in one segment where that is small enough. Else, and if its weight is also another layer's, it
+is learned where it is called first, and its other segments are learned with it as it is then.
 
-GPTQ looks at the products of a layer, but the states of a recurrent layer change with its weights, and its gates
-saturate. So a segment with a recurrent layer is tried in three ways: rounded to the nearest, by GPTQ that starts at the
-weight, and by GPTQ that starts at the weight that best reproduces the float model's products. The one with the least
-error of the segment's outputs, with the inputs that it has in the quantized model, is kept before learning.
+GPTQ looks at the products of a layer, but the inputs of a layer that is called several times may change with its own
+weights, and so do the states of a recurrent layer, whose gates saturate as well. So a segment with such layers is tried
+in three ways: rounded to the nearest, by GPTQ that starts at the weight, and by GPTQ that starts at the weight that best
+reproduces the float model's products. The one with the least error of the segment's outputs, with the inputs that it has
+in the quantized model, is kept before learning.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def _reconstruct_(
     steps: list[Callable[[], object]] = []
     if not setting.gptq:
         correct_means(segment, quant_inputs, means)
-    elif any(isinstance(layer, QATRecurrentLayer) for layer in segment.own_layers.values()):
+    elif not segment.repeated.isdisjoint(segment.own_layers):
         correct_means(segment, quant_inputs, means)
         nearest = copy.deepcopy(segment.module.state_dict())
 
@@ -203,11 +204,11 @@ def _apply_gptq_(
 ) -> None:
     """Apply GPTQ to the layers of a segment in order, and correct the bias of each before the next one.
 
-    ``towards_float`` says where the weights of recurrent layers start, see :func:`gptq_weight`.
+    ``towards_float`` says where the weights of ``segment.repeated`` start, see :func:`gptq_weight`.
     """
     for path, layer in segment.own_layers.items():
         centred = path in means
-        to_float = towards_float or not isinstance(layer, QATRecurrentLayer)
+        to_float = towards_float or path not in segment.repeated
         for place, weight in enumerate(weights_of(layer)):
             inputs = (quant_inputs, float_inputs)
             found, scale = gptq_weight(

@@ -4,17 +4,22 @@ A segment ends where only one value is still needed: after a residual block, not
 are its blocks, and those of a transformer are the attention and the MLP of each layer; module names play no role.
 Single layers in a row are grouped by :data:`CHAIN`. Where no such place exists for long (a U-Net), the model is cut
 between any two layers, and several values are passed on.
+
+All calls of a layer are in one segment, so that it is learned from all its inputs: the steps of an unrolled recurrent
+layer, the repeated blocks of ALBERT, a head that several levels of a pyramid share. It is not so where that segment
+would have too many layers, as in a Siamese network, whose segment would be the network (:data:`MOST_IN_A_LOOP`).
 """
 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -26,6 +31,9 @@ from fxqat.utils.train_eval_graph import graph_of_mode
 
 CHAIN = 3
 """Single layers in a row that form one segment: as many as an inverted residual block has."""
+
+MOST_IN_A_LOOP = 16
+"""The most layers of a segment that is made of several, so that all calls of a layer are in it."""
 
 WEIGHTED_LAYERS = (QATLayer, QATRecurrentLayer)
 
@@ -45,6 +53,8 @@ class Segment:
         layers: its weighted layers by path, each once.
         own_layers: those of them whose parameters no layer before has: where a layer is called again, or its weight is
             that of another layer, nothing is learned a second time.
+        repeated: paths of the layers whose inputs may change with their own weights: recurrent ones, and those that the
+            segment calls several times.
         quantizers: its activation quantizers that round, by path, each once.
     """
 
@@ -53,6 +63,7 @@ class Segment:
     writes: tuple[str, ...]
     layers: Mapping[str, QATLayer | QATRecurrentLayer]
     own_layers: Mapping[str, QATLayer | QATRecurrentLayer]
+    repeated: frozenset[str]
     quantizers: Mapping[str, FakeQuantizeBase]
 
     def __call__(self, values: Values) -> Values:
@@ -78,7 +89,7 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
     Args:
         gm: a prepared model. The segments compute what it computes in eval mode.
         max_layers: a segment with more weighted layers is cut between them, however many values are passed on. With 1,
-            each layer is in its own segment.
+            each layer is in its own segment. Segments that hold calls of one layer are joined afterwards.
 
     Returns:
         The segments in order of execution. The first values are the model's inputs, by argument name.
@@ -102,7 +113,7 @@ def split(gm: QuantGraphModule, max_layers: int = 6) -> list[Segment]:
             in_chain = 0
         in_chain = in_chain + 1 if count == 1 else 0
     known: set[int] = set()
-    return [_segment(gm, part, known) for part in parts]
+    return [_segment(gm, part, known) for part in _joined(parts)]
 
 
 def float_segments(segments: Sequence[Segment]) -> list[Segment]:
@@ -173,6 +184,23 @@ def _cut(nodes: list[fx.Node], allowed: list[bool], layers: int) -> list[list[fx
     return [*parts, nodes[start:]]
 
 
+def _joined(parts: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """The parts, joined from the first call of each layer to its last one, unless that has too many layers."""
+    joined = list(parts)
+    places: dict[nn.Module | None, list[int]] = {}
+    for place, part in enumerate(parts):
+        for node in filter(_is_layer, part):
+            places.setdefault(called_module(node), []).append(place)
+    several = {layer: found for layer, found in places.items() if found[0] < found[-1]}
+    for layer in sorted(several, key=lambda layer: several[layer][-1] - several[layer][0]):
+        holding = [place for place, part in enumerate(joined) if any(called_module(node) is layer for node in part)]
+        calls = slice(holding[0], holding[-1] + 1)
+        nodes = [node for part in joined[calls] for node in part]
+        if len({called_module(node) for node in nodes if _is_layer(node)}) <= MOST_IN_A_LOOP:
+            joined[calls] = [nodes]
+    return joined
+
+
 def _segment(gm: QuantGraphModule, nodes: list[fx.Node], known: set[int]) -> Segment:
     """Make a segment of some nodes; ``known`` are the ids of the parameters of layers before, to which its own come."""
     graph = fx.Graph()
@@ -198,12 +226,15 @@ def _segment(gm: QuantGraphModule, nodes: list[fx.Node], known: set[int]) -> Seg
         if known.isdisjoint(parameters):
             own[path] = layer
         known |= parameters
+    counts = Counter(str(node.target) for node in nodes if _is_layer(node))
+    repeated = {path for path, layer in layers.items() if counts[path] > 1 or isinstance(layer, QATRecurrentLayer)}
     return Segment(
         fx.GraphModule(gm, graph),
         tuple(_name(source) for source in reads),
         tuple(_name(node) for node in writes),
         layers,
         own,
+        frozenset(repeated),
         {path: m for path, m in called.items() if isinstance(m, FakeQuantizeBase) and path in rounding},
     )
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import fxqat
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.tools import Reconstruction, reconstruct
+from fxqat.tools.post_training import segments
 from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
 from fxqat.tools.post_training.adaround_loop import _mix_randomly
 from fxqat.tools.post_training.reconstruct import METHODS
@@ -177,6 +179,37 @@ def test_what_is_called_again_is_compared_with_the_float_model_and_learned_once(
         pairs = [(gm(batch), model(batch)) for batch in batches]
     error = sum(float((a - b).square().sum()) for a, b in pairs) / sum(float(b.square().sum()) for _, b in pairs)
     assert errors["last"][1] == pytest.approx(error, rel=1e-4)
+
+
+class Head(nn.Module):
+    """A head that reads two levels, whose values lie in different channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Linear(8, 16) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+        for place, level in enumerate(self.levels):
+            nn.init.zeros_(level.bias)
+            level.weight.data[8 * place : 8 * place + 8] *= 0.3
+
+    def forward(self, x):
+        return torch.cat([self.head(level(x)).tanh() for level in self.levels], -1)
+
+
+@pytest.mark.parametrize("method", ["GPTQ", "AdaRound"])
+def test_a_layer_is_learned_from_the_inputs_of_all_its_calls(method, monkeypatch):
+    setting = replace(METHODS[method], iterations=min(METHODS[method].iterations, 400))
+    torch.manual_seed(0)
+    model, batches = Head().eval(), [torch.randn(64, 8) for _ in range(4)]
+    config = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}}, "activation": "float"}
+    errors = []
+    for most in (0, segments.MOST_IN_A_LOOP):
+        monkeypatch.setattr(segments, "MOST_IN_A_LOOP", most)
+        gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", config), *[(batch,) for batch in batches]).eval()
+        reconstruct(gm, batches, setting)
+        with torch.no_grad():
+            errors.append(sum(float((gm(batch) - model(batch)).square().sum()) for batch in batches))
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_gradients_and_what_requires_them_are_as_before():

@@ -7,7 +7,7 @@ from torch import nn
 from fxqat import prepare_by_platform
 from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
-from fxqat.tools.post_training.segments import named_inputs, split, values_read_later
+from fxqat.tools.post_training.segments import MOST_IN_A_LOOP, named_inputs, split, values_read_later
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -94,6 +94,45 @@ def test_segments_that_pass_on_several_values():
     assert max(len(segment.reads) for segment in parts) == 2
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(list(chained(gm, parts, (x,)).values())[-1], gm.eval()(x), rtol=0, atol=0)
+
+
+class Loops(nn.Module):
+    """A layer in a loop, a loop of that loop and another layer, and layers before, between and after."""
+
+    def __init__(self, between=1):
+        super().__init__()
+        self.first, self.inner, self.outer, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.between = nn.Sequential(*(nn.Linear(4, 4) for _ in range(between)))
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        for _ in range(2):
+            for _ in range(3):
+                x = self.inner(x).tanh()
+            x = self.outer(self.between(x)).tanh()
+        return self.last(x)
+
+
+def paths_of(model):
+    gm = prepare_by_platform(model.eval(), "TSQAT", example_inputs=(x := torch.randn(2, 4),))
+    segments = split(calibrate(gm, (x,)).eval(), 1)
+    assert torch.equal(list(chained(gm, segments, (x,)).values())[-1], gm(x))
+    assert all(segment.repeated <= segment.layers.keys() for segment in segments)
+    return [list(segment.layers) for segment in segments], [sorted(segment.repeated) for segment in segments]
+
+
+def test_all_calls_of_a_layer_are_in_one_segment():
+    loop = ["inner", "between.0", "outer"]
+    assert paths_of(Loops()) == ([["first"], loop, ["last"]], [[], sorted(loop), []])
+
+
+def test_segments_are_not_joined_to_one_of_too_many_layers():
+    count = MOST_IN_A_LOOP - 1
+    layers, repeated = paths_of(Loops(count))
+    loop = [*["inner"] * 3, *(f"between.{i}" for i in range(count)), "outer"]
+    assert layers == [[name] for name in ("first", *loop, *loop, "last")]
+    assert not any(repeated)
+    assert len(paths_of(Loops(count - 1))[0]) == 3
 
 
 def test_wrong_sizes_are_errors():
