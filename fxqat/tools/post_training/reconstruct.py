@@ -24,9 +24,9 @@ is learned where it is called first, and its other segments are learned with it 
 
 GPTQ looks at the products of a layer, but the inputs of a layer that is called several times may change with its own
 weights, and so do the states of a recurrent layer, whose gates saturate as well. So a segment with such layers is tried
-in three ways: rounded to the nearest, by GPTQ that starts at the weight, and by GPTQ that starts at the weight that best
-reproduces the float model's products. The one with the least error of the segment's outputs, with the inputs that it has
-in the quantized model, is kept before learning.
+in three ways: rounded to the nearest, by GPTQ that starts at the weight, and by GPTQ that starts at the weight that
+best reproduces the float model's products. The one with the least error of the segment's outputs, with the inputs that
+it has in the quantized model, is kept before learning.
 """
 
 from __future__ import annotations
