@@ -206,7 +206,7 @@ class _Write:
             dims: Any = view.args[1] if isinstance(view.args[1], (tuple, list)) else view.args[1:]
             order = sorted(range(len(dims)), key=lambda place: dims[place] % len(dims))
             return self._add("call_method", "permute", (value, *order))
-        if name in ("contiguous", "to") and target != "detach":
+        if name in ("contiguous", "to") and (target != "detach" or parent.op == "get_attr"):
             return value
         raise TraceError(
             f"cannot follow a write in place to a view by {target} of {parent}, which forward reads later\n"

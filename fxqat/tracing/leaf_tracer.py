@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
+from fxqat.tracing.value_proxy import DataProxy
 from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
@@ -198,7 +199,7 @@ class LeafTracer(fx.Tracer):
         """The proxy of a node, and a note if forward has switched gradients off."""
         if self._with_gradients and not self.follows_gradients and not torch.is_grad_enabled():
             node.meta[WITHOUT_GRADIENTS] = self.user_line()
-        return super().proxy(node)
+        return DataProxy(node, self)
 
     def is_computing(self) -> bool:
         """Whether forward does not run now, but code that computes values, or another thread."""

@@ -28,7 +28,7 @@ from fxqat.errors import ConfigError, TraceError
 from fxqat.ops.identify import works_in_place
 from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
-from fxqat.tracing.leaf_tracer import LeafTracer, TypeNotInGraph, explain
+from fxqat.tracing.leaf_tracer import LeafTracer, ParameterOverwritten, TypeNotInGraph, explain
 from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
@@ -312,6 +312,7 @@ def _remedies(
 ) -> list[str]:
     """What the user has not done yet: give example inputs, fix an argument of forward, give a tracer.
 
+    A parameter that forward overwrites, to limit its norm for example, can be overwritten in the training program.
     An argument ``use_x`` can be fixed to False if the graph cannot hold the type ``SomeX``. What a recurrent layer
     computes is one call of torch: nothing of this makes a subclass of it traceable.
     """
@@ -321,6 +322,8 @@ def _remedies(
             f"make a torch.nn.{kind} itself, not a subclass, a module of the model, and compute what the subclass adds "
             "in the model's forward"
         ]
+    if isinstance(cause, ParameterOverwritten):
+        return ["overwrite it after each step of the optimizer, not in forward"]
     parameters = inspect.signature(model.forward).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty and p.name not in concrete_args]
     unfit = cause.value_type.__name__.lower() if isinstance(cause, TypeNotInGraph) else ""

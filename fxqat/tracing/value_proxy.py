@@ -81,7 +81,20 @@ class DataDependent(fx.proxy.TraceError):
     """Python code needs something that depends on tensor values, or that is not known while tracing."""
 
 
-class ValueProxy(fx.Proxy):
+class DataProxy(fx.Proxy):
+    """A proxy to whose ``data`` forward can assign a tensor: the values are copied into it, which is seen as a write."""
+
+    @property
+    def data(self) -> Any:
+        """The node that reads it."""
+        return self.__getattr__("data")
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        self.data.copy_(values)
+
+
+class ValueProxy(DataProxy):
     """A proxy with its value, or None if the value is not known.
 
     If forward writes an item of a list or dict among its inputs, ``fxqat_written`` is what it holds from then on. Of a
@@ -117,6 +130,8 @@ class ValueProxy(fx.Proxy):
         if isinstance(value, Tensor):
             if name == "shape":
                 return self.size()
+            if name == "data":
+                return self.detach()
             if name == "ndim":
                 return value.ndim
             if name in CONSTANT_METHODS:

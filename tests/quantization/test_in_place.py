@@ -216,6 +216,57 @@ def test_a_view_of_a_buffer_is_updated():
     torch.testing.assert_close(gm.kept, model.kept, rtol=0, atol=0)
 
 
+class Counter(nn.Module):
+    """Writes to a buffer past autograd."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.register_buffer("kept", torch.ones(4))
+        self.fc, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x):
+        self.write(self)
+        return self.fc(x) * self.kept
+
+
+def scales(self):
+    self.kept.data.mul_(0.5)
+
+
+def copies(self):
+    self.kept.data.copy_(self.kept.data * 0.5)
+
+
+def assigns(self):
+    self.kept.data = self.kept.data * 0.5
+
+
+@pytest.mark.parametrize("write", [scales, copies, assigns])
+def test_a_buffer_is_written_through_its_data(write):
+    model, x = Counter(write), torch.randn(5, 4)
+    gm = fxqat.prepare_by_platform(copy.deepcopy(model), "TSQAT", example_inputs=x)
+    for _ in range(3):
+        torch.testing.assert_close(gm(x), model(x))
+    torch.testing.assert_close(gm.kept, model.kept, rtol=0, atol=0)
+    assert gm.kept[0] == 0.125
+
+
+def test_a_value_that_is_written_past_autograd_is_refused_by_line():
+    def write(y):
+        y.data = y.data * 2
+        return y
+
+    message = r"write in place to a view by detach of first(?s:.*)test_in_place.py"
+    with pytest.raises(TraceError, match=message):
+        fxqat.prepare_by_platform(Net(write), "TSQAT", example_inputs=torch.randn(6, 4))
+
+
+def test_reading_the_data_of_a_value_adds_no_quantizer():
+    reads = (lambda y: y.detach(), lambda y: y.data)
+    prepared = [fxqat.prepare_by_platform(Net(read), "TSQAT", example_inputs=torch.randn(6, 4)) for read in reads]
+    assert str(prepared[0].graph) == str(prepared[1].graph)
+
+
 @pytest.mark.parametrize("view", [lambda y: y.diagonal(), lambda y: y.chunk(2, 1)[0]], ids=["diagonal", "chunk"])
 def test_other_views_are_refused_by_line(view):
     def write(y):

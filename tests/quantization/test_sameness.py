@@ -177,6 +177,20 @@ def test_the_first_module_that_differs_is_named():
         check_sameness(gm, reference, ((torch.randn(3, 6),), {}))
 
 
+def test_a_module_is_not_blamed_for_an_output_that_nobody_reads():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x * 2.0, x.tanh()
+
+    def step(self, y):
+        return self.after(self.two(y)[0])
+
+    gm, reference = as_traced(step, step, two=Two(), after=nn.Tanh())
+    reference.model.after = nn.Softsign()
+    with pytest.raises(TraceError, match=r"they begin to differ in 'after' \(Softsign\)"):
+        check_sameness(gm, reference, ((torch.randn(3, 6),), {}))
+
+
 def test_state_in_python_is_named_as_the_cause():
     class Counting(Net):
         calls = 0
