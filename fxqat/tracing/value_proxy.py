@@ -82,7 +82,7 @@ class DataDependent(fx.proxy.TraceError):
 
 
 class DataProxy(fx.Proxy):
-    """A proxy to whose ``data`` forward can assign a tensor: the values are copied into it, which is seen as a write."""
+    """A proxy to whose ``data`` forward can assign a tensor: its values are copied, which is seen as a write."""
 
     @property
     def data(self) -> Any:
