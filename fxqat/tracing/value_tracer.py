@@ -241,12 +241,15 @@ class ValueTracer(LeafTracer):
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
 
     def _path_of_leaf(self, function: Any, constants: dict[int | str, Any]) -> str:
-        """The path of the leaf that calls this function with these constants; equal calls share it in both modes."""
-        for path, leaf in self.root.named_children():
+        """The path of the leaf that calls this function with these constants; equal calls share it in both modes.
+
+        The leaf is an attribute, but no child of the root: the forward of an ``nn.Sequential`` calls all children.
+        """
+        for path, leaf in vars(self.root).items():
             if isinstance(leaf, FunctionLeaf) and leaf.function == function and leaf.has_constants(constants):
                 return path
         path = unique_name(self.root, f"{function.__name__}_leaf")
-        self.root.add_module(path, FunctionLeaf(function, constants))
+        object.__setattr__(self.root, path, FunctionLeaf(function, constants))
         return path
 
     def _fits_into_a_node(self, argument: Any) -> bool:
@@ -306,13 +309,20 @@ class ValueTracer(LeafTracer):
         type_expr: Any = None,
         proxy_factory_fn: Any = None,
     ) -> fx.Proxy:
-        """Make a node and compute it. What forward computes without gradients is detached."""
+        """Make a node and compute it. What forward computes without gradients is detached.
+
+        Forward may catch what the call raises, and make another one: then there is no node.
+        """
         without_gradients = not torch.is_grad_enabled() and not self.patches.suspended
         if self._opened:  # the type may be an argument, as a dtype
             args, kwargs = without_open_int(args, kwargs)
         with self.patches.suspend():
             node = super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn).node
-            value = self._evaluate(kind, target, args, kwargs)
+            try:
+                value = self._evaluate(kind, target, args, kwargs)
+            except BaseException:
+                self.graph.erase_node(node)
+                raise
         if value is not None:
             node.meta[VALUE] = describe(value.data)
             if isinstance(value.data, Tensor):

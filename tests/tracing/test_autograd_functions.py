@@ -50,10 +50,24 @@ class Model(nn.Module):
         return self.last(signs[0] + 0.5 * signs[1]) + y
 
 
+class Reversing(nn.Module):
+    def forward(self, x):
+        return Reverse.apply(x, 0.5)
+
+
 def gradients(model, x):
     model.zero_grad()
     model(x).square().sum().backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_a_sequence_of_modules_does_not_get_another_one(with_inputs):
+    model, x = nn.Sequential(nn.Linear(4, 4), Reversing(), Reversing(), nn.Linear(4, 4)), torch.randn(3, 4)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    torch.testing.assert_close(gm(x), model(x))
+    assert [leaf.path.rpartition(".")[2] for leaf in gm.quant_report.leaves] == ["Reverse"]
+    assert len(model) == 4
 
 
 @pytest.mark.parametrize("with_inputs", [True, False])

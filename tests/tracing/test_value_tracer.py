@@ -400,3 +400,36 @@ def test_a_trace_without_values_does_not_see_sizes():
     with pytest.raises(TraceError, match="pass example_inputs"):
         trace(model)
     assert trace(model, example_inputs=(image(),)).forced
+
+
+class Tries(nn.Module):
+    """Calls layers with what only some of them take, a module that fails in its second layer, and a wrong view."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.LeakyReLU(), nn.Linear(4, 4)])
+        self.narrow = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            try:
+                x = layer(x, lengths=None)
+            except TypeError:
+                x = layer(x)
+        try:
+            x = self.narrow(x)
+        except RuntimeError:
+            x = x + 1
+        try:
+            return x.view(7, -1)
+        except RuntimeError:
+            return x.view(-1, 2)
+
+
+def test_a_call_that_fails_where_forward_expects_it_is_not_in_the_graph():
+    model, x = Tries().eval(), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    torch.testing.assert_close(gm(x), model(x))
+    assert not gm.quant_report.leaves
+    called = [str(node.target) for node in gm.graph.nodes if node.op == "call_module" and "fake_quant" not in node.name]
+    assert called == ["layers.0", "layers.1", "layers.2"]
