@@ -103,7 +103,7 @@ def run_exporter(
                 model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
             leaves, why = leaf_calls(module), without_groups(_reason(cause))
-            called = ", ".join(str(leaf.target) for leaf in leaves)
+            called = ", ".join(dict.fromkeys(str(leaf.target) for leaf in leaves))
             pool = next((error for error in _chain(cause) if isinstance(error, OpenWindowsError)), None)
             if pool is not None:
                 raise ExportError(f"{' or '.join(_pools(module, pool.kind)) or 'a pool'}: {pool}") from cause
