@@ -51,7 +51,8 @@ _OPERATORS: tuple[tuple[str, Callable[..., Tensor] | None, Callable[..., Tensor]
 _LIBRARY = torch.library.Library("fxqat", "FRAGMENT")
 for _arguments, _computed, _empty in _OPERATORS:
     _name = _arguments.partition("(")[0]
-    _LIBRARY.define(f"{_arguments} -> Tensor")
+    # Of a constant, as torch.tensor(0.5) in forward, torch.export computes the results of all that is not random.
+    _LIBRARY.define(f"{_arguments} -> Tensor", tags=() if _computed else (torch.Tag.nondeterministic_seeded,))
     if _computed is not None:
         _LIBRARY.impl(_name, _computed, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxqat::{_name}", _empty, lib=_LIBRARY)

@@ -16,6 +16,7 @@ Cases:
    items are read directly: each is a value of its own.
 8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 9. ``x + 0``, as ``sum`` begins, and ``x * 1`` are ``x``, if the example inputs show that ``x`` is a tensor of floats.
+10. ``torch.cat([torch.tensor([]), x])`` is ``x``: the caches of language models begin with an empty tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from fxqat.ops.identify import gives_indices, identify
 from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, module_path, unique_name
-from fxqat.utils.node_meta import MODE, SPELLING, VALUE
+from fxqat.utils.node_meta import MODE, SHAPE, SPELLING, VALUE, kind_of
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
 
@@ -78,6 +79,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             node.meta[VALUE] = "tensor"  # case 6
     no_writes_to_values(gm)  # case 4
     _remove_neutral_numbers(gm.graph)  # case 9
+    _remove_empty_constants(gm.graph)  # case 10
     _drop_unread_attributes(gm)
     gm.graph.lint()
     return gm
@@ -240,6 +242,36 @@ def _remove_neutral_numbers(graph: fx.Graph) -> None:
         is_number = type(second) in (int, float) and second == NEUTRAL[op.name]
         if is_number and isinstance(first, fx.Node) and first.meta.get(VALUE) == "float":
             _replace_by_argument(node, first)
+
+
+EMPTY_CONSTANTS = (torch.tensor, torch.empty, torch.zeros, "new_tensor", "new_empty", "new_zeros")
+"""What makes a tensor of a size that is written in the code."""
+
+
+def _remove_empty_constants(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        given = node.args[0] if node.args else node.kwargs.get("tensors")
+        if node.target not in (torch.cat, torch.concat, torch.concatenate) or not isinstance(given, (list, tuple)):
+            continue
+        kept = [operand for operand in given if not _is_empty_constant(operand)]
+        if not kept or len(kept) == len(given) or any(kind_of(operand) != kind_of(node) for operand in kept):
+            continue
+        if len(kept) == 1:
+            _replace_by_argument(node, kept[0])
+        else:
+            named = {name: value for name, value in node.kwargs.items() if name != "tensors"}
+            node.args, node.kwargs = (kept, *node.args[1:]), named
+        for operand in dict.fromkeys(given):
+            if operand not in kept and not operand.users:
+                graph.erase_node(operand)
+
+
+def _is_empty_constant(operand: Any) -> bool:
+    """Whether an operand is a tensor of the shape (0,), whatever the inputs of the model are."""
+    if not isinstance(operand, fx.Node) or operand.target not in EMPTY_CONSTANTS or operand.meta.get(SHAPE) != (0,):
+        return False
+    sizes = operand.args[1:] if operand.op == "call_method" else operand.args
+    return bool(sizes) and not any(isinstance(size, fx.Node) for size in sizes)
 
 
 def _replace_by_argument(node: fx.Node, value: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxqat
 from fxqat.custom_symbolic_opset import run_exporter
 from fxqat.nn.deployed import QuantizeDequantize, ReadBytes, StoredTensor
 from fxqat.quantization.exported_parts import ExportedParts
@@ -93,3 +94,28 @@ def test_a_module_computes_the_same_after_an_export() -> None:
     run_exporter(module, (x,))
     assert torch.equal(module(x), before)
     assert [part.number for part in (module.pair, module.weight)] == [0, 1]
+
+
+class Constants(nn.Module):
+    """Computes with tensors of one element and of none that its forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * torch.tensor(0.5)
+        y = torch.where(y > 0, y, torch.tensor([0.1])) + y.new_tensor(0.25)
+        return self.last(torch.cat([torch.tensor([]), torch.maximum(y, torch.tensor(0.3))], -1))
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "Experimental", "OpenVINO"])
+def test_constants_of_forward_are_exported(backend: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    gm, x = fxqat.prepare_by_platform(Constants(), backend, example_inputs=(torch.randn(2, 4),)), torch.randn(16, 4)
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    gm.eval()
+    fxqat.convert_export(gm, (x,), tmp_path / "model.onnx")
+    found = torch.from_numpy(*run_file(tmp_path / "model.onnx", [x]))
+    torch.testing.assert_close(found, gm(x).detach(), rtol=0.0, atol=1e-6)

@@ -305,6 +305,27 @@ def test_numbers_that_change_no_value_are_removed():
     assert [names.count(name) for name in ("relu", "add", "mul", "truediv", "sub", "gt")] == [1, 1, 2, 0, 1, 1]
 
 
+class Cached(nn.Module):
+    """Keeps keys and values in a list that begins with empty tensors, as the caches of language models do."""
+
+    def forward(self, x):
+        keys, values = torch.tensor([], dtype=x.dtype, device=x.device), x.new_zeros(0)
+        keys = torch.cat([keys, x.relu()], dim=-2)
+        values = torch.concat((values, keys, x), 1)
+        lengths = torch.cat([torch.tensor([]), x.argmax(1)])  # floats
+        return keys, values, lengths, torch.cat([x.flatten()[:0], x.flatten()])
+
+
+def test_an_empty_constant_is_not_concatenated():
+    x = torch.randn(2, 4)
+    gm = standardize(trace(Cached(), example_inputs=(x,)).gm)
+    gm.recompile()
+    for found, expected in zip(gm(x), Cached()(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    joined = [node.args[0] for node in gm.graph.nodes if "cat" in str(getattr(node.target, "__name__", ""))]
+    assert [len(operands) for operands in joined] == [2, 2, 2]
+
+
 class ListThroughPlaceholder(nn.Module):
     """As slowfast fuses its pathways."""
 
