@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
 from fxqat.tracing.value_proxy import DataProxy
+from fxqat.tracing.written_arguments import WrittenArguments
 from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_failure
@@ -277,7 +278,7 @@ class LeafTracer(fx.Tracer):
         """Trace one module call. If that fails, undo it and make a leaf of a function inside, or of the module."""
         if self.in_other_thread() or self.is_made_in_forward(m):
             return forward(*args, **kwargs)
-        path, mark = self.path_of_module(m), self.mark_position()
+        path, mark, given = self.path_of_module(m), self.mark_position(), WrittenArguments.of((args, kwargs))
         while True:
             try:
                 return super().call_module(m, forward, args, kwargs)
@@ -287,8 +288,11 @@ class LeafTracer(fx.Tracer):
                     raise
                 cause = error
             self.rewind(mark)
+            were_written = given.restore()
             if not self.make_function_leaf(cause):
                 break
+        if were_written:  # a node would write to copies of its arguments; perhaps the module around it has none
+            raise cause
         self.leaf_paths.add(path)
         try:
             result = super().call_module(m, forward, args, kwargs)

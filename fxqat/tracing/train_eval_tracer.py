@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -11,6 +12,7 @@ from torch import fx, nn
 from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
 from fxqat.tracing.value_tracer import ValueTracer
+from fxqat.tracing.written_arguments import WrittenArguments
 from fxqat.utils.node_meta import describe
 from fxqat.utils.torch_compat import BatchNorm
 from fxqat.utils.train_eval_graph import eval_or_train
@@ -67,7 +69,7 @@ class TrainEvalTracer(ValueTracer):
         """The modules and functions of which the graph does not hold all that they compute."""
         return super().not_followed() | frozenset(self.eval_only)
 
-    def trace_forward(self, path: str, forward: Callable[[], Any]) -> Any:
+    def trace_forward(self, path: str, forward: partial[Any]) -> Any:
         """Trace a forward, in both modes if it branches on ``self.training``."""
         self._running.append(path)
         try:
@@ -75,19 +77,25 @@ class TrainEvalTracer(ValueTracer):
         finally:
             self._running.pop()
 
-    def _run(self, path: str, forward: Callable[[], Any]) -> Any:
+    def _run(self, path: str, forward: partial[Any]) -> Any:
         start = self.last_node()
         if path not in self._paths_in_both or self._tracing_both or start is None:
             return super().trace_forward(path, forward)
         assigned, read = len(self.patches.assigned), dict(self.attribute_proxies)
+        given = WrittenArguments.of((forward.args, forward.keywords))
         self._tracing_both = True
         try:
             in_eval = forward()
+            written = WrittenArguments.of(given.arguments)
+            given.restore()
             place = self.mark_position()
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = dict(read)
             fork = TrainEvalFork(self.graph, start)
             in_training = self._in_training(fork, forward)
+            if written.restore() and in_training is not NO_RESULT:  # the graph can write one of the two
+                fork.undo()
+                in_training = NO_RESULT
             self.rewind_calls(place)
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = read

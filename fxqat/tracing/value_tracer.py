@@ -172,7 +172,7 @@ class ValueTracer(LeafTracer):
         """Whether the trace succeeded, but found something for which it has to be repeated."""
         return False
 
-    def trace_forward(self, path: str, forward: Callable[[], Any]) -> Any:
+    def trace_forward(self, path: str, forward: functools.partial[Any]) -> Any:
         """Trace the forward of a module."""
         return forward()
 
