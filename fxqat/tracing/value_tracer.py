@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
