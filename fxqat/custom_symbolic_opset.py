@@ -58,6 +58,9 @@ NO_TRANSLATION = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]
 NO_TENSOR = re.compile(r"'(\w+)' object has no attribute 'name'\n.*\n?Error when translating node return")
 """What it says of an output that is no tensor."""
 
+GROUPED_PRODUCT = re.compile("grouped_mm|Expected mat_a to be BFloat16")
+"""What it says of ``torch.nn.functional.grouped_mm``, which it computes in half precision only."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -164,7 +167,7 @@ def _reason(cause: Exception) -> str:
 
 
 def _remedy(why: str) -> str:
-    """What helps if an operator has no translation, or an output is no tensor; empty if it is neither."""
+    """What helps against the known failures; empty for any other."""
     if missing := NO_TRANSLATION.search(why):
         name = f"torch.ops.{'.'.join(missing.groups())}"
         return (
@@ -173,6 +176,11 @@ def _remedy(why: str) -> str:
         )
     if given := NO_TENSOR.search(why):
         return f"The model returns a value of the type {given[1]}, a file returns tensors only: leave out that value."
+    if GROUPED_PRODUCT.search(why):
+        return (
+            "Torch's exporter cannot write the grouped products of a mixture of experts. Prepare the model without "
+            "them, if it is one of transformers after model.set_experts_implementation('batched_mm')."
+        )
     return ""
 
 

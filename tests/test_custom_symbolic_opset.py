@@ -454,8 +454,21 @@ class WithSizes(nn.Module):
         return x.sin(), 3
 
 
+class Experts(nn.Module):
+    """Rows of each expert times its matrix, as in transformers' mixtures of experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ends = torch.ones(2, 3, 8), torch.tensor([1, 2], dtype=torch.int32)
+        return nn.functional.grouped_mm(x, weights, offs=ends)
+
+
+FAILURES = [(Untranslated(), "{torch.ops.prims.bessel"), (WithSizes(), "type int")]
+if hasattr(nn.functional, "grouped_mm"):
+    FAILURES.append((Experts(), "set_experts_implementation('batched_mm')"))
+
+
 @pytest.mark.parametrize("with_open_batch", [False, True])
-@pytest.mark.parametrize(("model", "remedy"), [(Untranslated(), "{torch.ops.prims.bessel"), (WithSizes(), "type int")])
+@pytest.mark.parametrize(("model", "remedy"), FAILURES)
 def test_a_failure_of_the_exporter_ends_with_the_remedy(model: nn.Module, remedy: str, with_open_batch: bool) -> None:
     with pytest.raises(ExportError, match=f"{re.escape(remedy)}.*$") as failure:
         run_exporter(model, (torch.randn(2, 3),), open_sizes((torch.randn(2, 3),), ["x"], None, with_open_batch))
