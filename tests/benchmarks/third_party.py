@@ -15,7 +15,11 @@ that they replace nothing::
         torchaudio==2.11.0 onnx2torch==1.5.15 rapidocr-onnxruntime==1.4.4 nudenet==3.4.2 ddddocr==1.6.1 \
         opencv-python-headless einops ftfy ultralytics-thop psutil polars py-cpuinfo kornia_rs resampy librosa \
         audioread soundfile lazy_loader msgpack pooch soxr decorator cffi pycparser numba llvmlite regex tokenizers \
-        safetensors huggingface_hub
+        safetensors huggingface_hub braindecode==1.8.1 mne skorch tabulate pandas torchinfo docstring_inheritance \
+        linear_attention_transformer axial_positional_embedding local_attention product_key_memory linformer \
+        colt5_attention hyper_connections torch_einops_utils rotary_embedding_torch platformdirs tsai==1.0.1 \
+        fastai==2.7.18 "fastcore<1.8" fastprogress==1.0.3 fastdownload h5py compressai==1.2.8 pytorch-msssim \
+        torch_geometric
     PYTHONPATH=FOLDER python tests/benchmarks/third_party.py run
     python tests/benchmarks/third_party.py report
 """

@@ -92,6 +92,23 @@ def transformer(name: str, inputs: Callable[[], Inputs], *fixed: str, **sizes: A
     return model_type(model_type.config_class(**sizes)), inputs(), dict.fromkeys(fixed, False)
 
 
+class Scores(nn.Module):
+    """The first output of a model of transformers, which otherwise keeps its defaults: a decoder fills its cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Words to scores."""
+        return self.model(input_ids)[0]
+
+
+def scores(name: str, **sizes: Any) -> Sample:
+    """The scores of a small model of transformers."""
+    return Scores(transformer(name, sentence, **sizes)[0]), (tokens(),)
+
+
 def detr() -> Sample:
     """DETR, whose backbone is a ResNet of transformers."""
     library = importlib.import_module("transformers")
@@ -246,7 +263,11 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
     cases: dict[str, Callable[[], Sample]] = {
         name: partial(transformer, f"{name}{head}", *rest[:-1], **rest[-1]) for name, (head, *rest) in sizes.items()
     }
-    return cases | {"Detr": detr}
+    filling = {
+        name: partial(scores, f"{name}ForSequenceClassification", **decoder, head_dim=8)
+        for name in ("Gemma2", "Phi3", "Qwen3")
+    }
+    return cases | {"Detr": detr, **filling}
 
 
 def _kornia() -> dict[str, Callable[[], Sample]]:
@@ -379,6 +400,27 @@ def _others() -> dict[str, dict[str, Callable[[], Sample]]]:
     }  # fmt: skip
 
 
+def compressor() -> Sample:
+    """The analysis network of compressai, whose activations are custom autograd functions: an ``nn.Sequential``."""
+    return importlib.import_module("compressai.models").FactorizedPrior(16, 24).g_a, image()
+
+
+def _signals() -> dict[str, dict[str, Callable[[], Sample]]]:
+    """Models of series: brain waves (16 channels, 10 s) and others."""
+    waves, series = partial(sound, 2, 16, 1000), partial(sound, 4, 3, 64)
+    of_waves = {"n_chans": 16, "n_outputs": 4, "n_times": 1000, "sfreq": 100}
+    names = ("EEGNet", "EEGConformer", "ATCNet", "TIDNet", "USleep", "BIOT", "CTNet", "SSTDPN")
+    with_length = {"OmniScaleCNN", "TST", "PatchTST", "gMLP"}
+    return {
+        "braindecode": {name: partial(made, f"braindecode.models:{name}", waves, **of_waves) for name in names},
+        "tsai": {
+            name: partial(made, f"tsai.models.{name}:{name}", series, 3, 4, *[64] * (name in with_length))
+            for name in ("InceptionTime", "XceptionTime", "ResCNN", "OmniScaleCNN", "TST", "PatchTST", "gMLP")
+        },
+        "compressai": {"FactorizedPrior.g_a": compressor},
+    }
+
+
 MODELS: dict[str, dict[str, Callable[[], Sample]]] = {
     "ultralytics": _ultralytics(),
     "segmentation_models_pytorch": _segmentation_models(),
@@ -387,6 +429,7 @@ MODELS: dict[str, dict[str, Callable[[], Sample]]] = {
     "vit-pytorch": _vit_pytorch(),
     "monai": _monai(),
     "torchaudio": _torchaudio(),
+    **_signals(),
     **_others(),
 }
 """The models of each package, by name."""
