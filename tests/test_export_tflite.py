@@ -161,3 +161,27 @@ def test_values_that_the_kernel_rounds_twice_are_no_fault(tmp_path):
     (found,) = [tensor for tensor in certificate.kernels["reference"].tensors if tensor.name == "matmul"]
     assert 0.05 < found.step.off_by_1 < 1 / 16 + 0.01
     assert found.off_by_1 == found.step.off_by_2_plus == 0
+
+
+class Limited(nn.Module):
+    """Values that are limited, or filled, and read as they were as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        limited = y.relu() + nn.functional.hardtanh(y) + y.clamp(-0.5, 0.4) + nn.functional.relu6(3 * y)
+        return self.last(y + limited + y.masked_fill(y < 0.1, 0.3) * y.sigmoid().relu())
+
+
+def test_limited_values_that_others_read_unlimited(tmp_path):
+    needs_litert()
+    torch.manual_seed(0)
+    model, x = Limited().eval(), torch.randn(64, 4)
+    gm = calibrate(prepare_by_platform(model, "LiteRT", example_inputs=(x,)), (x,))
+    certificate = export_tflite(gm, x, tmp_path / "model.tflite").certificate
+    assert certificate.passed
+    names = {tensor.name for tensor in certificate.kernels["default"].tensors}
+    assert {"relu", "hardtanh", "clamp", "relu6", "masked_fill", "relu_1"} <= names

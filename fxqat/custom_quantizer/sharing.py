@@ -59,8 +59,8 @@ def share_scales(
     1. An op that moves values takes the scale of its operand, if it reads it quantized or leads to a quantized value.
     2. The operands of an op whose rule shares have one scale, and its result with them.
     3. If the rule keeps ReLUs apart, operands that are never negative do not share with others that can be. A common
-       zero point would not be the smallest integer, and engines fuse a ReLU only then.
-
+       zero point would not be the smallest integer, and engines fuse a ReLU only then. If it keeps fixed ranges
+       apart, operands whose range is known do not share.
     4. The output of a recurrent layer and its hidden state have one scale: the state is the output of the last step.
 
     Args:
@@ -97,6 +97,8 @@ def share_scales(
         shared = [operand for operand in inputs if reads_quantized(node, values.get(operand))]
         if request.rule.keeps_relu_apart:
             shared = _those_that_share(shared, values, nonnegative)
+        if request.rule.keeps_fixed_ranges_apart:
+            shared = [operand for operand in shared if values[operand].config.scheme.fixed_range is None]
         for operand in shared[1:]:
             groups.join(shared[0].name, operand.name)
         if shared and request.rule.share == "all" and node in values:

@@ -68,6 +68,7 @@ class Rule:
             ``"none"``. Pass-through ops only share with an operand that is quantized.
         keeps_relu_apart: operands that are never negative (results of a ReLU) do not share with others that can be, so
             that their zero point stays the smallest integer; for engines that convert between scales where they join.
+        keeps_fixed_ranges_apart: operands whose range is known (``fixed_ranges``) do not share.
         scale_bits: the scale of the result has at least so many significant bits. An engine that multiplies by a ratio
             of scales, where QuantizeLinear divides, rounds exact halves differently; with many bits there are none.
         symmetric: the op reads signed integers with zero point 0, whatever the backend's activations have. Another op
@@ -80,6 +81,7 @@ class Rule:
     output: bool = True
     share: Literal["none", "inputs", "all"] = "none"
     keeps_relu_apart: bool = False
+    keeps_fixed_ranges_apart: bool = False
     scale_bits: int = 1
     symmetric: bool = False
     reason: str = ""

@@ -116,3 +116,25 @@ def test_sums_have_scales_of_many_bits_where_the_engine_multiplies_by_ratios():
     ):
         gm = prepare_by_platform(Sums(), "TSQAT", config)
         assert gm.add_1_act_fake_quant.scheme.scale_bits == found, config
+
+
+class LimitedTwice(nn.Module):
+    """ReLUs of a value that is read elsewhere, and of one whose range LiteRT fixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(y.relu() + y * y.sigmoid().relu())
+
+
+def test_what_is_limited_shares_the_scale_of_its_operand_unless_its_range_is_fixed():
+    x = torch.randn(32, 4)
+    gm = prepare_by_platform(LimitedTwice().eval(), "LiteRT", example_inputs=(x,))
+    calibrate(gm, (x,))
+    named = {str(node.kwargs["tensor_name"]): node.target for node in gm.graph.nodes if "tensor_name" in node.kwargs}
+    assert named["relu"] == named["first"]
+    assert named["relu_1"] != named["sigmoid"]
+    assert gm.get_submodule(named["sigmoid"]).scale.item() == 1 / 256
