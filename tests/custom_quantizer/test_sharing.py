@@ -130,7 +130,7 @@ class LimitedTwice(nn.Module):
         return self.last(y.relu() + y * y.sigmoid().relu())
 
 
-def test_what_is_limited_shares_the_scale_of_its_operand_unless_its_range_is_fixed():
+def test_a_relu_shares_the_scale_of_its_operand_unless_its_range_is_fixed():
     x = torch.randn(32, 4)
     gm = prepare_by_platform(LimitedTwice().eval(), "LiteRT", example_inputs=(x,))
     calibrate(gm, (x,))
@@ -138,3 +138,17 @@ def test_what_is_limited_shares_the_scale_of_its_operand_unless_its_range_is_fix
     assert named["relu"] == named["first"]
     assert named["relu_1"] != named["sigmoid"]
     assert gm.get_submodule(named["sigmoid"]).scale.item() == 1 / 256
+
+
+def test_narrow_limits_of_a_wide_value_have_their_own_scale():
+    class Narrow(LimitedTwice):
+        def forward(self, x):
+            y = 50 * self.first(x)
+            return self.last(F.hardtanh(y) + F.relu6(y) + y.clamp(0.0, 1.0) + 0.01 * y)
+
+    x = torch.randn(32, 4)
+    gm = prepare_by_platform(Narrow().eval(), "LiteRT", example_inputs=(x,))
+    calibrate(gm, (x,))
+    named = {str(node.kwargs["tensor_name"]): node.target for node in gm.graph.nodes if "tensor_name" in node.kwargs}
+    scales = {name: gm.get_submodule(named[name]).scale.item() for name in ("mul", "hardtanh", "relu6", "clamp")}
+    assert scales["mul"] > 4 * max(scales["hardtanh"], scales["relu6"], scales["clamp"])

@@ -17,14 +17,15 @@ TRANSPOSE_CONV = Rule(reason="TRANSPOSE_CONV on quantized values: LiteRT's conve
 COMPUTES = Rule(reason="LiteRT has an int8 kernel for it")
 NORMALIZE = Rule(reason="L2_NORMALIZATION along the last dimension; LiteRT's converter writes others in float")
 ONE_SCALE = Rule(share="all", reason="LiteRT has an int8 kernel for it, whose inputs and output have one scale")
-LIMITS = Rule(
+RELU = Rule(
     share="all",
     keeps_fixed_ranges_apart=True,
     reason="LiteRT has an int8 kernel for it, whose input and output have one scale here",
 )
-"""LiteRT's converter moves it into the operator before it, and computes that twice if other ops read its value, too.
-With one scale the results are that value's integers, limited; with two they would be rounded once instead of twice.
-Sigmoid, tanh and softmax, whose scales are fixed, have no such form."""
+"""LiteRT's converter fuses a ReLU into the operator before it, and computes that twice if other ops read its value.
+With one scale the results are the integers of that value that are not negative. With two scales the fused operator
+rounds once, and the model twice. Nothing is fused into sigmoid, tanh and softmax, whose scales are fixed. Narrower
+limits (relu6, hardtanh, clamp) keep their own scale: in the scale of a wide value they would have few steps."""
 JOINS = Rule(share="all", reason="copies integers: operands and result have one scale")
 MOVES = Rule(share="all", reason="moves values: keeps the scale of its input")
 
@@ -38,8 +39,8 @@ LITERT = BackendSpec(
         | dict.fromkeys(("linear", "matmul", "mean"), COMPUTES)
         | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
         | {"normalize": NORMALIZE}
-        | dict.fromkeys(("relu", "relu6", "hardtanh", "clamp"), LIMITS)
-        | dict.fromkeys(("leaky_relu", "hardswish", "gelu"), COMPUTES)
+        | {"relu": RELU}
+        | dict.fromkeys(("relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
         | dict.fromkeys(
             (
                 "adaptive_avg_pool1d",
