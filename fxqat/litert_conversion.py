@@ -93,10 +93,11 @@ def check_schemes(tensors: Iterable[QuantizedTensor]) -> None:
             continue
         is_weight = tensor.kind == "weight"
         bits_fit = scheme.bit_width <= 8 if is_weight else scheme.bit_width == 8 and not scheme.narrow_range
-        if not bits_fit or not scheme.signed or (is_weight and not scheme.symmetric):
+        in_blocks = scheme.block_size is not None
+        if not bits_fit or not scheme.signed or in_blocks or (is_weight and not scheme.symmetric):
             raise ExportError(
                 f"{tensor.name}: LiteRT has no {tensor.kind} of the scheme {scheme}. It has int8 activations and "
-                "symmetric signed weights of up to 8 bits. Prepare the model for the backend 'LiteRT', or change the "
+                "symmetric signed weights of up to 8 bits without blocks. Prepare the model for the backend 'LiteRT', or change the "
                 "override that gives this scheme."
             )
 

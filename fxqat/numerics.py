@@ -9,6 +9,7 @@ Pure functions without state or autograd. Two rules make them exact:
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -108,6 +109,45 @@ def per_axis(values: Tensor, dim: int, axis: int | None) -> Tensor:
     shape = [1] * dim
     shape[axis] = -1
     return values.reshape(shape)
+
+
+def in_blocks(x: Tensor, block_size: int, axis: int) -> Tensor:
+    """A matrix as rows of ``block_size`` neighbours of one channel, ``(blocks, block_size)``.
+
+    They come in the order in which ONNX has their scales: that of their first elements in the matrix.
+
+    Args:
+        x: two dimensions; ``block_size`` divides the one that is not ``axis``.
+        block_size: neighbours that share a scale.
+        axis: the axis of the channels.
+
+    Example:
+        >>> in_blocks(torch.arange(8).reshape(2, 4), 2, axis=0).tolist()
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+        >>> in_blocks(torch.arange(8).reshape(4, 2), 2, axis=1).tolist()
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    return (x.unflatten(0, (-1, block_size)).mT if axis else x).reshape(-1, block_size)
+
+
+def from_blocks(values: Tensor, shape: Sequence[int], axis: int) -> Tensor:
+    """The inverse of :func:`in_blocks`, for any number of values per block, one for instance.
+
+    Args:
+        values: ``(blocks, any)``, or ``(blocks,)``.
+        shape: of the matrix.
+        axis: the axis of the channels of the matrix.
+
+    Returns:
+        The matrix, with as many columns (``axis`` 1: rows) as there are values.
+
+    Example:
+        >>> from_blocks(torch.arange(4), (2, 6), axis=0).tolist()
+        [[0, 1], [2, 3]]
+    """
+    if axis == 0:
+        return values.reshape(shape[0], -1)
+    return values.reshape(len(values), -1).unflatten(0, (-1, shape[1])).mT.flatten(0, 1)
 
 
 def quantize(

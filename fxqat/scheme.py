@@ -17,6 +17,9 @@ MAX_BIT_WIDTH = 16
 FLOAT32_BITS = 24
 """Significant bits of a float32."""
 
+BLOCKS_OPSET = 21
+"""The first opset whose QuantizeLinear and DequantizeLinear take one scale per block."""
+
 STORAGE_OPSETS: Mapping[int, int] = MappingProxyType({2: 25, 4: 21, 8: 13, 16: 21})
 """For the width of an integer type, the first opset whose QuantizeLinear and DequantizeLinear take it per channel."""
 
@@ -46,10 +49,12 @@ class QuantizeScheme:
         flat_outside: the real range ``(low, high)`` outside of which what reads the value is flat, such as SiLU below
             -8. An observer sees the value clamped to it. Two schemes that differ in it are equal: their integers mean
             the same.
+        block_size: of a per-channel scheme of a weight with two dimensions, one scale per so many weights of an output
+            channel, neighbours along the input features, instead of one for all of them.
 
     Raises:
-        ConfigError: ``bit_width`` is no integer from 2 to 16, ``scale_bits`` none from 1 to 24, or ``fixed_range`` is
-            empty.
+        ConfigError: ``bit_width`` is no integer from 2 to 16, ``scale_bits`` none from 1 to 24, ``block_size`` none
+            from 2 on or without ``per_channel``, or ``fixed_range`` is empty.
 
     Example:
         >>> QuantizeScheme(bit_width=8, narrow_range=True).quant_min
@@ -70,6 +75,7 @@ class QuantizeScheme:
     even_zero_point: bool = False
     nonnegative: bool = False
     flat_outside: tuple[float, float] | None = field(default=None, compare=False)
+    block_size: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizeScheme:
         return self  # nothing in it can be changed, and copies of a model are made often
@@ -80,6 +86,11 @@ class QuantizeScheme:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        blocks = self.block_size
+        if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 2):
+            raise ConfigError(f"block_size must be an integer of at least 2, or None, got {blocks!r}")
+        if blocks is not None and not self.per_channel:
+            raise ConfigError(f"block_size={blocks} divides the scales of output channels: it needs per_channel=True")
         if self.fixed_range is not None and not self.fixed_range[0] < self.fixed_range[1]:
             raise ConfigError(f"fixed_range must be (low, high) with low < high, got {self.fixed_range}")
 
@@ -135,6 +146,7 @@ class QuantizeScheme:
     def __str__(self) -> str:
         parts = [f"{'int' if self.signed else 'uint'}{self.bit_width}", "sym" if self.symmetric else "asym"]
         parts.append("per-channel" if self.per_channel else "per-tensor")
+        parts += [] if self.block_size is None else [f"in blocks of {self.block_size}"]
         parts += [word for flag, word in ((self.narrow_range, "narrow"), (self.scale_bits == 1, "pot")) if flag]
         if self.fixed_range is not None:
             parts.append(f"fixed[{self.fixed_range[0]:g},{self.fixed_range[1]:g}]")
@@ -200,8 +212,8 @@ class QuantizedTensor:
         module: path, in the prepared model, of the layer that owns it or of its fake-quant.
         dtype: integer type in the file, e.g. ``"int8"``.
         scheme: its scheme; None for a bias, which is int32 with scale ``input scale * weight scale``.
-        axis: channel axis of ``scale``, None per tensor.
-        scale: real units per step, float32 values.
+        axis: channel axis of ``scale``, None per tensor; with blocks, the axis along which they lie.
+        scale: real units per step, float32 values; those of blocks in the order of ONNX's tensor of scales.
         zero_point: integers, one for each scale.
     """
 
@@ -226,6 +238,7 @@ class QuantizedTensor:
             "signed": scheme.signed if scheme else True,
             "symmetric": scheme.symmetric if scheme else True,
             "axis": self.axis,
+            **({} if scheme is None or scheme.block_size is None else {"block_size": scheme.block_size}),
             "quant_min": scheme.quant_min if scheme else -limit,
             "quant_max": scheme.quant_max if scheme else limit - 1,
             "scale": list(self.scale),

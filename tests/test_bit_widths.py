@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from fxqat import convert_export, enable_quantization, load_quant_params, prepare_by_platform, save_checkpoint
 from fxqat.convert_export import ExportReport
+from fxqat.errors import ExportError
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.onnx.quant_params import schema
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -36,6 +38,8 @@ from tests.export_models import (
 )
 
 WIDTHS = range(2, 17)
+IN_BLOCKS = {"table": 20 * 4, "lstm.weight_ih": 2 * 32 * 4, "lstm.weight_hh": 2 * 32 * 2, "weight": 3 * 24, "fc": 5 * 6}
+"""The number of scales of the weights of :class:`Blocks`."""
 
 
 def export(
@@ -284,3 +288,94 @@ def test_large_biases_of_16_bit_products_fit_into_int32(tmp_path: Path) -> None:
     with torch.no_grad():
         exact = model.double()(inputs[0].double()).numpy()
     assert np.abs(run_session(session(file), inputs)[0] - exact).max() < max(step, np.abs(exact).max() * 2**-10)
+
+
+class Blocks(nn.Module):
+    """A table, a recurrent layer of two directions, a product with a parameter and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 16)
+        self.lstm = nn.LSTM(16, 8, bidirectional=True, batch_first=True)
+        self.weight = nn.Parameter(torch.randn(12, 24) * 0.3)
+        self.fc = nn.Linear(24, 5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x: Tensor = self.lstm(self.table(words))[0][:, -1, :12]
+        return self.fc(torch.tanh(x @ self.weight))  # type: ignore[no-any-return]
+
+
+def of_blocks(bits: int, backend: str, symmetric: bool) -> tuple[QuantGraphModule, Inputs]:
+    torch.manual_seed(0)
+    words = torch.randint(0, 20, (6, 5))
+    scheme = {"bit": bits, "block_size": 4, "symmetry": symmetric}
+    config = {"extra_qconfig_dict": {"w_qscheme": scheme}} | (
+        {"activation": "float"} if backend == "ONNXRuntime" else {}
+    )
+    gm = prepare_by_platform(Blocks().eval(), backend, config)
+    calibrate(gm, (words,))
+    enable_quantization(gm)
+    return gm, (words,)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("backend", ["Experimental", "ONNXRuntime"])
+def test_weights_with_scales_of_blocks(bits: int, backend: str, symmetric: bool, tmp_path: Path) -> None:
+    gm, inputs = of_blocks(bits, backend, symmetric)
+    report, model, entries = export(gm, inputs, tmp_path)
+    assert report.certificate is not None
+    assert report.certificate.passed
+    assert report.opset_version == 21
+    held = {name.removesuffix(".weight"): len(e["scale"]) for name, e in entries.items() if e["kind"] == "weight"}
+    wanted = IN_BLOCKS if backend == "Experimental" else {"table": 80, "weight": 72, "fc": 30}  # its LSTM stays float
+    assert sorted(held.values()) == sorted(wanted.values())
+    assert {entry["block_size"] for entry in entries.values() if entry["kind"] == "weight"} == {4}
+    assert not [name for name, entry in entries.items() if entry["kind"] == "bias"]
+    integers = constants(model)
+    found = {name: integers[f"{name}_quantized"] for name, entry in entries.items() if entry["kind"] == "weight"}
+    assert sum(values.size for values in found.values()) == 4 * sum(wanted.values())
+    assert "Gather" in node_types(model)
+    with_blocks = [node for node in model.graph.node if any(it.name == "block_size" for it in node.attribute)]
+    assert {node.op_type for node in with_blocks} <= {"DequantizeLinear"}
+    assert len(with_blocks) == (5 if backend == "Experimental" else 1)  # that of the table; the others fold
+    fresh, _ = of_blocks(bits, backend, symmetric)
+    with torch.no_grad():
+        for quant in fresh.modules():
+            if isinstance(quant, FakeQuantizeBase):
+                quant.scale.mul_(3.0)
+    load_quant_params(fresh, tmp_path / "model.json")
+    torch.testing.assert_close(fresh(*inputs), gm(*inputs), rtol=0, atol=0)
+
+
+def test_weights_in_blocks_as_floats_are_the_same(tmp_path: Path) -> None:
+    gm, inputs = of_blocks(3, "Experimental", True)
+    report, model, _ = export(gm, inputs, tmp_path, weights="float")
+    assert report.certificate is not None
+    assert report.certificate.passed
+    pairs = [node.op_type for node in model.graph.node if any(it.name == "block_size" for it in node.attribute)]
+    assert sorted(pairs) == ["DequantizeLinear"] * 5 + ["QuantizeLinear"] * 5
+
+
+def test_weights_in_blocks_train(tmp_path: Path) -> None:
+    gm, inputs = of_blocks(4, "Experimental", True)
+    target, losses = torch.randn(6, 5), []
+    optimizer = torch.optim.Adam(gm.parameters(), 1e-2)
+    gm.train()
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (gm(*inputs) - target).square().mean()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in gm.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    report, _, _ = export(gm.eval(), inputs, tmp_path)
+    assert report.certificate is not None
+    assert report.certificate.passed
+
+
+def test_an_opset_without_blocks_is_refused(tmp_path: Path) -> None:
+    gm, inputs = of_blocks(8, "Experimental", True)
+    with pytest.raises(ExportError, match=r"in blocks of 4.* since opset 21; opset_version is 20.* and no blocks"):
+        convert_export(gm, inputs, tmp_path / "model.onnx", opset_version=20)

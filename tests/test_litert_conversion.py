@@ -1,6 +1,7 @@
 """The form of a model that LiteRT's converter takes, and the schemes that are refused."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from fxqat import export_tflite, prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.litert_conversion import check_schemes, litert_versions
 from fxqat.quantization.lower import lower
+from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.tflite.flatbuffer import graph_of, operators, quantization_of, read_model
 from tests.litert_models import converted, needs_litert, small
 from tests.models import calibrate, calibrated
@@ -25,6 +27,14 @@ def test_a_scheme_that_litert_lacks_is_refused_with_the_remedy(backend, kind, sc
     with pytest.raises(ExportError, match=f"LiteRT has no {kind} of the scheme {scheme}") as caught:
         check_schemes(tensors)
     assert "backend 'LiteRT'" in str(caught.value)
+
+
+def test_a_weight_in_blocks_is_refused():
+    scheme = QuantizeScheme(8, per_channel=True, block_size=4)
+    weight = QuantizedTensor("fc.weight", "weight", "fc", "int8", scheme, 1, (1.0, 2.0), (0, 0))
+    check_schemes([replace(weight, scheme=replace(scheme, block_size=None))])
+    with pytest.raises(ExportError, match=r"fc.weight: LiteRT has no weight .* in blocks of 4.* without blocks"):
+        check_schemes([weight])
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "LiteRT"])

@@ -15,6 +15,8 @@ from fxqat.numerics import (
     covered_range,
     dequantize,
     fake_quantize,
+    from_blocks,
+    in_blocks,
     per_axis,
     quantize,
     valid_scale,
@@ -269,3 +271,16 @@ def test_hostile_ranges_still_give_valid_parameters(symmetric: bool) -> None:
     assert torch.all((scale >= SCALE_MIN) & (scale <= SCALE_MAX))
     assert scale[0] == SCALE_MIN
     assert torch.all((zero_point >= -128) & (zero_point <= 127) & (zero_point == zero_point.round()))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_matrix_in_blocks_and_back(axis):
+    matrix = torch.arange(24).reshape(4, 6)
+    size = (3, 2)[axis]
+    rows = in_blocks(matrix, size, axis)
+    assert rows.shape == (24 // size, size)
+    neighbours = matrix[0, :3] if axis == 0 else matrix[:2, 0]
+    assert torch.equal(rows[0], neighbours)
+    assert torch.equal(from_blocks(rows, matrix.shape, axis), matrix)
+    firsts = from_blocks(rows[:, 0], matrix.shape, axis)
+    assert torch.equal(firsts, matrix[:, ::3] if axis == 0 else matrix[::2])

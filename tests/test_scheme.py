@@ -141,3 +141,15 @@ def test_json_entry_of_a_bias_is_int32() -> None:
     entry = QuantizedTensor("b", "bias", "conv", "int32", None, 0, (0.5, 0.25), (0, 0)).as_json()
     assert (entry["quant_min"], entry["quant_max"], entry["bit_width"]) == (-(2**31), 2**31 - 1, 32)
     assert (entry["axis"], entry["scale"], entry["zero_point"]) == (0, [0.5, 0.25], [0, 0])
+
+
+@pytest.mark.parametrize("size", [1, 0, True, 2.0])
+def test_a_block_has_at_least_two_values(size):
+    with pytest.raises(ConfigError, match="block_size must be an integer of at least 2, or None"):
+        QuantizeScheme(per_channel=True, block_size=size)
+
+
+def test_blocks_are_of_channels():
+    with pytest.raises(ConfigError, match="block_size=8 divides the scales of output channels"):
+        QuantizeScheme(block_size=8)
+    assert str(QuantizeScheme(4, per_channel=True, block_size=8)) == "int4 sym per-channel in blocks of 8"

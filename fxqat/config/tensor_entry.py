@@ -24,6 +24,8 @@ SCHEME_SPELLINGS = {
     "symmetric": "symmetric",
     "signed": "signed",
     "per_channel": "per_channel",
+    "block_size": "block_size",
+    "group_size": "block_size",
     "narrow_range": "narrow_range",
     "scale_bits": "scale_bits",
     "pot_scale": "scale_bits",
@@ -39,6 +41,8 @@ MODULE_SPELLINGS = {
     "fake_quantize_args": "fake_quantize_args",
     "fakeq_params": "fake_quantize_args",
 }
+INTEGERS = ("bit", "bit_width", "scale_bits", "block_size", "group_size")
+"""Those of them whose values are integers."""
 DYNAMIC = "dynamic"
 """The entry of an activation that is quantized at run time."""
 
@@ -81,6 +85,8 @@ def read_change(entry: Mapping[str, Any] | str, where: str, tensor: str) -> Tens
             modules[name] = _named(name, value, f"{where}: {key}")
         else:
             modules[name] = dict(mapping(value, f"{where}: {name}"))
+    if scheme.get("block_size") is not None:
+        scheme.setdefault("per_channel", True)
     _check_possible(scheme, modules, where, tensor)
     return TensorChange(scheme, modules)
 
@@ -103,11 +109,13 @@ def write_change(change: TensorChange) -> dict[str, Any] | str:
 
 
 def write_config(config: TensorQConfig) -> dict[str, Any] | str:
-    """The entry that says everything about how a tensor is quantized; empty arguments are left out.
+    """The entry that says everything about how a tensor is quantized; empty arguments, and no blocks, are left out.
 
     A fixed range is neither observed nor trained, so that the entry names no observer.
     """
     scheme = {key: getattr(config.scheme, key) for key in dict.fromkeys(SCHEME_SPELLINGS.values())}
+    if scheme["block_size"] is None:
+        del scheme["block_size"]
     if scheme["fixed_range"] is not None:
         return write_change(TensorChange(scheme, {"fake_quantize": "Fixed"}))
     del scheme["fixed_range"]
@@ -142,7 +150,9 @@ def _plain(name: str) -> str:
 def _scheme_value(key: str, value: Any, where: str) -> Any:
     if key == "fixed_range":
         return _range(value, where)
-    wanted = int if key in ("bit", "bit_width", "scale_bits") else bool
+    if SCHEME_SPELLINGS[key] == "block_size" and value is None:
+        return None
+    wanted = int if key in INTEGERS else bool
     if type(value) is not wanted:
         raise ConfigError(f"{where}: {key} must be {wanted.__name__}, got {value!r}")
     if key == "pot_scale":
@@ -172,7 +182,8 @@ def _check_possible(scheme: Mapping[str, Any], modules: Mapping[str, Any], where
         raise ConfigError(f"{where}: {cause}") from cause
     if tensor != "weight" and scheme.get("per_channel"):
         raise ConfigError(
-            f"{where}: per_channel: True is for weights; activations have one scale per tensor: leave it out"
+            f"{where}: per_channel: True{' (or block_size)' if scheme.get('block_size') else ''} is for weights; "
+            "activations have one scale per tensor: leave it out"
         )
     chosen = modules.get("fake_quantize")
     row = FAKE_QUANTIZES.get(chosen) if isinstance(chosen, str) else chosen

@@ -272,17 +272,18 @@ def check_shared_weights(requests: dict[fx.Node, Request]) -> None:
 
 
 def check_dynamic_weights(requests: dict[fx.Node, Request]) -> None:
-    """Check that the weights of layers that quantize their input at run time are stored in 8 bits.
+    """Check that the weights of layers that quantize their input at run time are stored in 8 bits, without blocks.
 
     Raises:
-        ConfigError: one is stored in more or fewer.
+        ConfigError: one is stored in more or fewer, or has blocks.
     """
     for node, request in requests.items():
         scheme = request.weight.scheme if request.dynamic and request.weight is not None else None
-        if scheme is not None and not 5 <= scheme.bit_width <= 8:
+        if scheme is not None and (not 5 <= scheme.bit_width <= 8 or scheme.block_size is not None):
             raise ConfigError(
-                f"{node.name!r}: activation 'dynamic' needs a weight of 5 to 8 bits, the only ones that MatMulInteger "
-                f"and ConvInteger take, got {scheme}. Change the weight, or its activation to null (weights only)."
+                f"{node.name!r}: activation 'dynamic' needs a weight of 5 to 8 bits without blocks, the only ones that "
+                f"MatMulInteger and ConvInteger take, got {scheme}. Change the weight, or its activation to null "
+                "(weights only)."
             )
 
 

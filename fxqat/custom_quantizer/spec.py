@@ -21,6 +21,7 @@ class LegalSchemes:
         per_channel: whether they have a scale for each channel; activations never have.
         scale_bits: the largest number of significant bits of a scale; 1 for powers of two.
         even_zero_point: whether zero points that depend on the range must be even.
+        blocks: whether they may have a scale for each block of a channel.
 
     Example:
         >>> legal = LegalSchemes(frozenset({8}), symmetric=True, signed=True)
@@ -36,12 +37,14 @@ class LegalSchemes:
     per_channel: bool | None = None
     scale_bits: int = FLOAT32_BITS
     even_zero_point: bool = False
+    blocks: bool = False
 
     def __contains__(self, scheme: QuantizeScheme) -> bool:
         """Whether a scheme is one of them."""
         exact = ((getattr(self, name), getattr(scheme, name)) for name in ("symmetric", "signed", "per_channel"))
         zero_point = scheme.fixed_zero_point is not None or scheme.even_zero_point or not self.even_zero_point
         fits = scheme.bit_width in self.bit_widths and scheme.scale_bits <= self.scale_bits and zero_point
+        fits = fits and (self.blocks or scheme.block_size is None)
         return fits and all(wanted in (None, found) for wanted, found in exact)
 
     def __str__(self) -> str:
@@ -53,6 +56,7 @@ class LegalSchemes:
         choices = ((self.symmetric, "sym", "asym"), (self.per_channel, "per-channel", "per-tensor"))
         words += [yes if flag else no for flag, yes, no in choices if flag is not None]
         words += ["with an even zero point"] * self.even_zero_point + ["pot"] * (self.scale_bits == 1)
+        words += ["in blocks or not"] * self.blocks
         return " ".join(words)
 
 

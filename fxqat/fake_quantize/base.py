@@ -9,7 +9,15 @@ from torch import Tensor
 
 from fxqat.errors import CheckpointError, ConfigError
 from fxqat.fake_quantize.straight_through import fake_quantize_ste
-from fxqat.numerics import choose_qparams, covered_range, valid_scale, valid_zero_point
+from fxqat.numerics import (
+    choose_qparams,
+    covered_range,
+    from_blocks,
+    in_blocks,
+    per_axis,
+    valid_scale,
+    valid_zero_point,
+)
 from fxqat.scheme import QuantizeScheme
 from fxqat.utils.torch_compat import KeepsDtype
 
@@ -46,6 +54,9 @@ class Observer(Protocol):
 class FakeQuantizeBase(KeepsDtype):
     """Simulates the rounding of one tensor. Its own tensors stay float32 in a model in half precision.
 
+    A scheme with blocks has a scale for each row of the weight in blocks, see :meth:`in_blocks`: to the observer and to
+    the methods that a subclass writes, these rows are the channels, and the axis is 0.
+
     A subclass has ``scale`` and ``zero_point`` as parameters or buffers. Or it computes them, as properties, from other
     parameters, which :meth:`store` then sets.
 
@@ -56,7 +67,10 @@ class FakeQuantizeBase(KeepsDtype):
         axis: the channel axis, for per-channel schemes and folding factors; None for activations.
 
     Attributes:
-        scale: real units per step, ``()`` or ``(channels,)``. Read it through :meth:`qparams`, which keeps it valid.
+        axis: of what is rounded: the channel axis, 0 with blocks.
+        channel_axis: of the tensor, with blocks or without.
+        scale: real units per step, ``()`` or ``(channels,)``, of blocks ``(blocks,)``. Read it through :meth:`qparams`,
+            which keeps it valid.
         zero_point: integers (float32 storage) of the same shape.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
@@ -87,7 +101,8 @@ class FakeQuantizeBase(KeepsDtype):
             )
         self.scheme = scheme
         self.kind = kind
-        self.axis = axis
+        self.channel_axis = axis
+        self.axis = axis if scheme.block_size is None else 0
         self.observer = observer
         self.observer_enabled = False
         self.fake_quant_enabled = False
@@ -137,7 +152,7 @@ class FakeQuantizeBase(KeepsDtype):
         """
         if self.scheme.fixed_range is None:
             # an observer of a user's own may take the tensor only
-            self.observer(self.as_read(self.target(x)), **({"same_pass": True} if same_pass else {}))
+            self.observer(self.as_read(self.target(self.in_blocks(x))), **({"same_pass": True} if same_pass else {}))
             self.update_from_observer()
 
     def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:
@@ -171,7 +186,38 @@ class FakeQuantizeBase(KeepsDtype):
         self.zero_point.copy_(zero_point)
 
     def attach(self, weight: Tensor) -> None:
-        """Allocate state in the shape of the weight; called once, when the layer is made."""
+        """Allocate state in the shape of the weight (in blocks); called once, when the layer is made."""
+
+    def in_blocks(self, x: Tensor) -> Tensor:
+        """What is rounded: x, or ``(blocks, block_size)`` if the scheme has blocks.
+
+        Args:
+            x: the weight.
+        """
+        size, axis = self.scheme.block_size, self.channel_axis
+        return x if size is None or axis is None else in_blocks(x, size, axis)
+
+    def from_blocks(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of :meth:`in_blocks`.
+
+        Args:
+            values: rows of the blocks, of any length.
+            shape: of the weight.
+        """
+        axis = self.channel_axis
+        return values if self.scheme.block_size is None or axis is None else from_blocks(values, shape, axis)
+
+    def per_scale(self, values: Tensor) -> Tensor:
+        """Values of the channels, ``(channels,)``, one for each scale: all blocks of a channel have the same."""
+        if self.scheme.block_size is None:
+            return values
+        blocks = self.scale.numel() // values.numel()
+        return values.repeat(blocks) if self.channel_axis else values.repeat_interleave(blocks)
+
+    def per_weight(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Values of the shape of the scale, one for each element of a weight, in its shape."""
+        rows = self.in_blocks(weight)
+        return self.from_blocks(per_axis(values, rows.dim(), self.axis).expand_as(rows), weight.shape)
 
     def target(self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None) -> Tensor:
         """The real tensor that is rounded instead of x; x itself in most methods.
@@ -179,7 +225,7 @@ class FakeQuantizeBase(KeepsDtype):
         Observers, training and the export of weights use it, so that all of them see the same integers. The Q/DQ pair
         of an activation rounds x itself.
 
-        Args: as :meth:`quantize`; the result is multiplied by ``factor`` as x is.
+        Args: as :meth:`quantize`, but x in blocks; the result is multiplied by ``factor`` as x is.
         """
         return x
 
@@ -211,15 +257,22 @@ class FakeQuantizeBase(KeepsDtype):
 
         Args:
             x: any shape.
-            factor: ``(channels,)`` along ``axis``; quantizes ``x * factor`` and divides the result by it. The grid is
-                divided instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
-            used_scale: ``()`` or ``(channels,)``; replaces the scale (where the bias needs a larger one). The gradient
+            factor: ``(channels,)`` along ``channel_axis``; quantizes ``x * factor`` and divides the result by it. The
+                grid is divided instead of the tensor, so this costs nothing: ``fq(x * f; s) / f == fq(x; s / f)``.
+            used_scale: of the shape of the scale; replaces the scale (where the bias needs a larger one). The gradient
                 still goes to ``scale``.
             input_kept: as in :meth:`forward`; true for parameters.
 
         Returns:
             Of x's shape and dtype.
         """
+        if self.scheme.block_size is None:
+            return self.rounded(x, factor, used_scale, input_kept)
+        factor = None if factor is None else self.per_scale(factor)
+        return self.from_blocks(self.rounded(self.in_blocks(x), factor, used_scale, input_kept), x.shape)
+
+    def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
+        """:meth:`quantize` of a tensor in blocks, with a factor for each; a subclass may write it anew."""
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
         return fake_quantize_ste(

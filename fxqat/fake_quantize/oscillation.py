@@ -46,8 +46,8 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
             lowers it during training with a cosine schedule: see :func:`set_freeze_threshold`.
 
     Attributes:
-        frequency: of the oscillation of every weight, in the weight's shape, as the four that follow. All five are
-            None until :meth:`attach`.
+        frequency: of the oscillation of every weight, in the weight's shape (in blocks), as the four that follow. All
+            five are None until :meth:`attach`.
         average: the moving average of the integers.
         integer: the last integer, NaN before the first step.
         direction: the sign of the last change, -1, 0 or 1.
@@ -102,13 +102,11 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
         # copies: the state changes before the backward pass if a layer is called twice
         return torch.where(self.frozen.clone(), self.integer.clone() * grid, x).to(x.dtype)
 
-    def quantize(
-        self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
-    ) -> Tensor:
+    def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
         """Update the state in training mode, then round as ``Learnable`` does."""
         if self.training:
             self._count(x, factor, used_scale)
-        return super().quantize(x, factor, used_scale, input_kept)
+        return super().rounded(x, factor, used_scale, input_kept)
 
     @torch.no_grad()
     def _count(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None) -> None:
@@ -143,7 +141,7 @@ def frequency(model: nn.Module) -> dict[str, Tensor]:
     ``{name: f.gt(0.005).float().mean() for name, f in frequency(model).items()}``.
 
     Returns:
-        Copies in the shapes of the weights, on their device.
+        Copies in the shapes of the weights, those of blocks in blocks, on their device.
 
     Source: Nagel et al. 2022 (arXiv:2203.11086), equation 4.
     """

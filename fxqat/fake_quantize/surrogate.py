@@ -32,10 +32,8 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
         """
         raise NotImplementedError
 
-    def quantize(
-        self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
-    ) -> Tensor:
-        """Round ``x`` as in :meth:`FakeQuantizeBase.quantize`; ``input_kept`` is ignored."""
+    def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
+        """Round ``x`` as in :meth:`FakeQuantizeBase.rounded`; ``input_kept`` is ignored."""
         dtype, scheme = x.dtype, self.scheme
         used_scale = self.used_scale() if used_scale is None else used_scale
         x = self.target(x, factor, used_scale).float()

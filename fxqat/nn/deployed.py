@@ -63,23 +63,32 @@ class DeployedPart(nn.Module):
     :mod:`fxqat.quantization.exported_parts`.
 
     Args:
-        scale: ``()`` or ``(channels,)``, real units per step.
+        scale: ``()`` or ``(channels,)``, real units per step; with blocks, of the shape of the tensor but for ``axis``.
         zero_point: of the same shape, in the integer type.
-        axis: channel axis, None per tensor.
+        axis: channel axis, None per tensor; with blocks, the axis along which they lie.
         integers: the values of a stored tensor.
+        block_size: neighbours along the axis that share a scale; None without blocks.
     """
 
     number = -1
     """Its number in the lowered graph; -1 until it is exported."""
 
-    def __init__(self, scale: Tensor, zero_point: Tensor, axis: int | None, integers: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        scale: Tensor,
+        zero_point: Tensor,
+        axis: int | None,
+        integers: Tensor | None = None,
+        block_size: int | None = None,
+    ) -> None:
         super().__init__()
         self.axis = axis
+        self.block_size = block_size
         self._constants = _Constants(scale.clone(), zero_point, integers)
 
     @property
     def scale(self) -> Tensor:
-        """``()`` or ``(channels,)``, real units per step."""
+        """Real units per step."""
         return self._constants.scale
 
     @property
@@ -94,7 +103,13 @@ class DeployedPart(nn.Module):
 
     def dequantize(self, q: Tensor) -> Tensor:
         """The real values of integers, as DequantizeLinear computes them."""
-        return dequantize(q, self.scale, self.zero_point.float(), self.axis)
+        scale, zero_point = self._spread(q.dim())
+        return dequantize(q, scale, zero_point)
+
+    def _spread(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero point, to broadcast with a tensor of ``dim`` dimensions."""
+        scale = spread(self.scale, dim, self.axis, self.block_size)
+        return scale, spread(self.zero_point.float(), dim, self.axis, self.block_size)
 
 
 class QuantizeDequantize(DeployedPart):
@@ -105,34 +120,44 @@ class QuantizeDequantize(DeployedPart):
 
     Args:
         scheme: the scheme.
-        scale: ``()`` or ``(channels,)``, real units per step.
+        scale: as of :class:`DeployedPart`.
         zero_point: integers as float32, of the same shape.
         opset_version: opset of the file; the storage type depends on it.
-        axis: channel axis, None per tensor.
+        axis: channel axis, None per tensor; with blocks, the axis along which they lie.
+        block_size: None without blocks.
     """
 
     low: Tensor
     high: Tensor
 
     def __init__(
-        self, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, opset_version: int, axis: int | None = None
+        self,
+        scheme: QuantizeScheme,
+        scale: Tensor,
+        zero_point: Tensor,
+        opset_version: int,
+        axis: int | None = None,
+        block_size: int | None = None,
     ) -> None:
-        super().__init__(scale, zero_point.to(integer_type(scheme)), axis)
+        super().__init__(scale, zero_point.to(integer_type(scheme)), axis, block_size=block_size)
         self.range = (scheme.quant_min, scheme.quant_max)
         self.fills_storage = scheme.fills_storage(opset_version)
         if not self.fills_storage:
-            self.register_buffer("low", (scheme.quant_min - zero_point) * scale)
-            self.register_buffer("high", (scheme.quant_max - zero_point) * scale)
+            for name, limit in (("low", scheme.quant_min), ("high", scheme.quant_max)):
+                bound = (limit - zero_point) * scale
+                self.register_buffer(name, bound if block_size is None else spread(bound, 0, axis, block_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """Round ``x`` to the grid."""
         if not self.fills_storage:
-            low, high = (per_axis(bound, x.dim(), self.axis) for bound in (self.low, self.high))
+            low, high = self.low, self.high
+            if self.block_size is None:
+                low, high = (per_axis(bound, x.dim(), self.axis) for bound in (low, high))
             x = torch.minimum(torch.maximum(x, low), high)
         if torch.compiler.is_exporting():
             rounded: Tensor = torch.ops.fxqat.quantize_dequantize(x, self.number)
             return rounded
-        return fake_quantize(x, self.scale, self.zero_point.float(), *self.range, self.axis)
+        return fake_quantize(x, *self._spread(x.dim()), *self.range)
 
 
 class DynamicQuantizeDequantize(nn.Module):
@@ -149,13 +174,16 @@ class StoredTensor(DeployedPart):
 
     Args:
         integers: the values, in their integer type.
-        scale: ``()`` or ``(channels,)``, real units per step.
+        scale: as of :class:`DeployedPart`, as the three that follow.
         zero_point: of the same shape, in the integer type.
-        axis: channel axis.
+        axis: channel axis, or that of the blocks.
+        block_size: None without blocks.
     """
 
-    def __init__(self, integers: Tensor, scale: Tensor, zero_point: Tensor, axis: int) -> None:
-        super().__init__(scale, zero_point, axis, integers)
+    def __init__(
+        self, integers: Tensor, scale: Tensor, zero_point: Tensor, axis: int, block_size: int | None = None
+    ) -> None:
+        super().__init__(scale, zero_point, axis, integers, block_size)
 
     def forward(self) -> Tensor:
         """The real values."""
@@ -246,11 +274,17 @@ def attention(
     return result.reshape(*lead, *result.shape[-2:])
 
 
+def spread(values: Tensor, dim: int, axis: int | None, block_size: int | None) -> Tensor:
+    """The scales or zero points of a :class:`DeployedPart`, to broadcast with its tensor of ``dim`` dimensions."""
+    return per_axis(values, dim, axis) if block_size is None else values.repeat_interleave(block_size, axis)
+
+
 def stored_weight(weight: Tensor, scheme: QuantizeScheme, scale: Tensor, zero_point: Tensor, axis: int) -> StoredTensor:
-    """A weight stored as integers, the same that training simulates."""
-    dtype = integer_type(scheme)
-    integers = quantize(weight, scale, zero_point, scheme.quant_min, scheme.quant_max, axis)
-    return StoredTensor(integers.to(dtype), scale, zero_point.to(dtype), axis)
+    """A weight stored as integers, the same that training simulates; arguments as of :class:`StoredTensor`."""
+    dtype, size = integer_type(scheme), scheme.block_size
+    wide, zeros = (spread(values, weight.dim(), axis, size) for values in (scale, zero_point))
+    integers = quantize(weight, wide, zeros, scheme.quant_min, scheme.quant_max)
+    return StoredTensor(integers.to(dtype), scale, zero_point.to(dtype), axis, size)
 
 
 def stored_bias(integers: Tensor, scale: Tensor, axis: int = 0) -> StoredTensor:

@@ -152,6 +152,8 @@ class QATLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The scales in use for weight and bias; a weight scale is raised where the bias would not fit into int32.
 
+        The bias of a weight in blocks stays float: the products of an output have several scales.
+
         Args:
             bias: the folded bias, ``(out_channels,)``, or None.
             input_fake_quant: the fake-quant of the layer's input, None if that is float.
@@ -161,7 +163,7 @@ class QATLayer(nn.Module):
             one scale, else ``(out_channels,)``, or None if the bias stays float.
         """
         weight_scale = self.weight_fake_quant.used_scale()
-        if bias is None or input_fake_quant is None:
+        if bias is None or input_fake_quant is None or self.weight_fake_quant.scheme.block_size is not None:
             return weight_scale, None
         input_scale = input_fake_quant.used_scale()
         floor = floor_for(weight_scale, weight_scale_floor(bias, input_scale), self.op.groups)
@@ -175,10 +177,9 @@ class QATLayer(nn.Module):
         self._observe(weight)
         if not quant.fake_quant_enabled:
             return weight, bias
-        if input_fake_quant is None or not input_fake_quant.fake_quant_enabled:
+        is_on = input_fake_quant is not None and input_fake_quant.fake_quant_enabled
+        if bias is None or input_fake_quant is None or not is_on or quant.scheme.block_size is not None:
             return quant.quantize(weight), bias
-        if bias is None:
-            return quant.quantize(weight), None
         rounding = round_bias(bias, input_fake_quant, quant) if self.op.groups == 1 else None
         if rounding is not None:
             weight_scale, error = rounding

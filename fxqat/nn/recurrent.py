@@ -205,10 +205,11 @@ class QATRecurrentLayer(RecurrentLayer):
             input_fake_quant: the fake-quant of the layer's input, None if that is float.
 
         Returns:
-            ``(scale of W, scale of B)``, each ``()`` or one for each row; None for a bias that stays float.
+            ``(scale of W, scale of B)``, each ``()`` or one for each row; None for a bias that stays float, as that of
+            weights in blocks does.
         """
         scale = self.weight_ih_fake_quant.used_scale()
-        if bias is None or input_fake_quant is None:
+        if bias is None or input_fake_quant is None or self.weight_ih_fake_quant.scheme.block_size is not None:
             return scale, None
         input_scale = input_fake_quant.used_scale()
         by_row = bias.abs().reshape(len(self.names), 2, -1).amax(1).flatten()

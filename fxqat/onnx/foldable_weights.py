@@ -3,7 +3,8 @@
 For the DequantizeLinear of a stored weight that only layers in float read:
 
 1. ``DequantizeLinear(q, s)`` becomes ``Mul(Cast(q), s)``, with s in the shape of the weight's channels;
-2. a zero point is subtracted between both: ``Mul(Sub(Cast(q), z), s)``.
+2. a zero point is subtracted between both: ``Mul(Sub(Cast(q), z), s)``;
+3. with a scale for each block, the integers have a dimension of blocks and one within a block, and a Reshape follows.
 
 Integers of up to 16 bits and their differences are exact in float32, so the product is rounded once, as in
 DequantizeLinear, and no value changes.
@@ -59,8 +60,35 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     nodes.append(ir.node("Mul", [nodes[-1].outputs[0], scale], name=f"{node.name}_mul"))
     for each, suffix in zip(nodes, ("integers", "centered"), strict=False):
         each.outputs[0].name = f"{old.name}_{suffix}"
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [nodes[-1].outputs[0]])
+    real = nodes[-1].outputs[0]
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [real])
+    if _block_size(node):  # case 3
+        _out_of_blocks(graph, node, integers, real)
     drop_unread(graph, [zero_point])
+
+
+def _block_size(node: ir.Node) -> int:
+    """0 without blocks."""
+    return node.attributes.get_int("block_size", 0)
+
+
+def _out_of_blocks(graph: ir.Graph, node: ir.Node, integers: ir.Value, real: ir.Value) -> None:
+    """Give integers a dimension of blocks, and take it away behind their real values."""
+    values, size = _values(integers), _block_size(node)
+    axis = node.attributes.get_int("axis", 1) % values.ndim
+    whole = np.array(values.shape, np.int64)
+    divided = values.reshape(*values.shape[:axis], -1, size, *values.shape[axis + 1 :])
+    integers.const_value = ir.Tensor(divided, dtype=integers.dtype, name=integers.name)
+    integers.shape = real.shape = ir.Shape(divided.shape)
+    shape = ir.Value(name=f"{real.name}_shape", const_value=ir.tensor(whole, name=f"{real.name}_shape"))
+    graph.register_initializer(shape)
+    reshape = ir.node("Reshape", [real, shape], name=f"{node.name}_reshape")
+    reshape.outputs[0].name = f"{real.name}_whole"
+    producer = real.producer()
+    assert producer is not None
+    real.replace_all_uses_with(reshape.outputs[0])
+    reshape.replace_input_with(0, real)
+    graph.insert_after(producer, reshape)
 
 
 def _values(value: ir.Value) -> np.ndarray:
@@ -70,7 +98,9 @@ def _values(value: ir.Value) -> np.ndarray:
 
 def _reshape(value: ir.Value, node: ir.Node, values: np.ndarray) -> None:
     """Give an initializer these values, in a shape that broadcasts over the weight along the node's axis."""
-    if values.ndim:
+    if _block_size(node):
+        values = np.expand_dims(values, node.attributes.get_int("axis", 1) % values.ndim + 1)
+    elif values.ndim:
         weight = input_of(node, 0).shape
         assert weight is not None
         axis = node.attributes.get_int("axis", 1) % len(weight)

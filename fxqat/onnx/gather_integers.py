@@ -10,9 +10,10 @@ A Gather of rows (axis 0) from a stored tensor, ``Gather(DequantizeLinear(q, s, 
 Integers of up to 16 bits and their differences are exact in float32, so the product is rounded once, as in
 DequantizeLinear, and no value changes. Without this the whole table is dequantized in each run.
 
-3. Integers of 4 and 2 bits stay as they are: Gather does not take them.
+3. with a scale for each block of a row: ``DequantizeLinear(Gather(q, i), Gather(s, i), Gather(z, i))``.
+4. Integers of 4 and 2 bits stay as they are: Gather does not take them.
 
-Source: ONNX Gather, opset 13; DequantizeLinear, opset 13.
+Source: ONNX Gather, opset 13; DequantizeLinear, opset 13, with blocks opset 21.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ def _reads_stored_rows(node: ir.Node) -> bool:
         return False
     integers, scale = input_of(reader, 0), input_of(reader, 1)
     per_row = scale.shape is not None and (not len(scale.shape) or reader.attributes.get_int("axis", 1) == 0)
-    return integers.is_initializer() and per_row and integers.dtype not in NARROW.values()  # case 3
+    of_rows = per_row or (_block_size(reader) > 0 and reader.attributes.get_int("axis", 1) == 1)
+    return integers.is_initializer() and of_rows and integers.dtype not in NARROW.values()  # case 4
+
+
+def _block_size(reader: ir.Node) -> int:
+    """0 without blocks."""
+    return reader.attributes.get_int("block_size", 0)
 
 
 def _move(graph: ir.Graph, gather: ir.Node) -> None:
@@ -65,6 +72,9 @@ def _move(graph: ir.Graph, gather: ir.Node) -> None:
     rows = add("Gather", [integers, input_of(gather, 1)], {"axis": 0})
     if not len(scale.shape):  # case 1
         add("DequantizeLinear", [rows, scale, zero_point])
+    elif _block_size(reader):  # case 3
+        parameters = (add("Gather", [values, input_of(gather, 1)], {"axis": 0}) for values in (scale, zero_point))
+        add("DequantizeLinear", [rows, *parameters], {"axis": -1, "block_size": _block_size(reader)})
     else:  # case 2
         last = _last_axis(graph)
         rows = add("Cast", [rows], {"to": ir.DataType.FLOAT})

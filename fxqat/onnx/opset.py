@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from fxqat.errors import ExportError
-from fxqat.scheme import STORAGE_OPSETS, QuantizedTensor
+from fxqat.scheme import BLOCKS_OPSET, STORAGE_OPSETS, QuantizedTensor, QuantizeScheme
 
 OLDEST = 13
 """The first opset whose QuantizeLinear and DequantizeLinear work per channel."""
@@ -47,7 +47,7 @@ def opset_for(tensors: Iterable[QuantizedTensor], opset_version: int | None) -> 
     Raises:
         ExportError: the one asked for does not have the type of a tensor.
     """
-    needs = [(STORAGE_OPSETS[t.scheme.storage_width(DEFAULT)], t) for t in tensors if t.scheme is not None]
+    needs = [(_needs(t.scheme), t) for t in tensors if t.scheme is not None]
     if opset_version is None:
         return max([DEFAULT, *(need for need, _ in needs)])
     for need, tensor in needs:
@@ -55,9 +55,14 @@ def opset_for(tensors: Iterable[QuantizedTensor], opset_version: int | None) -> 
             raise ExportError(
                 f"{tensor.name} is {tensor.scheme}, stored as {tensor.dtype}, which QuantizeLinear and "
                 f"DequantizeLinear take since opset {need}; opset_version is {opset_version}. Leave opset_version out "
-                f"or give {need} or more; or give this tensor 5 to 8 bits."
+                f"or give {need} or more; or give this tensor 5 to 8 bits and no blocks."
             )
     return opset_version
+
+
+def _needs(scheme: QuantizeScheme) -> int:
+    """The first opset in which a tensor of a scheme can be stored."""
+    return max(STORAGE_OPSETS[scheme.storage_width(DEFAULT)], BLOCKS_OPSET if scheme.block_size is not None else OLDEST)
 
 
 def newer_operators(op_types: Iterable[str], opset_version: int) -> dict[str, int]:

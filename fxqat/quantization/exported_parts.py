@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnxscript import opset18 as op
+from onnxscript import opset18, opset21
 from torch import Tensor, nn
 
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
@@ -37,17 +37,17 @@ class ExportedParts:
     def translations(self) -> dict[Callable[..., Any], Callable[..., Any]]:
         """For ``torch.onnx.export(custom_translation_table=...)``.
 
-        Source: ONNX QuantizeLinear and DequantizeLinear, opset 13.
+        Source: ONNX QuantizeLinear and DequantizeLinear, opset 13; with blocks, opset 21.
         """
 
         def quantize_dequantize(x: Any, part: int) -> Any:
-            scale, zero_point, axis = self._parameters(part)
-            q = op.QuantizeLinear(x, scale, zero_point, axis=axis)
-            return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+            op, scale, zero_point, attributes = self._parameters(part)
+            q = op.QuantizeLinear(x, scale, zero_point, **attributes)
+            return op.DequantizeLinear(q, scale, zero_point, **attributes)
 
         def dequantize(q: Any, part: int) -> Any:
-            scale, zero_point, axis = self._parameters(part)
-            return op.DequantizeLinear(q, scale, zero_point, axis=axis)
+            op, scale, zero_point, attributes = self._parameters(part)
+            return op.DequantizeLinear(q, scale, zero_point, **attributes)
 
         def stored(part: int, shape: Sequence[int]) -> Any:
             path, module = self._parts[part]
@@ -70,10 +70,14 @@ class ExportedParts:
                 if name in self._constants:
                     model.graph.register_initializer(self._constants[name])
 
-    def _parameters(self, part: int) -> tuple[Any, Any, int]:
+    def _parameters(self, part: int) -> tuple[Any, Any, Any, dict[str, int]]:
+        """The operators, scale, zero point and attributes of a part."""
         path, module = self._parts[part]
         scale = self._constant(f"{path}.scale", module.scale)
-        return scale, self._constant(f"{path}.zero_point", module.zero_point), module.axis or 0
+        zero_point = self._constant(f"{path}.zero_point", module.zero_point)
+        if module.block_size is None:
+            return opset18, scale, zero_point, {"axis": module.axis or 0}
+        return opset21, scale, zero_point, {"axis": module.axis or 0, "block_size": module.block_size}
 
     def _constant(self, name: str, tensor: Tensor) -> Any:
         if name not in self._constants:

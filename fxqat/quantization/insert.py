@@ -35,7 +35,7 @@ from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify, keeps_output
 from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.quantization.zero_values import zero_values
-from fxqat.scheme import TensorQConfig
+from fxqat.scheme import QuantizeScheme, TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, nodes_where, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
@@ -79,7 +79,7 @@ def build_fake_quant(
         config: what to build.
         kind: ``"weight_fake_quant"`` or ``"act_fake_quant"``.
         axis: the channel axis of the tensor, if it has one.
-        num_channels: the size of that axis.
+        num_channels: the size of that axis; with blocks their number.
 
     Raises:
         ConfigError: an observer or fake-quant is unknown, or does not take the arguments it is given.
@@ -93,9 +93,8 @@ def build_fake_quant(
     if scheme.fixed_range is not None:
         quant_type, arguments = FAKE_QUANTIZES["Fixed"], {}
     try:
-        observer: ObserverBase = observer_type(
-            scheme, axis if scheme.per_channel else None, num_channels, **dict(config.observer_args)
-        )
+        watched = None if not scheme.per_channel else axis if scheme.block_size is None else 0
+        observer: ObserverBase = observer_type(scheme, watched, num_channels, **dict(config.observer_args))
         quant: FakeQuantizeBase = quant_type(scheme, observer, kind, axis, **arguments)
     except TypeError as cause:
         raise ConfigError(
@@ -302,11 +301,26 @@ def _weight_fake_quant(
         if how == [axis, config]:
             return quant
     with _errors_name(config, where):
-        quant = build_fake_quant(config, WEIGHT, axis, weight.shape[axis])
-        quant.attach(weight)
+        quant = build_fake_quant(config, WEIGHT, axis, _number_of_scales(weight, config.scheme, axis))
+        quant.attach(quant.in_blocks(weight))
     quant = _placed(quant, weight.device, training)
     tied.get(id(weight), []).append((axis, config, quant))
     return quant
+
+
+def _number_of_scales(weight: torch.Tensor, scheme: QuantizeScheme, axis: int) -> int:
+    """The number of channels of a weight, or of blocks."""
+    size = scheme.block_size
+    if size is None:
+        return weight.shape[axis]
+    if weight.dim() != 2 or weight.shape[1 - axis] % size:
+        found = f"{weight.shape[1 - axis]} inputs" if weight.dim() == 2 else f"{weight.dim()} dimensions"
+        raise ConfigError(
+            f"block_size={size} is for weights of two dimensions whose number of inputs it divides; this one has "
+            f"{found}, shape {tuple(weight.shape)}. Give this layer another block_size, or none, in an entry of "
+            "'overrides'."
+        )
+    return weight.numel() // size
 
 
 def _placed(quant: FakeQuantizeBase, device: torch.device, training: bool) -> FakeQuantizeBase:

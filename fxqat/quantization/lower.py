@@ -230,7 +230,6 @@ class _Lowering:
                 pads, mode = layer.op.padding
                 arguments[0] = graph.call_function(F.pad, (arguments[0], pads, mode))
             quant = layer.weight_fake_quant
-            weight = quant.target(weight, used_scale=weight_scale)
             stored = self._weight(path, f"{path}.weight", quant, weight, weight_scale, layer.op.axis)
             self.weights_only[stored] = self.weights_only.get(stored, True) and quantizer is None
             arguments.append(graph.call_module(stored))
@@ -244,8 +243,7 @@ class _Lowering:
     def lower_table(self, node: fx.Node, table: QATEmbedding) -> None:
         """Replace a table by its function of stored integers, which ``fxqat.onnx.gather_integers`` moves behind it."""
         quant, path = table.weight_fake_quant, str(node.target)
-        weight, scale = quant.target(table.folded()[0]), quant.used_scale()
-        stored = self._weight(path, f"{path}.weight", quant, weight, scale, AXIS)
+        stored = self._weight(path, f"{path}.weight", quant, table.folded()[0], quant.used_scale(), AXIS)
         is_bag = table.layer is nn.EmbeddingBag
         options = table.call_options(node.args[1:], node.kwargs) if is_bag else {}
         options.pop("scale_grad_by_freq", None)
@@ -279,8 +277,8 @@ class _Lowering:
                 ("weight_ih", w_quant, w, w_scale),
                 ("weight_hh", r_quant, r, r_quant.used_scale()),
             ):
-                weight, axis = _with_directions(quant.target(weight, used_scale=scale), scale, directions)
-                stored.append(self._weight(f"{path}.{kind}_fake_quant", f"{path}.{kind}", quant, weight, scale, axis))
+                of_quant = f"{path}.{kind}_fake_quant"
+                stored.append(self._weight(of_quant, f"{path}.{kind}", quant, weight, scale, 0, directions))
                 self.weights_only[stored[-1]] = self.weights_only.get(stored[-1], True) and quantizer is None
         else:
             stored += [self._add(_Constant(_with_directions(weight, None, directions)[0])) for weight in (w, r)]
@@ -312,7 +310,14 @@ class _Lowering:
         return path
 
     def _weight(
-        self, path: str, name: str, quant: FakeQuantizeBase, weight: Tensor, scale: Tensor, channel_axis: int
+        self,
+        path: str,
+        name: str,
+        quant: FakeQuantizeBase,
+        weight: Tensor,
+        scale: Tensor,
+        channel_axis: int,
+        directions: int | None = None,
     ) -> str:
         """The path of a layer's stored weight; layers and calls that share it store it once for each scale.
 
@@ -320,25 +325,36 @@ class _Lowering:
             path: of the layer, or of its fake-quant if it has several.
             name: of the weight.
             quant: its fake-quant.
-            weight: what ``quant.target`` gives.
+            weight: what the fake-quant rounds.
             scale: in use.
-            channel_axis: the axis of the scale, if that has several values.
+            channel_axis: of the weight.
+            directions: of a recurrent layer, None of another.
         """
         _, zero_point = quant.qparams()
         known = self._weight_paths.setdefault(id(quant), [])
         for known_scale, known_path in known:
             if torch.equal(known_scale, scale):
                 return known_path
-        module: nn.Module = stored_weight(weight, quant.scheme, scale, zero_point, channel_axis)
-        axis = channel_axis if scale.dim() else None
+        target = quant.target(quant.in_blocks(weight), used_scale=scale)
+        scheme, known_scale, axis = quant.scheme, scale, channel_axis
+        if scheme.block_size is not None:
+            target, scale, zero_point = (quant.from_blocks(it, weight.shape) for it in (target, scale, zero_point))
+            axis = 1 - channel_axis
+            if directions is not None:
+                target, scale, zero_point = (it.unflatten(0, (directions, -1)) for it in (target, scale, zero_point))
+                axis = 2
+        elif directions is not None:
+            target, axis = _with_directions(target, scale, directions)
+        module: nn.Module = stored_weight(target, scheme, scale, zero_point, axis)
+        of_scale = axis if scale.dim() else None
         if self.weights == "float":
-            pair = QuantizeDequantize(quant.scheme, scale, zero_point, self.opset_version, axis)
-            module = RoundedTensor(weight, pair)
+            parameters = (scheme, scale, zero_point, self.opset_version, of_scale, scheme.block_size)
+            module = RoundedTensor(target, QuantizeDequantize(*parameters))
         found = self._add(module)
         name += f"_{len(known)}" if known else ""
-        dtype = quant.scheme.storage(self.opset_version)
-        self.tensors[found] = _record(name, "weight", path, dtype, quant.scheme, axis, scale, zero_point)
-        known.append((scale, found))
+        dtype = scheme.storage(self.opset_version)
+        self.tensors[found] = _record(name, "weight", path, dtype, scheme, of_scale, scale, zero_point)
+        known.append((known_scale, found))
         return found
 
     def _bias(self, path: str, bias: Tensor, scale: Tensor | None, channel_axis: int = 0) -> str:

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -14,7 +15,8 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.dorefa import DoReFaFakeQuantize
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
-from fxqat.scheme import QuantizeScheme
+from fxqat.quantization.insert import build_fake_quant
+from fxqat.scheme import QuantizeScheme, TensorQConfig
 from tests.builders import INT8, INT8_WEIGHT, UINT8, calibrate, make_fake_quant, make_suitable
 
 KINDS = pytest.mark.parametrize("kind", FAKE_QUANTIZES.values(), ids=list(FAKE_QUANTIZES))
@@ -308,3 +310,52 @@ def test_a_half_precision_tensor_is_rounded_as_in_float32(kind: type[FakeQuantiz
         assert torch.equal(rounded, quant(weight.float()).to(dtype))
     assert rounded.dtype == given.grad.dtype == dtype
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in quant.parameters())
+
+
+def in_blocks(kind: type[FakeQuantizeBase], axis: int, shape: tuple[int, int]) -> FakeQuantizeBase:
+    """A fake-quant of a weight with a scale for each block of 4."""
+    scale_bits = 1 if kind.__name__.startswith("TQT") else 24
+    scheme = QuantizeScheme(4, per_channel=True, block_size=4, scale_bits=scale_bits)
+    config = TensorQConfig(scheme, "MinMax", kind)
+    return build_fake_quant(config, WEIGHT, axis, shape[0] * shape[1] // 4)
+
+
+@KINDS
+@pytest.mark.parametrize("axis", [0, 1])
+def test_each_block_is_a_channel_of_its_own(kind: type[FakeQuantizeBase], axis: int) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(12, 3) if axis else torch.randn(3, 12)).requires_grad_()
+    quant = in_blocks(kind, axis, (12, 3))
+    quant.attach(quant.in_blocks(weight.detach()))
+    calibrate(quant, weight.detach())
+    rows = make_suitable(kind, replace(quant.scheme, block_size=None), WEIGHT, 0, 9)
+    of_rows = quant.in_blocks(weight.detach()).clone().requires_grad_()
+    rows.attach(of_rows.detach())
+    calibrate(rows, of_rows.detach())
+    assert torch.equal(quant.scale, rows.scale)
+    assert len(quant.scale.unique()) > 1
+    factor = torch.tensor([2.0, -0.5, 1.5])
+    for given, wide in ((None, None), (factor, factor.repeat(3) if axis else factor.repeat_interleave(3))):
+        weight.grad = of_rows.grad = None
+        found, expected = quant.quantize(weight, factor=given), rows.quantize(of_rows, factor=wide)
+        assert found.shape == weight.shape
+        assert torch.equal(quant.in_blocks(found), expected)
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        assert weight.grad is not None
+        assert of_rows.grad is not None
+        assert torch.equal(quant.in_blocks(weight.grad), of_rows.grad)
+    for (name, parameter), (_, other) in zip(quant.named_parameters(), rows.named_parameters(), strict=True):
+        assert parameter.grad is not None, name
+        assert torch.equal(parameter.grad, other.grad), name
+
+
+def test_values_of_scales_and_of_channels_spread_over_a_weight_in_blocks() -> None:
+    quant, weight = in_blocks(FAKE_QUANTIZES["Learnable"], 1, (8, 2)), torch.zeros(8, 2)
+    found = quant.per_weight(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight)
+    assert found.T.tolist() == [[1.0] * 4 + [3.0] * 4, [2.0] * 4 + [4.0] * 4]
+    assert quant.per_scale(torch.tensor([5.0, 6.0])).tolist() == [5.0, 6.0, 5.0, 6.0]
+    quant = in_blocks(FAKE_QUANTIZES["Learnable"], 0, (2, 8))
+    found = quant.per_weight(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight.T)
+    assert found.tolist() == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
+    assert quant.per_scale(torch.tensor([5.0, 6.0])).tolist() == [5.0, 5.0, 6.0, 6.0]

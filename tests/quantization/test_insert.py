@@ -266,3 +266,52 @@ def test_a_parameter_of_equal_values_has_a_gradient(backend, value, fake_quantiz
     assert not gm.get_submodule("x_act_fake_quant").ends_occur
     scale, zero_point = quant.qparams()
     assert (quant.scheme.quant_max - zero_point) * scale >= torch.tensor(value) * (1 - 1e-6)
+
+
+def blocks_of(size, **match):
+    return {"overrides": [{"match": match, "weight": {"bit": 4, "block_size": size}}]}
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "found"),
+    [
+        (nn.Linear(10, 4), 4, r"10 inputs, shape \(4, 10\)"),
+        (nn.Conv1d(8, 4, 1), 4, r"3 dimensions, shape \(4, 8, 1\)"),
+        (nn.LSTM(6, 8), 4, r"6 inputs, shape \(32, 6\)"),
+    ],
+    ids=["Linear", "Conv1d", "LSTM"],
+)
+def test_blocks_that_a_weight_cannot_have_are_refused(layer, size, found):
+    config = blocks_of(size, type=type(layer).__name__)
+    with pytest.raises(ConfigError, match=f"block_size=4 is for weights of two dimensions .* this one has {found}"):
+        prepare_by_platform(nn.Sequential(layer), "Experimental", config)
+
+
+@pytest.mark.parametrize("backend", ["OpenVINO", "QNN", "TensorRT", "LiteRT"])
+def test_blocks_are_refused_where_the_target_has_none(backend):
+    config = {"overrides": [{"match": {"type": "Linear"}, "weight": {"block_size": 4}}]}
+    with pytest.raises(ConfigError, match="in blocks of 4"):
+        prepare_by_platform(nn.Sequential(nn.Linear(8, 4)), backend, config)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"output": {"block_size": 4}}, r"per_channel: True \(or block_size\) is for weights"),
+        ({"weight": {"block_size": 4, "per_channel": False}}, "it needs per_channel=True"),
+        ({"weight": {"block_size": 4, "group_size": 4}}, "mean the same"),
+        ({"weight": {"block_size": "4"}}, "block_size must be int"),
+    ],
+)
+def test_entries_of_blocks_that_make_no_sense_are_refused(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        prepare_by_platform(
+            nn.Sequential(nn.Linear(8, 4)), "Experimental", {"overrides": [{"match": {"type": "Linear"}} | entry]}
+        )
+
+
+def test_dynamic_layers_have_no_blocks():
+    config = {"activation": "dynamic"} | blocks_of(4, type="Linear")
+    config["overrides"][0]["weight"]["bit"] = 8
+    with pytest.raises(ConfigError, match="needs a weight of 5 to 8 bits without blocks"):
+        prepare_by_platform(nn.Sequential(nn.Linear(8, 4)), "ONNXRuntime", config)

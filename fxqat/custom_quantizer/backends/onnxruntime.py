@@ -69,7 +69,7 @@ ONNXRUNTIME = BackendSpec(
         | {"silu": "split into sigmoid and mul, which are integer operators"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
-    legal_weights=(LegalSchemes(UP_TO_8_BITS),),
+    legal_weights=(LegalSchemes(UP_TO_8_BITS, blocks=True),),
     legal_activations=(LegalSchemes(frozenset({8}), even_zero_point=True),),
     dynamic=frozenset({"linear", "conv1d", "conv2d", "conv3d", "lstm"}),
     least_work=LEAST_WORK,
@@ -84,7 +84,7 @@ ONNXRUNTIME_AVX2 = replace(
     ONNXRUNTIME,
     name="ONNXRuntime_AVX2",
     weight=ONNXRUNTIME.weight.with_scheme(bit_width=7),
-    legal_weights=(LegalSchemes(UP_TO_8_BITS - {8}),),
+    legal_weights=(LegalSchemes(UP_TO_8_BITS - {8}, blocks=True),),
     source=f"{ONNXRUNTIME.source}; ONNX Runtime documentation, 'Quantize ONNX models', reduce_range: weights of 7 bits "
     "on CPUs without VNNI; microsoft/onnxruntime#14642",
 )

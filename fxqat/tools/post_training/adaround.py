@@ -28,16 +28,17 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         weight: the (folded) weight to round.
 
     Attributes:
-        rounding: ``V``, of the weight's shape.
+        rounding: ``V``, of the weight's shape (in blocks).
     """
 
     def __init__(self, quant: FakeQuantizeBase, weight: Tensor) -> None:
-        super().__init__(quant.scheme, quant.observer, quant.kind, quant.axis)
+        super().__init__(quant.scheme, quant.observer, quant.kind, quant.channel_axis)
         self.fake_quant_enabled = True
         scale, zero_point = quant.qparams()
         self.register_buffer("scale", scale)
         self.register_buffer("zero_point", zero_point)
-        steps = weight.detach() / per_axis(self.scale, weight.dim(), self.axis)
+        rows = self.in_blocks(weight.detach())
+        steps = rows / per_axis(self.scale, rows.dim(), self.axis)
         self.register_buffer("floor", steps.floor())
         fraction = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
         self.rounding = nn.Parameter(torch.logit(fraction))
@@ -52,16 +53,14 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         """``f(V)``: pulls every fraction to 0 or 1, the smaller ``beta`` the stronger."""
         return (1.0 - (2.0 * self.fraction() - 1.0).abs().pow(beta)).sum()
 
-    def quantize(
-        self, x: Tensor, factor: Tensor | None = None, used_scale: Tensor | None = None, input_kept: bool = True
-    ) -> Tensor:
+    def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
         """The softly rounded weight. ``x`` must be the constructor's weight."""
         return self._dequantized(self.fraction())
 
     @torch.no_grad()
-    def rounded(self) -> Tensor:
-        """The weight with every fraction rounded to 0 or 1."""
-        return self._dequantized((self.fraction() >= 0.5).float())
+    def decided(self, shape: torch.Size) -> Tensor:
+        """The weight, of this shape, with every fraction rounded to 0 or 1."""
+        return self.from_blocks(self._dequantized((self.fraction() >= 0.5).float()), shape)
 
     def _dequantized(self, fraction: Tensor) -> Tensor:
         scale, zero_point = (per_axis(t, self.floor.dim(), self.axis) for t in (self.scale, self.zero_point))

@@ -126,7 +126,7 @@ def _soft_rounding(weight: LayerWeight) -> Iterator[AdaRoundFakeQuantize]:
         yield soft
     finally:
         weight.quant = quant
-    weight.write_(soft.rounded())
+    weight.write_(soft.decided(weight.value().shape))
 
 
 def _learnable_scales(segment: Segment) -> list[Tensor]:

@@ -23,13 +23,13 @@ arXiv:2309.01885): each column is rounded again to where the error is least with
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.numerics import per_axis, valid_scale
+from fxqat.numerics import valid_scale
 from fxqat.tools.post_training.input_moments import damped, moments_of_halves, weight_towards_float
 from fxqat.tools.post_training.layer_matrices import sum_along_axis, weight_from_matrices, weight_to_matrices
 from fxqat.tools.post_training.layer_weights import weights_of
@@ -107,16 +107,18 @@ def gptq_weight(
     error = QuadraticError.of(target, damped(gram, damping))
     scale, zero_point = quant.qparams()
 
+    columns = slice(None) if quant.scheme.block_size is not None else slice(1)  # all of a row have one scale
+
     def grid(scale: Tensor) -> Grid:
-        values = (per_axis(t, weight.dim(), quant.axis).expand_as(weight) for t in (scale, zero_point))
-        step, zero = (weight_to_matrices(op, t)[..., :1].double() for t in values)
+        values = (quant.per_weight(t, weight) for t in (scale, zero_point))
+        step, zero = (weight_to_matrices(op, t)[..., columns].double() for t in values)
         return Grid(step, zero, quant.scheme.quant_min, quant.scheme.quant_max)
 
     scales = torch.stack([valid_scale(scale * factor, quant.scale_bits) for factor in SCALE_FACTORS])
     errors = [error.after_rounding(gptq(error, values), values) for values in map(grid, scales)]
-    axis = quant.axis if scale.dim() else None
+    axis = quant.channel_axis if scale.dim() else None
     best = torch.stack([sum_along_axis(op, values, weight.shape, axis) for values in errors]).argmin(0)
-    scale = scales.gather(0, best[None])[0]
+    scale = scales.gather(0, quant.per_scale(best)[None])[0]  # the blocks of a channel have one factor
     solution = coordinate_descent(error, gptq(error, grid(scale)), grid(scale))
     return weight_from_matrices(op, solution, weight.shape).to(weight.dtype), scale
 
@@ -126,7 +128,7 @@ class Grid:
     """The values that quantized matrices can have.
 
     Args:
-        scale: ``(groups, rows, 1)``.
+        scale: ``(groups, rows, 1)``, or of the matrices' shape.
         zero_point: of the same shape.
         quant_min: smallest integer.
         quant_max: largest integer.
@@ -137,8 +139,20 @@ class Grid:
     quant_min: int
     quant_max: int
 
+    def of_columns(self, columns: slice) -> Grid:
+        """The grid of some columns."""
+        if self.scale.shape[-1] == 1:
+            return self
+        return replace(self, scale=self.scale[..., columns], zero_point=self.zero_point[..., columns])
+
+    def in_order(self, order: Tensor) -> Grid:
+        """The grid of columns in another order, ``(groups, rows, columns)``."""
+        if self.scale.shape[-1] == 1:
+            return self
+        return replace(self, scale=self.scale.gather(-1, order), zero_point=self.zero_point.gather(-1, order))
+
     def nearest(self, weight: Tensor) -> Tensor:
-        """Round each element of ``(groups, rows, any)`` to the nearest value."""
+        """Round each element of ``(groups, rows, columns)`` to the nearest value."""
         integers = torch.clamp(torch.round(weight / self.scale) + self.zero_point, self.quant_min, self.quant_max)
         return (integers - self.zero_point) * self.scale
 
@@ -176,14 +190,15 @@ class QuadraticError:
 def gptq(error: QuadraticError, grid: Grid) -> Tensor:
     """Each column of the weight as it was just before it was rounded, ``(groups, rows, columns)``."""
     order = error.order[:, None, :].expand_as(error.target)
-    weight = error.target.gather(-1, order)
+    weight, grid = error.target.gather(-1, order), grid.in_order(order)
     for start in range(0, weight.shape[-1], BLOCK):
         end = start + BLOCK
         block, corner = weight[..., start:end], error.upper[..., start:end, start:end]
-        errors = torch.empty_like(block)
+        errors, of_block = torch.empty_like(block), grid.of_columns(slice(start, end))
         for j in range(block.shape[-1]):
             this, later = slice(j, j + 1), slice(j + 1, None)
-            errors[..., this] = (block[..., this] - grid.nearest(block[..., this])) / corner[..., this, this]
+            rounded = of_block.of_columns(this).nearest(block[..., this])
+            errors[..., this] = (block[..., this] - rounded) / corner[..., this, this]
             block[..., later] -= errors[..., this] * corner[..., this, later]
         weight[..., end:] -= errors @ error.upper[..., start:end, end:]
     return torch.empty_like(weight).scatter_(-1, order, weight)
@@ -201,11 +216,11 @@ def coordinate_descent(error: QuadraticError, weight: Tensor, grid: Grid) -> Ten
                 gradient[..., start:end],
                 error.gram[..., start:end, start:end],
             )
-            before = block.clone()
+            before, of_block = block.clone(), grid.of_columns(slice(start, end))
             for j in range(block.shape[-1]):
                 this = slice(j, j + 1)
                 best = block[..., this] - slope[..., this] / corner[..., this, this]
-                step = grid.nearest(best) - block[..., this]
+                step = of_block.of_columns(this).nearest(best) - block[..., this]
                 slope += step * corner[..., this, :]
                 block[..., this] += step
                 weight[..., start + j : start + j + 1] = best

@@ -56,7 +56,7 @@ class QuantizedTensor:
         if self.layer is None:
             return -1 if x.dim() == 3 else 1
         if self.is_weight:
-            return self.quant.axis
+            return self.quant.channel_axis
         return -1 if self.layer.weight.dim() == 2 else 1
 
     def overrides(self, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:

@@ -110,4 +110,4 @@ def _rescale_(layer: QATLayer, old: Tensor) -> None:
     if layer.bn is None or quant.scale.dim() == 0 or layer.op.groups > 1:
         return
     change = torch.nan_to_num((bn_factor(layer.bn) / old).abs(), nan=1.0, posinf=1.0)
-    quant.set_qparams(quant.scale * change, quant.zero_point)
+    quant.set_qparams(quant.scale * quant.per_scale(change), quant.zero_point)

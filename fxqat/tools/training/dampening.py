@@ -50,7 +50,7 @@ def _layer_loss(layer: QATLayer) -> Tensor:
     weight: Tensor = layer.weight
     if layer.bn is not None:
         weight = weight * layer.op.per_output_channel(bn_factor(layer.bn).detach(), weight)
-    weight = quant.target(weight).float()
+    weight = quant.target(quant.in_blocks(weight)).float()
     with torch.no_grad():
         scale, zero_point = quant.qparams()
         low, high = ((limit - zero_point) * scale for limit in (scheme.quant_min, scheme.quant_max))

@@ -5,12 +5,14 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fxqat
 from fxqat.errors import ConfigError
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.numerics import valid_scale
-from fxqat.tools import Reconstruction, reconstruct
+from fxqat.tools import Reconstruction, ptq, reconstruct
 from fxqat.tools.post_training.gptq import (
     BLOCK,
     SCALE_FACTORS,
@@ -34,18 +36,30 @@ def random(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+class Product(nn.Module):
+    """``x @ weight``."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 def correlated(columns, samples, seed=0):
     return random(columns, columns, seed=seed) @ random(columns, samples, seed=seed + 1)
 
 
 def optimal_brain_quantizer(weight, gram, scale, low, high):
     """Equations 2 and 3 literally: the inverse Hessian of the remaining columns is computed for each column."""
+    scale = np.broadcast_to(scale, weight.shape)
     weight, found = weight.copy(), np.zeros_like(weight)
     left = list(np.argsort(-np.diag(gram), kind="stable"))
     while left:
         inverse = np.linalg.inv(gram[np.ix_(left, left)])
         j = left[0]
-        found[:, j] = scale[:, 0] * np.clip(np.rint(weight[:, j] / scale[:, 0]), low, high)
+        found[:, j] = scale[:, j] * np.clip(np.rint(weight[:, j] / scale[:, j]), low, high)
         weight[:, left] -= np.outer((weight[:, j] - found[:, j]) / inverse[0, 0], inverse[0])
         left = left[1:]
     return found
@@ -238,3 +252,36 @@ def test_settings():
         Reconstruction(gptq=True, iterations=-1)
     with pytest.raises(ConfigError, match="damping must be positive, got 0.0"):
         Reconstruction(gptq=True, damping=0.0)
+
+
+def test_with_scales_of_blocks_it_solves_the_equations_of_the_paper(toy):
+    weight, gram, scale = toy
+    columns = weight.shape[-1]
+    wide = scale.repeat(1, 1, columns) * torch.linspace(0.5, 2.0, columns)
+    values = Grid(wide, torch.zeros_like(wide), -2, 1)
+    error = QuadraticError.of(weight, damped(gram, 0.01))
+    found = values.nearest(gptq(error, values))
+    for group in range(len(weight)):
+        expected = optimal_brain_quantizer(*(t[group].numpy() for t in (weight, error.gram, wide)), -2, 1)
+        np.testing.assert_allclose(found[group].numpy(), expected, rtol=1e-9)
+    improved = coordinate_descent(error, gptq(error, values), values)
+    before = quadratic(found - weight, error.gram)
+    assert (error.after_rounding(improved, values) <= before + 1e-12).all()
+    assert quadratic(values.nearest(weight) - weight, error.gram).sum() > before.sum()
+
+
+@pytest.mark.parametrize("method", ["GPTQ", "AdaRound"])
+@pytest.mark.parametrize("size", [None, 4])
+def test_it_helps_layers_of_any_form_with_and_without_blocks(method, size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), Product(24, 12), nn.Tanh(), nn.Linear(12, 4)).eval()
+    batches = [(torch.randn(64, 16) @ torch.randn(16, 16),) for _ in range(4)]
+    weight = {"bit": 3, "block_size": size, "narrow_range": True}
+    config = {"extra_qconfig_dict": {"w_qscheme": weight}}
+    errors = []
+    for reconstruction in (None, method):
+        gm = ptq(model, batches, "Experimental", config, reconstruct=reconstruction, compare=False)
+        errors.append(sum((gm(*batch) - model(*batch)).square().mean() for batch in batches).item())
+        shapes = {tuple(part.scale.shape) for part in gm.modules() if isinstance(part, FakeQuantizeBase)} - {()}
+        assert shapes == ({(24,), (12,), (4,)} if size is None else {(96,), (72,), (12,)})
+    assert errors[1] < 0.7 * errors[0]

@@ -50,7 +50,7 @@ def test_adaround_is_that_of_the_paper():
     )
     np.testing.assert_allclose(soft.regularization(3.0).item(), (1 - np.abs(2 * h - 1) ** 3).sum(), rtol=1e-5)
     np.testing.assert_allclose(
-        soft.rounded().numpy(), scale * np.clip(np.floor(w / scale) + (h >= 0.5), -127, 127), atol=1e-6
+        soft.decided(weight.shape).numpy(), scale * np.clip(np.floor(w / scale) + (h >= 0.5), -127, 127), atol=1e-6
     )
 
 
@@ -72,13 +72,13 @@ def test_the_exponent_falls_from_beta_to_beta():
 def test_the_error_falls_and_the_integers_are_the_learned_ones(name, monkeypatch):
     gm, batches = low_bit(name)
     learned = {}
-    rounded = AdaRoundFakeQuantize.rounded
+    decided = AdaRoundFakeQuantize.decided
 
-    def remember(soft):
-        learned[id(soft.observer)] = rounded(soft)
-        return rounded(soft)
+    def remember(soft, shape):
+        learned[id(soft.observer)] = decided(soft, shape)
+        return decided(soft, shape)
 
-    monkeypatch.setattr(AdaRoundFakeQuantize, "rounded", remember)
+    monkeypatch.setattr(AdaRoundFakeQuantize, "decided", remember)
     layers = [m for m in gm.modules() if isinstance(m, QATLayer)]
     nearest = [layer.weight_fake_quant.quantize(layer.folded()[0].detach()) for layer in layers]
     found = reconstruct(gm, batches, QUICK)
