@@ -97,8 +97,8 @@ def check_schemes(tensors: Iterable[QuantizedTensor]) -> None:
         if not bits_fit or not scheme.signed or in_blocks or (is_weight and not scheme.symmetric):
             raise ExportError(
                 f"{tensor.name}: LiteRT has no {tensor.kind} of the scheme {scheme}. It has int8 activations and "
-                "symmetric signed weights of up to 8 bits without blocks. Prepare the model for the backend 'LiteRT', or change the "
-                "override that gives this scheme."
+                "symmetric signed weights of up to 8 bits without blocks. Prepare the model for the backend "
+                "'LiteRT', or change the override that gives this scheme."
             )
 
 

@@ -147,7 +147,8 @@ def from_blocks(values: Tensor, shape: Sequence[int], axis: int) -> Tensor:
     """
     if axis == 0:
         return values.reshape(shape[0], -1)
-    return values.reshape(len(values), -1).unflatten(0, (-1, shape[1])).mT.flatten(0, 1)
+    rows: Tensor = values.reshape(len(values), -1).unflatten(0, (-1, shape[1])).mT.flatten(0, 1)
+    return rows
 
 
 def quantize(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import exporter_registry
+from fxqat.onnx.ort_runs import sums_saturate
+from tests import exporter_registry, without_saturation
 from tests.distributed_worker import WORLD
 
 if not torch.cuda.is_available():
@@ -30,6 +31,8 @@ CHUNKS = 4
 
 collect_ignore = ["benchmarks"]  # scripts: importing them is enough to disturb other tests
 exporter_registry.build_once()
+if sums_saturate():
+    without_saturation.use()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

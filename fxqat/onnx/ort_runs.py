@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -187,6 +188,25 @@ class Optimized(NamedTuple):
     outputs: dict[str, np.ndarray] | None
     error: str | None
     without: tuple[str, ...]
+
+
+@functools.cache
+def sums_saturate() -> bool:
+    """Whether ONNX Runtime adds products of uint8 and int8 wrongly on this processor, as on x86 without VNNI.
+
+    There its kernels add two products in 16 bits, which saturate. It is tried once, with the largest numbers.
+
+    Source: ONNX Runtime documentation, "Quantize ONNX Models", on U8S8 and ``reduce_range``.
+    """
+    size = 64
+    weight = onnx.numpy_helper.from_array(np.full((size, 1), 127, np.int8), "w")
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [1, size])
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])], "g", [x], [_integers("y", [1, 1])], [weight]
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+    found = run(model, {"x": np.full((1, size), 255, np.uint8)}, ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
+    return int(found["y"].item()) != size * 255 * 127
 
 
 def run_optimized(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Optimized:

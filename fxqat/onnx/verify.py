@@ -39,13 +39,29 @@ from fxqat.errors import ExportError, ParityError
 from fxqat.onnx.external_data import values_of
 from fxqat.onnx.name_tensors import QUANTIZERS
 from fxqat.onnx.opset import opset_of
-from fxqat.onnx.ort_runs import COMPUTED, run, run_optimized, with_integers_in, with_integers_out, with_reals_out
+from fxqat.onnx.ort_runs import (
+    COMPUTED,
+    run,
+    run_optimized,
+    sums_saturate,
+    with_integers_in,
+    with_integers_out,
+    with_reals_out,
+)
 from fxqat.onnx.output_parity import OutputParity, compare
 from fxqat.onnx.selections import DATA, SelectionParity, compare_selection, indices_of, match_selections
 
 MAX_OFF_BY_ONE = 0.005
 MIN_OPTIMIZED = 0.99
 """Below this cosine, ONNX Runtime's optimizer is said to change an output."""
+
+SATURATES = (
+    " On this processor, x86 without VNNI, ONNX Runtime's sums of products of uint8 and int8 saturate. Take the "
+    "backend ONNXRuntime_AVX2, whose weights have 7 bits"
+)
+WITH_PRECISION = ", or try the session configuration entry session.x64quantprecision=1 (not all files load with it)."
+INTEGER_PRODUCTS = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM")
+"""Operators that compute such sums without an optimizer."""
 
 TIE = 1e-4
 LEVELS = {onnx.TensorProto.INT16: 2**16, onnx.TensorProto.UINT16: 2**16}
@@ -167,6 +183,7 @@ class ParityCertificate:
             f"output {o.name}: at its default optimization level ONNX Runtime {self.onnxruntime_version} computes "
             f"something else than the file says: cosine {o.optimized_change:.4f} to the outputs without "
             "optimizations. Compare the accuracy of both on your data."
+            + (SATURATES + WITH_PRECISION if sums_saturate() else "")
             for o in far
         )
 
@@ -284,9 +301,16 @@ def require_parity(
     if not certificate.passed:
         raise ParityError(
             f"the exported file does not compute what the model computes; nothing was written.\n{certificate}"
-            f"{_INPUTS_WITH_NAN if any(map(_has_nan, inputs)) else ''}"
+            f"{_INPUTS_WITH_NAN if any(map(_has_nan, inputs)) else ''}{_saturation(model)}"
         )
     return certificate
+
+
+def _saturation(model: onnx.ModelProto) -> str:
+    """What the processor has to do with a failure; empty if it has nothing to do with it."""
+    if not any(node.op_type in INTEGER_PRODUCTS for node in model.graph.node) or not sums_saturate():
+        return ""
+    return f"{SATURATES}, or export with verify=False if the file will run on a processor with VNNI."
 
 
 def check_model(model: onnx.ModelProto, opset_version: int, path: Path | None = None) -> None:

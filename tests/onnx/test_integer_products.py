@@ -11,7 +11,7 @@ from torch import nn
 import fxqat
 from fxqat.errors import CalibrationError
 from fxqat.numerics import dynamic_quantize
-from tests.export_models import constants, node_types, run_file
+from tests.export_models import constants, needs_exact_sums, node_types, run_file
 
 
 class Mixed(nn.Module):
@@ -49,6 +49,7 @@ def test_the_integers_are_those_of_the_operator(x):
 
 
 def test_dynamic_needs_no_calibration_and_the_file_computes_on_integers(tmp_path):
+    needs_exact_sums()
     torch.manual_seed(0)
     gm = fxqat.prepare_by_platform(Mixed(), "ONNXRuntime", {"activation": "dynamic"}, example_inputs=INPUTS)
     fxqat.enable_quantization(gm)
@@ -89,6 +90,7 @@ def test_the_range_is_that_of_each_input_and_gradients_pass():
 
 
 def test_one_dynamic_layer_beside_static_ones(tmp_path):
+    needs_exact_sums()
     torch.manual_seed(0)
     change = {"match": {"module": "query"}, "activation": "dynamic"}
     config = {"overrides": [change], "extra_quantizer_dict": {"least_work": 0}}

@@ -2,7 +2,6 @@
 
 import functools
 
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from torch.nn import functional as F
 
 from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
 from fxqat.utils.closures import copy_with_closures
+from tests.export_models import run_file
 
 
 class Net(nn.Module):
@@ -82,9 +82,8 @@ def test_a_prepared_model_has_the_functions_and_tensors_of_its_own(name, tmp_pat
     calibrate(gm.eval(), [x], progress=False)
     enable_quantization(gm)
     convert_export(gm, x, tmp_path / "model.onnx", dynamic_batch=True)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     for batch in (x, x[:3].flip(0)):
-        found = session.run(None, {session.get_inputs()[0].name: batch.numpy()})[0]
+        (found,) = run_file(tmp_path / "model.onnx", (batch,))
         torch.testing.assert_close(torch.from_numpy(found), gm(batch).detach(), atol=0.05, rtol=0)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from fxqat import convert_export, numerics, prepare_by_platform
 from fxqat.custom_quantizer.backends.onnxruntime import ONNXRUNTIME
 from fxqat.custom_quantizer.backends.tsqat import TSQAT
+from fxqat.onnx.ort_runs import sums_saturate
 from fxqat.scheme import QuantizeScheme
 from tests.custom_quantizer.backends.all_pairs import all_pairs
 from tests.models import EVERY_LAYER, calibrate
@@ -122,7 +123,8 @@ def test_every_convolution_beside_concat_and_add_runs_on_integers(backend, runti
     found, ops = optimized_run(str(tmp_path / "model.onnx"), (x.numpy(),), tmp_path)
     assert (ops["QLinearConv"], ops["QLinearConcat"], ops["QLinearAdd"]) == (8, 3, 1)
     assert ops["Conv"] == ops["FusedConv"] == ops["Relu"] == 0
-    np.testing.assert_array_equal(found, gm(x).detach().numpy())
+    if not sums_saturate():
+        np.testing.assert_array_equal(found, gm(x).detach().numpy())
 
 
 def test_a_convolution_whose_relu6_ends_between_integers_runs_on_integers(tmp_path):

@@ -15,6 +15,7 @@ from fxqat.errors import ExportError
 from fxqat.onnx.ort_runs import open_session
 from fxqat.tools.engines import Engine, EngineReport, add_to_certificate, verify
 from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
+from tests.export_models import needs_exact_sums
 from tests.quantized_graph import clipped, concat, example, narrow, residual, selecting
 
 Change = Callable[[onnx.ModelProto], None]
@@ -134,6 +135,7 @@ def test_ties_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_convolution_beside_a_shared_relu_runs_in_float_in_onnxruntime(tmp_path: Path) -> None:
+    needs_exact_sums()
     beside = report_of(concat(False, relu=True), tmp_path, "onnxruntime")
     behind = report_of(clipped(), tmp_path, "onnxruntime")
     assert "Conv right" in beside.in_float
