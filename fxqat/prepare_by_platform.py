@@ -108,7 +108,7 @@ def prepare_by_platform(
     spec = backend_spec(backend) if is_qat else backend_spec(backend).with_configs(not_learned, not_learned)
     check_bare_recurrent(model, spec)
     config = parse_config(prepare_custom_config_dict)
-    inputs = inputs_in_order(model, example_inputs, config.concrete_args)
+    inputs, left_out = inputs_in_order(model, example_inputs, config.concrete_args)
     inputs = None if inputs is None else to_device_of(model, inputs)
 
     def prepare(leaves: Mapping[str, FloatLeaf]) -> QuantGraphModule:
@@ -116,7 +116,7 @@ def prepare_by_platform(
             model,
             custom_tracer,
             leaf_modules=(*config.leaf_module, *leaves),
-            concrete_args=config.concrete_args,
+            concrete_args={**(config.concrete_args or {}), **left_out},
             example_inputs=inputs,
             untraceable=untraceable,
         )

@@ -18,7 +18,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]  # onnxrunti
         chosen.add_session_config_entry("session.x64quantprecision", "1")
         try:
             super().__init__(model, chosen, *rest, **options)
-        except (errors.Fail, errors.NotImplemented):  # of a zero point that several nodes read, or of int8 inputs (seen in 1.32)
+        except (errors.Fail, errors.NotImplemented):  # several nodes read a zero point; int8 inputs (seen in 1.32)
             chosen.add_session_config_entry("session.x64quantprecision", "0")
             super().__init__(model, chosen, *rest, **options)
 

@@ -17,8 +17,8 @@ from fxqat.utils.tensors import map_tensors
 
 def inputs_in_order(
     model: nn.Module, example_inputs: Any, fixed: Collection[str] | None = None
-) -> tuple[Any, ...] | None:
-    """The example inputs as positional arguments of a model's forward, None if there are none.
+) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+    """The example inputs as positional arguments of a model's forward, and the defaults of those between that it lacks.
 
     * A tensor is the first argument.
     * A tuple or list holds the arguments in order.
@@ -30,15 +30,16 @@ def inputs_in_order(
         fixed: arguments that have a value already (``concrete_args``).
 
     Returns:
-        The arguments in order, without those in ``fixed``; None stands for one that is left out.
+        The arguments in order, without those in ``fixed``, or None if there are none; a None among them is an argument
+        that is None. And the arguments that a mapping leaves out before others, whose default is not None.
 
     Raises:
         ConfigError: they have another form, or a mapping does not fit forward.
     """
     if example_inputs is None:
-        return None
+        return None, {}
     if isinstance(example_inputs, Tensor):
-        return (example_inputs,)
+        return (example_inputs,), {}
     if not isinstance(example_inputs, (tuple, list, Mapping)) or not example_inputs:
         raise ConfigError(
             "example_inputs must be a tensor, a non-empty tuple of inputs, or a dict of the arguments of forward by "
@@ -46,7 +47,7 @@ def inputs_in_order(
         )
     if isinstance(example_inputs, Mapping):
         return _by_name(model, example_inputs, fixed or ())
-    return tuple(example_inputs)
+    return tuple(example_inputs), {}
 
 
 def inputs_to_keep(inputs: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -56,7 +57,7 @@ def inputs_to_keep(inputs: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     kept. Arguments that are left out (None) are not arguments of the prepared model.
 
     Args:
-        inputs: as :func:`inputs_in_order` gives them.
+        inputs: the first result of :func:`inputs_in_order`.
 
     Returns:
         The copy; None without inputs, or if they hold something else than ordinary tensors and plain values, which may
@@ -79,7 +80,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
 
 
-def _by_name(model: nn.Module, given: Mapping[str, Any], fixed: Collection[str]) -> tuple[Any, ...]:
+def _by_name(
+    model: nn.Module, given: Mapping[str, Any], fixed: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The values of a mapping in the order of forward's arguments, up to the last that is given."""
     parameters = inspect.signature(model.forward).parameters.values()
     only_by_name = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -100,4 +103,5 @@ def _by_name(model: nn.Module, given: Mapping[str, Any], fixed: Collection[str])
     if missing:
         raise ConfigError(f"{where}: {', '.join(missing)} is missing")
     last = max(names.index(name) for name in given)
-    return tuple(given.get(name) for name in names[: last + 1])
+    left_out = {p.name: p.default for p in free[:last] if p.name not in given and p.default is not None}
+    return tuple(given.get(name) for name in names[: last + 1] if name not in left_out), left_out

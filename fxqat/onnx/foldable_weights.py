@@ -4,7 +4,7 @@ For the DequantizeLinear of a stored weight that only layers in float read:
 
 1. ``DequantizeLinear(q, s)`` becomes ``Mul(Cast(q), s)``, with s in the shape of the weight's channels;
 2. a zero point is subtracted between both: ``Mul(Sub(Cast(q), z), s)``;
-3. with a scale for each block, the integers have a dimension of blocks and one within a block, and a Reshape follows.
+3. with a scale for each block, a Reshape gives them a dimension of blocks before, and another takes it away after that.
 
 Integers of up to 16 bits and their differences are exact in float32, so the product is rounded once, as in
 DequantizeLinear, and no value changes.
@@ -18,7 +18,7 @@ Source: ONNX Runtime, ``optimizer/constant_folding.cc``.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -51,19 +51,24 @@ class FoldableWeights(ir.passes.InPlacePass):
 
 def _replace(graph: ir.Graph, node: ir.Node) -> None:
     integers, scale, zero_point = (input_of(node, place) for place in range(3))
-    old = node.outputs[0]
-    nodes = [ir.node("Cast", [integers], {"to": ir.DataType.FLOAT}, name=f"{node.name}_cast")]
+    old, nodes = node.outputs[0], [ir.node("Cast", [input_of(node, 0)], {"to": ir.DataType.FLOAT})]
+
+    def add(kind: str, operand: ir.Value) -> None:
+        nodes.append(ir.node(kind, [nodes[-1].outputs[0], operand]))
+
+    if _block_size(node):  # case 3
+        add("Reshape", _sizes(graph, f"{old.name}_blocks", _shape_in_blocks(node)))
     if _values(zero_point).any():  # case 2
         _reshape(zero_point, node, _values(zero_point).astype(np.float32))
-        nodes.append(ir.node("Sub", [nodes[-1].outputs[0], zero_point], name=f"{node.name}_sub"))
+        add("Sub", zero_point)
     _reshape(scale, node, _values(scale))
-    nodes.append(ir.node("Mul", [nodes[-1].outputs[0], scale], name=f"{node.name}_mul"))
-    for each, suffix in zip(nodes, ("integers", "centered"), strict=False):
-        each.outputs[0].name = f"{old.name}_{suffix}"
-    real = nodes[-1].outputs[0]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [real])
-    if _block_size(node):  # case 3
-        _out_of_blocks(graph, node, integers, real)
+    add("Mul", scale)
+    if _block_size(node):
+        add("Reshape", _sizes(graph, f"{old.name}_sizes", _values(integers).shape))
+    for place, each in enumerate(nodes):
+        each.name = f"{node.name}_{each.op_type.lower()}_{place}"
+        each.outputs[0].name = f"{old.name}_{each.op_type.lower()}_{place}"
+    ir.convenience.replace_nodes_and_values(graph, node, [node], nodes, [old], [nodes[-1].outputs[0]])
     drop_unread(graph, [zero_point])
 
 
@@ -72,23 +77,18 @@ def _block_size(node: ir.Node) -> int:
     return node.attributes.get_int("block_size", 0)
 
 
-def _out_of_blocks(graph: ir.Graph, node: ir.Node, integers: ir.Value, real: ir.Value) -> None:
-    """Give integers a dimension of blocks, and take it away behind their real values."""
-    values, size = _values(integers), _block_size(node)
-    axis = node.attributes.get_int("axis", 1) % values.ndim
-    whole = np.array(values.shape, np.int64)
-    divided = values.reshape(*values.shape[:axis], -1, size, *values.shape[axis + 1 :])
-    integers.const_value = ir.Tensor(divided, dtype=integers.dtype, name=integers.name)
-    integers.shape = real.shape = ir.Shape(divided.shape)
-    shape = ir.Value(name=f"{real.name}_shape", const_value=ir.tensor(whole, name=f"{real.name}_shape"))
-    graph.register_initializer(shape)
-    reshape = ir.node("Reshape", [real, shape], name=f"{node.name}_reshape")
-    reshape.outputs[0].name = f"{real.name}_whole"
-    producer = real.producer()
-    assert producer is not None
-    real.replace_all_uses_with(reshape.outputs[0])
-    reshape.replace_input_with(0, real)
-    graph.insert_after(producer, reshape)
+def _shape_in_blocks(node: ir.Node) -> list[int]:
+    """The shape of the integers with a dimension of blocks and one within a block."""
+    shape = _values(input_of(node, 0)).shape
+    axis = node.attributes.get_int("axis", 1) % len(shape)
+    return [*shape[:axis], shape[axis] // _block_size(node), _block_size(node), *shape[axis + 1 :]]
+
+
+def _sizes(graph: ir.Graph, name: str, shape: Sequence[int]) -> ir.Value:
+    """An initializer with the sizes of a Reshape."""
+    value = ir.Value(name=name, const_value=ir.tensor(np.array(shape, np.int64), name=name))
+    graph.register_initializer(value)
+    return value
 
 
 def _values(value: ir.Value) -> np.ndarray:
@@ -99,7 +99,8 @@ def _values(value: ir.Value) -> np.ndarray:
 def _reshape(value: ir.Value, node: ir.Node, values: np.ndarray) -> None:
     """Give an initializer these values, in a shape that broadcasts over the weight along the node's axis."""
     if _block_size(node):
-        values = np.expand_dims(values, node.attributes.get_int("axis", 1) % values.ndim + 1)
+        if values.ndim == _values(input_of(node, 0)).ndim:  # another node that reads it may have done that
+            values = np.expand_dims(values, node.attributes.get_int("axis", 1) % values.ndim + 1)
     elif values.ndim:
         weight = input_of(node, 0).shape
         assert weight is not None

@@ -123,6 +123,7 @@ def check_entries(model: onnx.ModelProto, entries: Mapping[str, Mapping[str, Any
     weights = {name for name, entry in entries.items() if entry["kind"] == "weight"}
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     zero_points: dict[str, np.ndarray] = {}
+    products: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for node in model.graph.node:
         if node.op_type in ("QuantizeLinear", "DequantizeLinear") and constants.keys() >= set(node.input[1:3]):
             scale, *rest = (values_of(constants[name]) for name in node.input[1:3])
@@ -131,9 +132,12 @@ def check_entries(model: onnx.ModelProto, entries: Mapping[str, Mapping[str, Any
             of_value[key] = (scale, zero_point)
         elif node.op_type == "Sub" and node.input[1] in constants:
             zero_points[node.output[0]] = values_of(constants[node.input[1]])
-        elif node.op_type == "Mul" and node.output[0] in weights:  # see fxqat.onnx.foldable_weights
+        elif node.op_type == "Mul" and node.input[1] in constants:  # see fxqat.onnx.foldable_weights
             scale = values_of(constants[node.input[1]])
-            of_value[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
+            products[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
+        elif node.op_type == "Reshape" and node.input[0] in products:
+            products[node.output[0]] = products[node.input[0]]
+    of_value |= {name: found for name, found in products.items() if name in weights}
     for name, entry in entries.items():
         if name not in of_value and f"{name}_scale" in constants:  # GatherIntegers, IntegerProducts
             scale = values_of(constants[f"{name}_scale"])

@@ -38,6 +38,7 @@ from fxqat.quantization.perturbed_inputs import Arguments, fewer, holds_lists, l
 from fxqat.quantization.report import ANOTHER_BATCH, ANY_BATCH
 from fxqat.quantization.run_values import FINE_TOLERANCE, Values, different_in, distances
 from fxqat.tracing.trace import OVERWRITTEN
+from fxqat.utils.batches import in_their_places
 from fxqat.utils.contexts import (
     attributes_kept,
     buffers_kept,
@@ -124,7 +125,8 @@ def check_now_or_at_first_call(
             return (), {**dict(zip(names, args, strict=False)), **kwargs, **concrete_args}
         rest = iter(args)
         given = args if inputs is None else tuple(None if value is None else next(rest) for value in inputs)
-        return given, {**kwargs, **concrete_args}
+        in_order, by_its_name = in_their_places(model, given, concrete_args)
+        return in_order, {**kwargs, **by_its_name}
 
     reference = Reference(model, arguments, trains)
     if inputs is None:

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
 from fxqat.utils.tensors import flatten_tensors, map_tensors
@@ -58,8 +58,7 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
     * A dict holds the arguments by name. The keys in :data:`LABELS` are ignored if forward has no such argument.
 
     Args:
-        model: a prepared or a float model, also wrapped. For a float one, None stands for an optional argument that a
-            dict leaves out, as in the ``example_inputs`` of ``prepare_by_platform``.
+        model: a prepared or a float model, also wrapped.
         batch: the batch.
         caller: the function that reads it, for error messages.
         fixed: arguments of forward that have a value already (``concrete_args``).
@@ -71,6 +70,32 @@ def read_batch(model: nn.Module, batch: Any, caller: str, fixed: Collection[str]
     forward = _Forward.of(model, fixed)
     values = forward.by_name(batch, caller) if isinstance(batch, Mapping) else forward.in_order(batch, caller)
     return to_device_of(model, tuple(values))
+
+
+def example_of(
+    model: nn.Module, batch: Any, caller: str, fixed: Collection[str] = ()
+) -> tuple[Any, ...] | dict[str, Any]:
+    """A batch as ``example_inputs`` of ``prepare_by_platform``: those of a dict by name, without its labels.
+
+    Args and errors: as for :func:`read_batch`, of a float model.
+    """
+    values = read_batch(model, batch, caller, fixed)
+    if not isinstance(batch, Mapping):
+        return values
+    names = _Forward.of(unwrap(model), fixed).defaults
+    return {name: value for name, value in zip(names, values, strict=False) if name in batch}
+
+
+def in_their_places(
+    model: nn.Module, given: tuple[Any, ...], fixed: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments in order, with the fixed ones that forward has among them; the other fixed ones stay by name."""
+    in_order, by_name = list(given), dict(fixed)
+    for place, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
+        is_in_order = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if is_in_order and parameter.name in by_name and place < len(in_order):
+            in_order.insert(place, by_name.pop(parameter.name))
+    return tuple(in_order), by_name
 
 
 def to_device_of(model: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -122,13 +147,10 @@ class _Forward:
 
     @classmethod
     def of(cls, model: nn.Module, fixed: Collection[str] = ()) -> _Forward:
-        """Read the arguments from the signature. Of a float model, None stands for each default."""
+        """Read the arguments from the signature."""
         parameters = inspect.signature(model.forward).parameters.values()
         in_order = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        traced = isinstance(model, fx.GraphModule)
-        defaults = {
-            p.name: p.default if traced or p.default is REQUIRED else None for p in in_order if p.name not in fixed
-        }
+        defaults = {p.name: p.default for p in in_order if p.name not in fixed}
         return cls(defaults, any(p.kind == p.VAR_POSITIONAL for p in parameters))
 
     def __str__(self) -> str:
@@ -157,12 +179,13 @@ class _Forward:
         return values
 
     def by_name(self, batch: Mapping[str, Any], caller: str) -> list[Any]:
-        """The arguments in a dict."""
+        """The arguments in a dict, up to the last that it holds."""
         unknown = [key for key, value in batch.items() if key not in (*self.defaults, *LABELS) and value is not None]
         missing = [name for name, default in self.defaults.items() if default is REQUIRED and name not in batch]
         if unknown or missing:
             raise self._misfit(batch, caller)
-        return [batch.get(name, default) for name, default in self.defaults.items()]
+        last = max((place for place, name in enumerate(self.defaults) if name in batch), default=-1)
+        return [batch.get(name, default) for name, default in list(self.defaults.items())[: last + 1]]
 
     def _misfit(self, batch: Any, caller: str) -> ConfigError:
         return ConfigError(

@@ -1,14 +1,17 @@
 """Example inputs by name: the same prepared model and the same file as with a tuple; wrong ones are clear errors."""
 
+import inspect
 from collections import UserDict
 
 import pytest
 import torch
 from torch import nn
 
-from fxqat import calibrate, convert_export, enable_quantization, prepare_by_platform
+from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
 from fxqat.config.example_inputs import inputs_in_order
 from fxqat.errors import ConfigError, ExportError
+from fxqat.tools import ptq
+from fxqat.tools.mixed_precision.bank import WidthBank
 
 
 class Net(nn.Module):
@@ -41,7 +44,8 @@ X, MASK = torch.ones(2, 4), torch.tensor([1.0, 0.0, 1.0, 0.5])
     ],
 )
 def test_inputs_are_put_in_order(given, fixed, expected):
-    found = inputs_in_order(Net(), given, fixed)
+    found, left_out = inputs_in_order(Net(), given, fixed)
+    assert left_out == {}
     assert (found is None) == (expected is None)
     assert [id(value) for value in found or ()] == [id(value) for value in expected or ()]
 
@@ -90,3 +94,52 @@ def test_a_dict_prepares_calibrates_and_exports_what_a_tuple_does(tmp_path):
     assert (tmp_path / "0.onnx").read_bytes() == (tmp_path / "1.onnx").read_bytes()
     with pytest.raises(ExportError, match="does not fit forward"):
         convert_export(models[0], {"x": X, "bias": MASK}, tmp_path / "2.onnx")
+
+
+class Defaults(nn.Module):
+    """Arguments whose defaults are not None, before and after those that are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, scale=2.0, mask=None, keep=0, names=("a",)):
+        y = self.layer(x) * (100.0 if scale is None else scale)
+        y = y if mask is None else y * mask
+        return y[:, slice(keep, None) if isinstance(keep, int) else keep] * len(names)
+
+
+@pytest.mark.parametrize("given", [{"x": X}, {"x": X, "mask": MASK}, {"mask": MASK, "x": X, "scale": None}])
+@pytest.mark.parametrize("way", ["prepare", "ptq", "WidthBank"])
+def test_what_a_dict_leaves_out_has_its_default(given, way):
+    model = Defaults().eval()
+    if way == "prepare":
+        gm = prepare_by_platform(model, "TSQAT", example_inputs=given)
+    elif way == "ptq":
+        gm = ptq(model, [given | {"labels": torch.zeros(2)}], compare=False)
+    else:
+        bank = WidthBank(model, [given], weight_widths=(4, 8))
+        gm = bank.mix({name: widths[-1] for name, widths in bank.widths.items()})
+    disable_all(gm)
+    tensors = {name: value for name, value in given.items() if value is not None}
+    torch.testing.assert_close(gm(**tensors), model(**given))
+    assert list(inspect.signature(gm.forward).parameters) == [name for name in ("x", "mask") if name in given]
+
+
+def test_defaults_before_a_given_argument_are_told_apart_from_none():
+    found, left_out = inputs_in_order(Defaults(), {"x": X, "mask": MASK})
+    assert left_out == {"scale": 2.0}
+    assert [id(value) for value in found] == [id(X), id(MASK)]
+    found, left_out = inputs_in_order(Defaults(), {"x": X, "mask": MASK, "scale": None})
+    assert (left_out, len(found), found[1]) == ({}, 3, None)
+
+
+@pytest.mark.parametrize("name", ["scale", "keep"])
+def test_an_argument_is_fixed_among_those_that_are_given(name):
+    model, value = Defaults().eval(), {"scale": 3.0, "keep": 1}[name]
+    given = (X, MASK) if name == "scale" else (X, None, MASK)
+    gm = prepare_by_platform(model, "TSQAT", {"concrete_args": {name: value}}, example_inputs=given)
+    assert any("equal to the model" in line for line in gm.quant_report.sameness)
+    disable_all(gm)
+    scale = {} if name == "scale" else {"scale": None}
+    torch.testing.assert_close(gm(X, MASK), model(X, mask=MASK, **{name: value}, **scale))

@@ -186,3 +186,41 @@ def test_weights_of_four_bits_fold(tmp_path):
     stored = {tensor.name: tensor.data_type for tensor in file.graph.initializer}
     assert stored["fc.weight_quantized"] == TensorProto.INT4
     assert "DequantizeLinear" not in node_types(file)
+
+
+class Tied(nn.Module):
+    """A table whose weight is that of two calls of the last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(12, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.table.weight
+
+    def forward(self, words):
+        x = self.table(words)
+        return self.head(torch.tanh(self.inner(x))) + self.head(x)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_table_in_blocks_that_is_a_weight_as_well(bits, symmetric, tmp_path):
+    torch.manual_seed(0)
+    words = torch.randint(0, 12, (3, 5))
+    scheme = {"bit": bits, "block_size": 4, "symmetry": symmetric}
+    config = {"activation": "float", "extra_qconfig_dict": {"w_qscheme": scheme}}
+    gm = fxqat.prepare_by_platform(Tied().eval(), "ONNXRuntime", config, example_inputs=words)
+    fxqat.enable_quantization(gm)
+    report = fxqat.convert_export(gm, words, tmp_path / "a.onnx")
+    assert report.certificate.passed
+    file = onnx.load(tmp_path / "a.onnx")
+    stored = [tensor for tensor in file.graph.initializer if tensor.name.endswith("weight_quantized")]
+    assert sorted(tuple(tensor.dims) for tensor in stored) == [(8, 8), (12, 8)]
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 4
+    found = ort.InferenceSession(file.SerializeToString(), options).run(None, {"words": words.numpy()})[0]
+    np.testing.assert_allclose(found, gm(words).detach().numpy(), rtol=0, atol=1e-6)
+    left = [node for node in onnx.load(tmp_path / "optimized.onnx").graph.node if "weight" in "".join(node.input)]
+    assert {node.op_type for node in left}.isdisjoint({"Cast", "Reshape", "Mul", "Sub"})

@@ -25,7 +25,7 @@ from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import QuantReport
 from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
-from fxqat.utils.batches import check_batches, read_batch
+from fxqat.utils.batches import check_batches, example_of
 from fxqat.utils.fx_graph import set_module
 
 
@@ -66,7 +66,7 @@ class WidthBank:
         if not batches or not weight_widths or not value_widths:
             raise ConfigError("WidthBank: needs at least one batch of inputs, one weight width and one value width")
         fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
-        example = read_batch(model, batches[0], "WidthBank", fixed)
+        example = example_of(model, batches[0], "WidthBank", fixed)
         first = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
         self.units = find_units(first)
         unknown = sorted(set(keep) - set(self.units))

@@ -20,7 +20,7 @@ from fxqat.tools.post_training.correct_bias import correct_bias as correct_every
 from fxqat.tools.post_training.equalize import equalize as equalize_layers
 from fxqat.tools.post_training.reconstruct import Reconstruction
 from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
-from fxqat.utils.batches import check_batches, read_batch
+from fxqat.utils.batches import check_batches, example_of
 from fxqat.utils.flags import check_flags
 
 
@@ -74,7 +74,7 @@ def ptq(
     if replace_relu6 and not equalize:
         raise ConfigError("ptq: replace_relu6 is part of the equalization; set equalize=True as well")
     fixed = parse_config(prepare_custom_config_dict).concrete_args or {}
-    example = read_batch(model, batches[0], "ptq", fixed)
+    example = example_of(model, batches[0], "ptq", fixed)
     gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
     if equalize:
         equalize_layers(gm, batches, replace_relu6=replace_relu6)

@@ -50,6 +50,8 @@ FIRST = {"match": {"node": "lstm_layer_0"}, "weight": {"bit": 8}}
 FOUR_BITS = {"w_qscheme": {"bit": 4}, "w_observer": "MSE"}
 PARTS = {8: 2, 4: 3}
 """Parts of the first layer's input weight, by bits."""
+PARTS_IN_BLOCKS = 4
+"""The same with scales of blocks, whose size divides the number of inputs."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Row:
         is_trained: whether QAT follows.
         states: whether the hidden states that a layer gives to the next one have 16 bits.
         first: whether the weights of the first layer have 8 bits.
+        block_size: weights that share a scale; None: all of a row.
     """
 
     bits: int
@@ -71,6 +74,7 @@ class Row:
     is_trained: bool = False
     states: bool = False
     first: bool = False
+    block_size: int | None = None
 
     @property
     def exceptions(self) -> list[str]:
@@ -85,6 +89,7 @@ class Row:
             steps: of QAT.
         """
         bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
+        bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
         kind = "16 bits, divided" if self.is_divided else "8 bits"
         return bits, kind, (self.method or "nearest") + (f", QAT, {steps} steps" if self.is_trained else "")
 
@@ -101,6 +106,9 @@ ROWS = [
     Row(4, True, "GPTQ"),
     Row(4, True, "GPTQ", True),
     Row(4, True, "GPTQ", True, states=True, first=True),
+    Row(4, True, "GPTQ", block_size=16),
+    Row(4, True, "GPTQ", True, block_size=16),
+    Row(4, True, "GPTQ", True, states=True, block_size=16),
 ]
 
 
@@ -143,23 +151,24 @@ class DividedInput:
         model: the encoder.
         mels: inputs for calibration, ``(N, frames, 40)``.
         bits: of the weights.
+        parts: of the weight.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Encoder, mels: Tensor, bits: int) -> None:
+    def __init__(self, model: Encoder, mels: Tensor, bits: int, parts: int) -> None:
         weight = model.lstm.weight_ih_l0
         largest = 2 ** (bits - 1) - 1
         self.factor = (mels.square().mean((0, 1)).sqrt() / weight.abs().amax(0)).sqrt()
-        self.multiples = [(2 * largest) ** part for part in range(PARTS[bits])]
+        self.multiples = [(2 * largest) ** part for part in range(parts)]
         rest = weight * self.factor
         step = rest.abs().amax(1, keepdim=True) / largest
-        parts = []
+        found = []
         for multiple in self.multiples[:-1]:
-            parts.append((rest * multiple / step).round() * step)
-            rest = rest - parts[-1] / multiple
-        parts.append(rest * self.multiples[-1])
-        self.model = Encoder(CHANNELS * len(parts)).eval()
-        self.model.load_state_dict(model.state_dict() | {"lstm.weight_ih_l0": torch.cat(parts, 1)})
+            found.append((rest * multiple / step).round() * step)
+            rest = rest - found[-1] / multiple
+        found.append(rest * self.multiples[-1])
+        self.model = Encoder(CHANNELS * parts).eval()
+        self.model.load_state_dict(model.state_dict() | {"lstm.weight_ih_l0": torch.cat(found, 1)})
 
     def __call__(self, mels: Tensor) -> Tensor:
         """The input of the divided model."""
@@ -304,12 +313,13 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
         + (", ".join(f"``{path.name}``" for path in test_speech) + ")." if test_speech else ""),
         "",
         "* *Input*: ``8 bits`` is the power of the sound in 40 bands as it comes. ``16 bits, divided``: 16 bits with",
-        "  the observer ``Percentile``, divided per band, and the first layer's input weight in two parts (W4: three),",
-        "  each of the bits of the row. In float this is the same function.",
+        "  the observer ``Percentile``, divided per band, and the first layer's input weight in two parts (W4: three,",
+        "  in blocks four), each of the bits of the row. In float this is the same function.",
         "* *Bits*: what has more bits is named in brackets. ``hidden states``: those that a layer gives to the next;",
         "  inside a layer they are float in every row.",
         "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
         "* *File*: its size as a share of the float parameters. Biases are int32, and scales of rows are float32.",
+        "  *In blocks of 16*: each 16 weights of a row have a scale, 2 bits for each weight, and biases are float.",
         "",
         ".. list-table::",
         "   :header-rows: 1",
@@ -333,11 +343,14 @@ def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], st
     with torch.no_grad():
         targets = torch.cat([model(batch) for batch in data.split(64)])
         references = {name: model(mels) for name, mels in tests.items()}
-    divided = DividedInput(model, data, 8 if row.first else row.bits) if row.is_divided else None
+    bits = 8 if row.first else row.bits
+    parts = PARTS[bits] if row.block_size is None else PARTS_IN_BLOCKS
+    divided = DividedInput(model, data, bits, parts) if row.is_divided else None
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
     overrides = [INPUT] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
-    config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else FOUR_BITS}
+    weights = FOUR_BITS | {"w_qscheme": {"bit": 4, "block_size": row.block_size}}
+    config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else weights}
     batches = [(batch,) for batch in data[:CALIBRATION].split(BATCH)]
     gm = ptq(network, batches, "Experimental", config, reconstruct=row.method, compare=False)
     if row.is_trained:
