@@ -161,7 +161,7 @@ def convert_export(
             follow an open size, the exporter or a pass fails, or a file cannot be written.
         ParityError: the file does not compute what the model computes; nothing is written.
 
-    Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits; 25 for 2 bits).
+    Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits and for blocks; 25 for 2 bits).
     """
     check_flags(ExportError, "convert_export", dynamic_batch=dynamic_batch, verify=verify)
     gm = prepared_model(model, ExportError)
