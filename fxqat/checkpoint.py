@@ -410,8 +410,8 @@ def _check_entry(key: tuple[str, str], quant: FakeQuantizeBase, entry: dict[str,
         raise CheckpointError(
             f"{where}: scales must be within [{SCALE_MIN:g}, {SCALE_MAX:g}], found {entry['scale'][:4]}"
         )
-    scales = torch.tensor(entry["scale"], dtype=torch.float64)
-    if not torch.equal(valid_scale(scales, scheme.scale_bits).double(), scales):
+    scales = torch.tensor(entry["scale"], dtype=torch.float32)
+    if not torch.equal(valid_scale(scales, scheme.scale_bits), scales):
         raise CheckpointError(
             f"{where}: scales of {scheme} must have at most {scheme.scale_bits} significant bits, found "
             f"{entry['scale'][:4]}. Prepare the model with scale_bits=24 to load any scale."

@@ -56,8 +56,8 @@ MIN_OPTIMIZED = 0.99
 """Below this cosine, ONNX Runtime's optimizer is said to change an output."""
 
 SATURATES = (
-    " On this processor, x86 without VNNI, ONNX Runtime's sums of products of uint8 and int8 saturate. Take the "
-    "backend ONNXRuntime_AVX2, whose weights have 7 bits"
+    " On this processor, x86 without VNNI, ONNX Runtime's sums of products of uint8 and int8 saturate. To run the file "
+    "in ONNX Runtime on such a processor, take the backend ONNXRuntime_AVX2, whose weights have 7 bits"
 )
 WITH_PRECISION = ", or try the session configuration entry session.x64quantprecision=1 (not all files load with it)."
 INTEGER_PRODUCTS = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM")
