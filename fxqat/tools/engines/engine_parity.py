@@ -28,7 +28,7 @@ import onnxruntime as ort
 from prettytable import PrettyTable
 
 from fxqat.errors import ExportError
-from fxqat.onnx.ort_runs import COMPUTED, run, with_integers_out, with_reals_out
+from fxqat.onnx.ort_runs import COMPUTED, run, sums_saturate, with_integers_out, with_reals_out
 from fxqat.onnx.output_parity import MAX_ERROR, Difference, compare
 from fxqat.onnx.verify import Shares, shares, ties_of
 from fxqat.tools.engines.base import Engine, Operator, node_name
@@ -47,6 +47,8 @@ from fxqat.utils.files import atomic_path
 MAX_OFF_BY_ONE = 0.0005
 PLAIN = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
 NOTHING = Shares(0.0, 0.0)
+WITHOUT_SATURATION = {"onnxruntime": "ONNXRuntime_AVX2", "openvino": "OpenVINO_AVX2"}
+"""The backend of an engine for processors on which its sums saturate."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,11 @@ class EngineReport:
             for o in self.outputs
         ]
         lines.append(f"on integers: {_kinds(self.in_integers)}; in float: {', '.join(self.in_float) or 'none'}")
+        if not self.passed and self.engine in WITHOUT_SATURATION and sums_saturate():
+            lines.append(
+                "On this processor, x86 without VNNI, sums of products of uint8 and int8 saturate. To run the file "
+                f"here, prepare it for {WITHOUT_SATURATION[self.engine]}, whose weights have 7 bits."
+            )
         return "\n".join(lines)
 
 

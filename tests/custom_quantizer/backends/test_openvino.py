@@ -11,6 +11,7 @@ from torch import nn
 from fxqat import convert_export, numerics, prepare_by_platform
 from fxqat.custom_quantizer.backends.openvino import OPENVINO
 from tests.custom_quantizer.backends.all_pairs import all_pairs
+from tests.export_models import needs_exact_sums
 from tests.models import EVERY_LAYER, calibrate
 
 openvino = pytest.importorskip("openvino")
@@ -34,6 +35,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_residual_sums_and_joins_are_those_of_the_fake_quant_model(seed, tmp_path):
+    needs_exact_sums()
     torch.manual_seed(seed)
     model, x = Residual().eval(), torch.randn(4, 3, 16, 16)
     gm = calibrate(prepare_by_platform(model, "OpenVINO", EVERY_LAYER, example_inputs=(x,)), (x,))
@@ -83,6 +85,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(("symmetric", "precision"), [(True, "i8"), (False, "f32")])
 def test_products_of_activations_run_on_symmetric_integers(symmetric, precision, tmp_path):
+    needs_exact_sums()
     rules = OPENVINO.rules | {"matmul": replace(OPENVINO.rules["matmul"], symmetric=symmetric)}
     table = replace(OPENVINO, rules=MappingProxyType(rules))
     torch.manual_seed(0)

@@ -13,7 +13,9 @@ from onnx import numpy_helper
 
 from fxqat.errors import ExportError
 from fxqat.onnx.ort_runs import open_session
+from fxqat.onnx.verify import Shares
 from fxqat.tools.engines import Engine, EngineReport, add_to_certificate, verify
+from fxqat.tools.engines.engine_parity import TensorOnEngine
 from fxqat.tools.engines.onnxruntime_engine import OnnxRuntimeFile
 from tests.export_models import needs_exact_sums
 from tests.quantized_graph import clipped, concat, example, narrow, residual, selecting
@@ -170,3 +172,16 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     onnx.save(model, path)
     with pytest.raises(ExportError, match="no QuantizeLinear nodes of activations"):
         verify(path, example(), "onnxruntime")
+
+
+@pytest.mark.parametrize("engine", ["openvino", "litert"])
+@pytest.mark.parametrize("saturates", [True, False])
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_a_failure_names_the_processor(
+    engine: str, saturates: bool, error: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxqat.tools.engines.engine_parity.sums_saturate", lambda: saturates)
+    tensor = TensorOnEngine("x", (), 100, Shares(error, 0.0), Shares(error, 0.0))
+    text = str(EngineReport(engine, "1", {}, (tensor,), (), (), (), ()))
+    assert ("FAILED" in text) == (error > 0)
+    assert ("OpenVINO_AVX2, whose weights have 7 bits" in text) == (engine == "openvino" and saturates and error > 0)

@@ -13,6 +13,7 @@ import pytest
 from fxqat.errors import ExportError
 from fxqat.onnx.keep_integers import KeepIntegers
 from fxqat.tools.engines import EngineReport, load_engine, verify
+from tests.export_models import needs_exact_sums
 from tests.quantized_graph import clipped, concat, example, one_scale, residual
 from tests.without_amx import run_without_amx
 
@@ -25,6 +26,7 @@ def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report_of(model: onnx.ModelProto, folder: Path, **settings: object) -> EngineReport:
+    needs_exact_sums()
     path = folder / "model.onnx"
     onnx.save(model, path)
     return verify(path, example(), "openvino", **settings)
@@ -69,6 +71,7 @@ def test_a_sum_with_an_odd_zero_point_rounds_ties_the_other_way(tmp_path: Path) 
 
 def test_signed_integers_before_concat_and_convolution_are_wrong(tmp_path: Path) -> None:
     """``convert_export(runtime="openvino")`` writes them unsigned, which is exact."""
+    needs_exact_sums()
     program = """import json, sys
 from fxqat.tools.engines import verify
 from tests.quantized_graph import example
