@@ -131,7 +131,7 @@ def in_blocks(x: Tensor, block_size: int, axis: int) -> Tensor:
 
 
 def from_blocks(values: Tensor, shape: Sequence[int], axis: int) -> Tensor:
-    """The inverse of :func:`in_blocks`, for any number of values per block, one for instance.
+    """The inverse of :func:`in_blocks`; also for another number of values per block, such as one scale.
 
     Args:
         values: ``(blocks, any)``, or ``(blocks,)``.

@@ -253,7 +253,7 @@ def session(
 
 
 def needs_exact_sums() -> None:
-    """Skip the test where operators on integers compute something else, also in OpenVINO: see ``sums_saturate``."""
+    """Skip the test on processors where sums of integer products saturate, in ONNX Runtime and in OpenVINO."""
     if sums_saturate():
         pytest.skip("sums of products of uint8 and int8 saturate on this processor")
 

@@ -18,7 +18,7 @@ from fxqat.utils.tensors import map_tensors
 def inputs_in_order(
     model: nn.Module, example_inputs: Any, fixed: Collection[str] | None = None
 ) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-    """The example inputs as positional arguments of a model's forward, and the defaults of those between that it lacks.
+    """The example inputs as positional arguments of a model's forward, and the defaults of arguments that it skips.
 
     * A tensor is the first argument.
     * A tuple or list holds the arguments in order.
@@ -31,7 +31,7 @@ def inputs_in_order(
 
     Returns:
         The arguments in order, without those in ``fixed``, or None if there are none; a None among them is an argument
-        that is None. And the arguments that a mapping leaves out before others, whose default is not None.
+        that is None. And, by name, the defaults of arguments that a mapping skips, if they are not None.
 
     Raises:
         ConfigError: they have another form, or a mapping does not fit forward.

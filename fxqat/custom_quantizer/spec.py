@@ -56,7 +56,7 @@ class LegalSchemes:
         choices = ((self.symmetric, "sym", "asym"), (self.per_channel, "per-channel", "per-tensor"))
         words += [yes if flag else no for flag, yes, no in choices if flag is not None]
         words += ["with an even zero point"] * self.even_zero_point + ["pot"] * (self.scale_bits == 1)
-        words += ["in blocks or not"] * self.blocks
+        words += ["with or without blocks"] * self.blocks
         return " ".join(words)
 
 

@@ -208,14 +208,14 @@ class FakeQuantizeBase(KeepsDtype):
         return values if self.scheme.block_size is None or axis is None else from_blocks(values, shape, axis)
 
     def per_scale(self, values: Tensor) -> Tensor:
-        """Values of the channels, ``(channels,)``, one for each scale: all blocks of a channel have the same."""
+        """Repeat values of the channels, ``(channels,)``, so that each scale has one."""
         if self.scheme.block_size is None:
             return values
         blocks = self.scale.numel() // values.numel()
         return values.repeat(blocks) if self.channel_axis else values.repeat_interleave(blocks)
 
     def per_weight(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Values of the shape of the scale, one for each element of a weight, in its shape."""
+        """Expand values of the shape of the scale to the shape of a weight."""
         rows = self.in_blocks(weight)
         return self.from_blocks(per_axis(values, rows.dim(), self.axis).expand_as(rows), weight.shape)
 
@@ -272,7 +272,7 @@ class FakeQuantizeBase(KeepsDtype):
         return self.from_blocks(self.rounded(self.in_blocks(x), factor, used_scale, input_kept), x.shape)
 
     def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
-        """:meth:`quantize` of a tensor in blocks, with a factor for each; a subclass may write it anew."""
+        """Round a tensor in blocks, see :meth:`quantize`; the factor has a value for each. Subclasses override this."""
         scheme = self.scheme
         zero_point = self.zero_point if self.has_zero_point else None
         return fake_quantize_ste(

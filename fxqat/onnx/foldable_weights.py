@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from fxqat.onnx.name_tensors import tensors_of
-from fxqat.onnx.narrow_types import input_of
+from fxqat.onnx.narrow_types import block_size_of, input_of
 from fxqat.onnx.remove_unread import drop_unread
 
 
@@ -56,14 +56,14 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     def add(kind: str, operand: ir.Value) -> None:
         nodes.append(ir.node(kind, [nodes[-1].outputs[0], operand]))
 
-    if _block_size(node):  # case 3
+    if block_size_of(node):  # case 3
         add("Reshape", _sizes(graph, f"{old.name}_blocks", _shape_in_blocks(node)))
     if _values(zero_point).any():  # case 2
         _reshape(zero_point, node, _values(zero_point).astype(np.float32))
         add("Sub", zero_point)
     _reshape(scale, node, _values(scale))
     add("Mul", scale)
-    if _block_size(node):
+    if block_size_of(node):
         add("Reshape", _sizes(graph, f"{old.name}_sizes", _values(integers).shape))
     for place, each in enumerate(nodes):
         each.name = f"{node.name}_{each.op_type.lower()}_{place}"
@@ -72,16 +72,11 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     drop_unread(graph, [zero_point])
 
 
-def _block_size(node: ir.Node) -> int:
-    """0 without blocks."""
-    return node.attributes.get_int("block_size", 0)
-
-
 def _shape_in_blocks(node: ir.Node) -> list[int]:
     """The shape of the integers with a dimension of blocks and one within a block."""
     shape = _values(input_of(node, 0)).shape
     axis = node.attributes.get_int("axis", 1) % len(shape)
-    return [*shape[:axis], shape[axis] // _block_size(node), _block_size(node), *shape[axis + 1 :]]
+    return [*shape[:axis], shape[axis] // block_size_of(node), block_size_of(node), *shape[axis + 1 :]]
 
 
 def _sizes(graph: ir.Graph, name: str, shape: Sequence[int]) -> ir.Value:
@@ -98,7 +93,7 @@ def _values(value: ir.Value) -> np.ndarray:
 
 def _reshape(value: ir.Value, node: ir.Node, values: np.ndarray) -> None:
     """Give an initializer these values, in a shape that broadcasts over the weight along the node's axis."""
-    if _block_size(node):
+    if block_size_of(node):
         if values.ndim == _values(input_of(node, 0)).ndim:  # another node that reads it may have done that
             values = np.expand_dims(values, node.attributes.get_int("axis", 1) % values.ndim + 1)
     elif values.ndim:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from fxqat.onnx.narrow_types import NARROW, input_of
+from fxqat.onnx.narrow_types import NARROW, block_size_of, input_of
 from fxqat.onnx.remove_unread import remove_unread
 
 
@@ -44,13 +44,8 @@ def _reads_stored_rows(node: ir.Node) -> bool:
         return False
     integers, scale = input_of(reader, 0), input_of(reader, 1)
     per_row = scale.shape is not None and (not len(scale.shape) or reader.attributes.get_int("axis", 1) == 0)
-    of_rows = per_row or (_block_size(reader) > 0 and reader.attributes.get_int("axis", 1) == 1)
+    of_rows = per_row or (block_size_of(reader) > 0 and reader.attributes.get_int("axis", 1) == 1)
     return integers.is_initializer() and of_rows and integers.dtype not in NARROW.values()  # case 4
-
-
-def _block_size(reader: ir.Node) -> int:
-    """0 without blocks."""
-    return reader.attributes.get_int("block_size", 0)
 
 
 def _move(graph: ir.Graph, gather: ir.Node) -> None:
@@ -72,9 +67,9 @@ def _move(graph: ir.Graph, gather: ir.Node) -> None:
     rows = add("Gather", [integers, input_of(gather, 1)], {"axis": 0})
     if not len(scale.shape):  # case 1
         add("DequantizeLinear", [rows, scale, zero_point])
-    elif _block_size(reader):  # case 3
+    elif block_size_of(reader):  # case 3
         parameters = (add("Gather", [values, input_of(gather, 1)], {"axis": 0}) for values in (scale, zero_point))
-        add("DequantizeLinear", [rows, *parameters], {"axis": -1, "block_size": _block_size(reader)})
+        add("DequantizeLinear", [rows, *parameters], {"axis": -1, "block_size": block_size_of(reader)})
     else:  # case 2
         last = _last_axis(graph)
         rows = add("Cast", [rows], {"to": ir.DataType.FLOAT})

@@ -47,6 +47,11 @@ def input_of(node: ir.Node, place: int) -> ir.Value:
     return value
 
 
+def block_size_of(node: ir.Node) -> int:
+    """The block size of a QuantizeLinear or DequantizeLinear, 0 without blocks."""
+    return node.attributes.get_int("block_size", 0)
+
+
 def _pack(value: ir.Value, dtype: ir.DataType) -> None:
     """Store an initializer in a narrower type."""
     assert value.const_value is not None

@@ -93,7 +93,8 @@ def build_fake_quant(
     if scheme.fixed_range is not None:
         quant_type, arguments = FAKE_QUANTIZES["Fixed"], {}
     try:
-        watched = None if not scheme.per_channel else axis if scheme.block_size is None else 0
+        rows = axis if scheme.block_size is None else 0  # of a weight in blocks
+        watched = rows if scheme.per_channel else None
         observer: ObserverBase = observer_type(scheme, watched, num_channels, **dict(config.observer_args))
         quant: FakeQuantizeBase = quant_type(scheme, observer, kind, axis, **arguments)
     except TypeError as cause:
@@ -101,6 +102,11 @@ def build_fake_quant(
             f"{_name(observer_type)} / {_name(quant_type)}: {cause}. Check the extra arguments "
             f"observer_args={dict(config.observer_args)}, fake_quantize_args={arguments}."
         ) from cause
+    if scheme.block_size is not None and type(quant).quantize is not FakeQuantizeBase.quantize:
+        raise ConfigError(
+            f"{_name(quant_type)} has a method 'quantize' of its own, which knows no blocks (block_size="
+            f"{scheme.block_size}): write it as 'rounded', or leave block_size out"
+        )
     return quant
 
 

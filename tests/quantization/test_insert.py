@@ -315,3 +315,20 @@ def test_dynamic_layers_have_no_blocks():
     config["overrides"][0]["weight"]["bit"] = 8
     with pytest.raises(ConfigError, match="needs a weight of 5 to 8 bits without blocks"):
         prepare_by_platform(nn.Sequential(nn.Linear(8, 4)), "ONNXRuntime", config)
+
+
+class OwnQuantize(LearnableFakeQuantize):
+    """A fake-quant of a user that rounds the whole weight."""
+
+    def quantize(self, x, factor=None, used_scale=None, input_kept=True):
+        return super().quantize(x, factor, used_scale, input_kept)
+
+
+def test_a_fake_quant_that_knows_no_blocks_is_refused_with_them():
+    config = {"extra_qconfig_dict": {"w_fakequantize": OwnQuantize, "w_qscheme": {"bit": 4}}}
+    model = nn.Sequential(nn.Linear(8, 4))
+    gm = prepare_by_platform(model, "Experimental", config)
+    assert isinstance(gm.get_submodule("0").weight_fake_quant, OwnQuantize)
+    config["extra_qconfig_dict"]["w_qscheme"]["block_size"] = 4
+    with pytest.raises(ConfigError, match="OwnQuantize has a method 'quantize' of its own, which knows no blocks"):
+        prepare_by_platform(model, "Experimental", config)
