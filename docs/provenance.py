@@ -65,6 +65,12 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/cost_against_size": (f"{SPEED}/cost_against_size.py", *ALL),
     "evidence/ort_latency": (f"{SPEED}/ort_latency.py", *PLACEMENT, *EXPORT),
     "evidence/runtime_latency": (f"{SPEED}/runtime_latency.py", *PLACEMENT, *EXPORT),
+    "evidence/without_vnni": (
+        f"{SPEED}/without_vnni.py",
+        f"{SPEED}/runtime_latency.py",
+        *PLACEMENT,
+        *EXPORT,
+    ),
     "evidence/dynamic_latency": (f"{SPEED}/dynamic_latency.py", *PLACEMENT, *EXPORT),
     "evidence/prepare_time": (f"{SPEED}/prepare_time.py", *TRACING, *PLACEMENT),
     "evidence/engines_measured": ("tests/benchmarks/engines.py", "fxqat/tools/engines", *PLACEMENT, *EXPORT),

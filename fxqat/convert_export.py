@@ -22,7 +22,6 @@ from fxqat.onnx.clamps import WriteClamps
 from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.external_data import in_temporary_files
-from fxqat.onnx.foldable_weights import FoldableWeights
 from fxqat.onnx.gather_integers import GatherIntegers
 from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
@@ -31,7 +30,7 @@ from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of, opset_with_operators
 from fxqat.onnx.quant_params import check_params, params_document
 from fxqat.onnx.run_passes import run_passes
-from fxqat.onnx.runtimes import RUNTIMES, check_runtime, passes_for
+from fxqat.onnx.runtimes import RUNTIMES, check_runtime, rewriting_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture
@@ -144,9 +143,10 @@ def convert_export(
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
             channel (dimension 1). The file normalizes in integers where they are exact, see
             :mod:`fxqat.quantization.raw_inputs`.
-        runtime: the runtime that the file is written for, ``"onnxruntime"`` or ``"openvino"``: the same integers, in
-            the form that it runs fast and right. None is the runtime that the backend's table names; where it names
-            none, the file is for the chips of the backend.
+        runtime: the runtime that the file is written for, ``"onnxruntime"``, ``"onnxruntime_avx2"`` (on x86 without
+            VNNI, where weights in uint8 keep its sums exact) or ``"openvino"``: the same integers, in the form that it
+            runs fast and right. None is the runtime that the backend's table names; where it names none, the file is
+            for the chips of the backend.
         custom_translation_table: for operators of your own (``torch.library``) a function of ONNX operators each, as in
             ``torch.onnx.export``. What ONNX Runtime cannot run cannot be verified: it is refused unless ``verify`` is
             False.
@@ -199,20 +199,20 @@ def convert_export(
     )
     warnings += exporter_warnings(exported)
 
+    rewriting = rewriting_for(runtime, lowered.weights_only)
     passes = [
         Simplify(),
         NameInterface(*interface),
         NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
         ConvertOpset(opset_version),
         StoreNarrow(),
+        *rewriting.types,
         GatherIntegers(),
         IntegerProducts(),
         DynamicLSTM(),
         WriteClamps(),
-        *passes_for(runtime or ""),
+        *rewriting.operators,
     ]
-    if runtime == "onnxruntime" and weights == "integer":
-        passes.append(FoldableWeights(lowered.weights_only))
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
     constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]
@@ -229,7 +229,7 @@ def convert_export(
             if sizes is not None and second is not None:
                 at_second = _certify(made.proto, activations, named, sizes.second_inputs(inputs), second)
                 certificate = replace(certificate, second_size=at_second)
-            warnings += certificate.warnings()
+            warnings += certificate.warnings(made.proto)
             if captured.in_float:
                 figures = end_to_end(gm, inputs, normalizers, captured, made.proto)
                 certificate = replace(certificate, end_to_end=figures)

@@ -11,21 +11,30 @@ import onnx.version_converter
 import onnxruntime as ort
 import torch
 from errors import UserError
-from logs import progress
+from logs import LOG, progress
 from torch import Tensor, nn
+
+from fxqat.tools.engines import runtime_here
 
 EXPORTER_OPSET = 18  # the oldest opset that torch's exporter writes; converting to an older one often fails
 LATENCY_WARMUP, LATENCY_RUNS, LATENCY_SECONDS = 10, 300, 20.0
-RUNTIMES = ("auto", "onnxruntime", "openvino", "none")
+RUNTIMES = ("auto", "onnxruntime", "onnxruntime_avx2", "openvino", "none")
 RUNTIME_HELP = (
     "write the quantized file for this runtime: the same integers in the form that it runs fast. auto: that of the "
-    "backend, or onnxruntime, which measures the latency here; none: that of the backend, or its chips (default: auto)"
+    "backend, or ONNX Runtime, which measures the latency here (onnxruntime_avx2 on x86 without VNNI); none: that of "
+    "the backend, or its chips (default: auto)"
 )
 
 
 def runtime_for(gm: nn.Module, asked: str) -> str | None:
     """The ``runtime`` of ``convert_export`` for one of ``RUNTIMES``."""
-    return {"auto": gm.provenance.runtime or "onnxruntime", "none": None}.get(asked, asked)
+    if asked != "auto":
+        return None if asked == "none" else asked
+    named = gm.provenance.runtime or "onnxruntime"
+    chosen = runtime_here() if named == "onnxruntime" else named
+    if chosen == "onnxruntime_avx2":
+        LOG.info("no VNNI in this processor: weights are uint8 in the file, or ONNX Runtime's sums would saturate")
+    return chosen
 
 
 class OnnxModel:

@@ -33,6 +33,7 @@ from fxqat.convert_export import ExportReport, convert_export
 from fxqat.errors import ConfigError, ExportError
 from fxqat.export_tflite import export_tflite
 from fxqat.litert_conversion import litert_versions
+from fxqat.onnx.runtimes import RUNTIMES
 from fxqat.tools.coverage import coverage
 from fxqat.tools.ladder import Result
 from fxqat.tools.ladder import quantize as climb
@@ -86,12 +87,17 @@ fxqat.convert_export(gm.eval(), inputs[:1], "model.onnx", "model.json")
 @click.option("--input-names", metavar="A,B", help="Names of the inputs in the file.")
 @click.option("--output-names", metavar="A,B", help="Names of its outputs.")
 @click.option("--opset", type=int, help="Opset of the file; 18 or 21 by default.")
+@click.option(
+    "--runtime", type=click.Choice(list(RUNTIMES)),
+    help="Write the file in the form that this runtime executes fast; by default that of the backend, or of its chips.",
+)  # fmt: skip
 def quantize(
     model: str, weights: Path | None, config: Path | None, backend: str, calib: str,
     samples: int, batch_size: int | None, resize: int | None, crop: int | None, mean: str | None, std: str | None,
     output: Path, evaluation: str | None, eval_samples: int | None, max_drop: float | None,
     confidence: float | None, dynamic_batch: bool,
     dynamic_shapes: tuple[str, ...], input_names: str | None, output_names: str | None, opset: int | None,
+    runtime: str | None,
 ) -> None:  # fmt: skip
     r"""Quantize MODEL: calibrate, try better recipes until --max-drop is met, export, and prove the file.
 
@@ -115,6 +121,7 @@ def quantize(
         pass  # a place that cannot be written is told before the ladder is climbed, which can take hours
     export = {
         "dynamic_batch": dynamic_batch, "dynamic_shapes": parse_dynamic_shapes(dynamic_shapes), "opset_version": opset,
+        "runtime": runtime,
         "input_names": None if input_names is None else input_names.split(","),
         "output_names": None if output_names is None else output_names.split(","),
     }  # fmt: skip

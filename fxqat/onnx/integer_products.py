@@ -6,7 +6,7 @@ After DynamicQuantizeLinear, a product with a stored weight of 8 bits is compute
    t))``, with the weight's zero point as the fourth input if it is not 0. A Transpose of the weight then moves its
    integers;
 2. ``Gemm``, which is the product with a bias, becomes the same and ``Add``;
-3. ``Conv`` becomes the same with ``ConvInteger``, and its bias an ``Add``, if the weight's zero points are 0.
+3. ``Conv`` becomes the same with ``ConvInteger``, and its bias an ``Add``, if the weight has one zero point.
 
 The int32 sums of the integers are exact. In float, each product would be rounded, so both may differ in the last bits
 of a float32.
@@ -27,6 +27,9 @@ import onnx_ir as ir
 
 from fxqat.onnx.narrow_types import input_of
 from fxqat.onnx.remove_unread import remove_unread
+
+OF_ALL = "_of_all"
+"""Ending of the name of a zero point that all channels of a weight have: ConvInteger takes only one."""
 
 EIGHT_BITS = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -50,8 +53,8 @@ def _is_product(node: ir.Node) -> bool:
     if values is None or _producer(values, 0, "DynamicQuantizeLinear") is None or weight is None:
         return False
     integers, zero_point = input_of(weight, 0), input_of(weight, 2).const_value
-    is_signed_at_zero = zero_point is not None and not zero_point.numpy().any()
-    return integers.is_initializer() and integers.dtype in EIGHT_BITS and (node.op_type != "Conv" or is_signed_at_zero)
+    has_one = zero_point is not None and len(np.unique(zero_point.numpy())) == 1
+    return integers.is_initializer() and integers.dtype in EIGHT_BITS and (node.op_type != "Conv" or has_one)
 
 
 def _producer(node: ir.Node, place: int, kind: str) -> ir.Node | None:
@@ -86,14 +89,16 @@ class _Rewriting:
         integers, scale, zero_point = (input_of(values, place) for place in range(3))
         stored, weight_scale, weight_zero_point = (input_of(weight, place) for place in range(3))
         moved = _producer(node, 1, "Transpose")
+        inputs = [integers, stored, zero_point]
         if node.op_type == "Conv":
-            product = self._add("ConvInteger", [integers, stored, zero_point], dict(node.attributes))
+            inputs += self._one_zero_point(weight_zero_point)
+            product = self._add("ConvInteger", inputs, dict(node.attributes))
             assert stored.shape is not None
             shape = [1, -1, *[1] * (len(stored.shape) - 2)]
         else:
             if moved is not None or bool(node.attributes.get_int("transB", 0)):
                 stored = self._add("Transpose", [stored], {"perm": [1, 0]})
-            inputs = [integers, stored, zero_point]
+            inputs[1] = stored
             if weight_zero_point.const_value is None or weight_zero_point.const_value.numpy().any():
                 inputs.append(weight_zero_point)
             product, shape = self._add("MatMulInteger", inputs), [-1]
@@ -110,6 +115,18 @@ class _Rewriting:
         result = self.nodes[-1].outputs[0]
         result.name = f"{self.node.outputs[0].name}_{kind.lower()}_{len(self.nodes)}"
         return result
+
+    def _one_zero_point(self, value: ir.Value) -> list[ir.Value]:
+        """The zero point that all channels have as the only number of a tensor; nothing if it is 0."""
+        assert value.const_value is not None  # checked by _is_product
+        values = value.const_value.numpy()
+        if not values.any():
+            return []
+        name = f"{value.name}{OF_ALL}"
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(values.reshape(-1)[:1], name=name)
+            self.graph.register_initializer(ir.Value(name=name, const_value=tensor))
+        return [self.graph.initializers[name]]
 
     def _shaped(self, value: ir.Value, shape: list[int]) -> ir.Value:
         """A constant per channel in the shape of the channels of the result."""

@@ -13,6 +13,7 @@ import onnx
 
 from fxqat.errors import CheckpointError, ParityError
 from fxqat.onnx.external_data import values_of
+from fxqat.onnx.integer_products import OF_ALL
 from fxqat.scheme import QuantizedTensor
 
 FORMAT = "fxqat.quant_params"
@@ -141,8 +142,9 @@ def check_entries(model: onnx.ModelProto, entries: Mapping[str, Mapping[str, Any
     for name, entry in entries.items():
         if name not in of_value and f"{name}_scale" in constants:  # GatherIntegers, IntegerProducts
             scale = values_of(constants[f"{name}_scale"])
-            held = constants.get(f"{name}_zero_point")
-            of_value[name] = (scale, np.zeros_like(scale) if held is None else values_of(held))
+            held = constants.get(f"{name}_zero_point") or constants.get(f"{name}_zero_point{OF_ALL}")
+            zero_point = np.zeros(1, np.int8) if held is None else values_of(held)
+            of_value[name] = (scale, np.broadcast_to(zero_point.reshape(-1), scale.size))
         if name not in of_value:
             raise ParityError(f"{name}: in the parameter file but not quantized in the ONNX file")
         scale, zero_point = of_value[name]

@@ -49,11 +49,11 @@ class UnsignedActivations(ir.passes.InPlacePass):
         records = tensors_of(model)
         kept = _operands_of_products(model.graph) if self.keep_products else frozenset()
         signed = {path: r for path, r in records.items() if r.kind == "activation" and r.dtype == "int8"}
-        changed = {path: _unsigned(r) for path, r in signed.items() if r.name not in kept or any(r.zero_point)}
+        changed = {path: unsigned(r) for path, r in signed.items() if r.name not in kept or any(r.zero_point)}
         by_name = {record.name: record for record in changed.values()}
         for node in model.graph:
             if node.op_type == "QuantizeLinear" and input_of(node, 0).name in by_name:
-                _set_zero_point(input_of(node, 2), by_name[str(input_of(node, 0).name)].zero_point)  # case 1
+                set_zero_point(input_of(node, 2), by_name[str(input_of(node, 0).name)].zero_point)  # case 1
                 node.outputs[0].type = ir.TensorType(ir.DataType.UINT8)  # case 2
         model.meta[RECORDS] = records | changed  # case 3
         return ir.passes.PassResult(model, modified=bool(changed))
@@ -83,7 +83,7 @@ def _multiplies_activations(node: ir.Node) -> bool:
     return all(source is not None and input_of(source, 0).const_value is None for source in sources)
 
 
-def _set_zero_point(value: ir.Value, zero_points: tuple[int, ...]) -> None:
+def set_zero_point(value: ir.Value, zero_points: tuple[int, ...]) -> None:
     """Store other zero points in the initializer that QuantizeLinear and DequantizeLinear read."""
     assert value.const_value is not None
     integers = np.array(zero_points, np.uint8).reshape(value.const_value.shape.numpy())
@@ -91,7 +91,7 @@ def _set_zero_point(value: ir.Value, zero_points: tuple[int, ...]) -> None:
     value.type = None if value.type is None else ir.TensorType(ir.DataType.UINT8)
 
 
-def _unsigned(record: QuantizedTensor) -> QuantizedTensor:
+def unsigned(record: QuantizedTensor) -> QuantizedTensor:
     """The record of the same tensor with unsigned integers."""
     assert record.scheme is not None  # an activation has one
     middle = 1 << (record.scheme.bit_width - 1)

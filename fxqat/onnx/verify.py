@@ -57,9 +57,9 @@ MIN_OPTIMIZED = 0.99
 
 SATURATES = (
     " On this processor, x86 without VNNI, ONNX Runtime's sums of products of uint8 and int8 saturate. To run the file "
-    "in ONNX Runtime on such a processor, take the backend ONNXRuntime_AVX2, whose weights have 7 bits"
+    'in ONNX Runtime on such a processor, export it with runtime="onnxruntime_avx2": the same integers, with weights '
+    "in uint8"
 )
-WITH_PRECISION = ", or try the session configuration entry session.x64quantprecision=1 (not all files load with it)."
 INTEGER_PRODUCTS = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM")
 """Operators that compute such sums without an optimizer."""
 
@@ -169,8 +169,8 @@ class ParityCertificate:
         selected = all(selection.passed for selection in self.selections)
         return all_hold and selected and (self.second_size is None or self.second_size.passed)
 
-    def warnings(self) -> tuple[str, ...]:
-        """What a user of the file must hear although the file is right."""
+    def warnings(self, model: onnx.ModelProto) -> tuple[str, ...]:
+        """What a user of the file ``model`` must hear although it is right."""
         if self.optimized_error is not None:
             return (
                 f"ONNX Runtime {self.onnxruntime_version} cannot load or run this file at its default optimization "
@@ -179,11 +179,11 @@ class ParityCertificate:
                 "session.disable_quant_qdq=1.",
             )
         far = [o for o in self.outputs if o.optimized_change is not None and o.optimized_change < MIN_OPTIMIZED]
+        note = f"{SATURATES}." if far and _saturates(model) else ""
         return tuple(
             f"output {o.name}: at its default optimization level ONNX Runtime {self.onnxruntime_version} computes "
             f"something else than the file says: cosine {o.optimized_change:.4f} to the outputs without "
-            "optimizations. Compare the accuracy of both on your data."
-            + (SATURATES + WITH_PRECISION if sums_saturate() else "")
+            f"optimizations. Compare the accuracy of both on your data.{note}"
             for o in far
         )
 
@@ -308,9 +308,15 @@ def require_parity(
 
 def _saturation(model: onnx.ModelProto) -> str:
     """What the processor has to do with a failure; empty if it has nothing to do with it."""
-    if not any(node.op_type in INTEGER_PRODUCTS for node in model.graph.node) or not sums_saturate():
+    if not any(node.op_type in INTEGER_PRODUCTS for node in model.graph.node) or not _saturates(model):
         return ""
-    return f"{SATURATES}, or export with verify=False if the file will run on a processor with VNNI."
+    return f"{SATURATES}. Or export with verify=False if the file will run on a processor with VNNI."
+
+
+def _saturates(model: onnx.ModelProto) -> bool:
+    """Whether sums of a file's products may saturate on this processor: weights are int8."""
+    is_int8 = (tensor.data_type == onnx.TensorProto.INT8 for tensor in model.graph.initializer if tensor.dims)
+    return any(is_int8) and sums_saturate()
 
 
 def check_model(model: onnx.ModelProto, opset_version: int, path: Path | None = None) -> None:

@@ -24,9 +24,10 @@ class Steps(nn.Module):
         return self.fc(y), h, c
 
 
+@pytest.mark.parametrize(("runtime", "dtype"), [("onnxruntime", np.int8), ("onnxruntime_avx2", np.uint8)])
 @pytest.mark.parametrize(("layers", "bidirectional", "with_states"), [(2, False, False), (1, True, True)])
-def test_the_file_computes_what_training_simulates(layers, bidirectional, with_states, tmp_path):
-    needs_exact_sums()
+def test_the_file_computes_what_training_simulates(layers, bidirectional, with_states, runtime, dtype, tmp_path):
+    needs_exact_sums(runtime)
     torch.manual_seed(0)
     inputs = (torch.randn(2, 4, 5),)
     if with_states:
@@ -34,17 +35,17 @@ def test_the_file_computes_what_training_simulates(layers, bidirectional, with_s
     config = {"activation": "dynamic"}
     gm = fxqat.prepare_by_platform(Steps(layers, bidirectional), "ONNXRuntime", config, example_inputs=inputs)
     fxqat.enable_quantization(gm)
-    report = fxqat.convert_export(gm, inputs, tmp_path / "m.onnx", tmp_path / "m.json")
+    report = fxqat.convert_export(gm, inputs, tmp_path / "m.onnx", tmp_path / "m.json", runtime=runtime)
     assert max(output.step_error for output in report.certificate.outputs) < 1e-5
     proto = onnx.load(tmp_path / "m.onnx")
     assert node_types(proto).count("DynamicQuantizeLSTM") == layers
     assert "LSTM" not in node_types(proto)
     stored = [value for name, value in constants(proto).items() if name.endswith("_columns")]
     assert len(stored) == 2 * layers
-    assert {value.dtype for value in stored} == {np.dtype(np.int8)}
+    assert {value.dtype for value in stored} == {np.dtype(dtype)}
 
     one = tuple(tensor[:1] if number == 0 else tensor[:, :1].contiguous() for number, tensor in enumerate(inputs))
-    fxqat.convert_export(gm, one, tmp_path / "one.onnx")
+    fxqat.convert_export(gm, one, tmp_path / "one.onnx", runtime=runtime)
     for found, wanted in zip(run_file(tmp_path / "one.onnx", one), gm(*one), strict=True):
         assert np.allclose(found, wanted.detach().numpy(), atol=1e-5)
 

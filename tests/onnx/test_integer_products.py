@@ -48,12 +48,13 @@ def test_the_integers_are_those_of_the_operator(x):
             assert np.array_equal(found.numpy(), value.astype(np.float32))
 
 
-def test_dynamic_needs_no_calibration_and_the_file_computes_on_integers(tmp_path):
-    needs_exact_sums()
+@pytest.mark.parametrize(("runtime", "dtype"), [("onnxruntime", np.int8), ("onnxruntime_avx2", np.uint8)])
+def test_dynamic_needs_no_calibration_and_the_file_computes_on_integers(runtime, dtype, tmp_path):
+    needs_exact_sums(runtime)
     torch.manual_seed(0)
     gm = fxqat.prepare_by_platform(Mixed(), "ONNXRuntime", {"activation": "dynamic"}, example_inputs=INPUTS)
     fxqat.enable_quantization(gm)
-    report = fxqat.convert_export(gm, INPUTS, tmp_path / "m.onnx", tmp_path / "m.json")
+    report = fxqat.convert_export(gm, INPUTS, tmp_path / "m.onnx", tmp_path / "m.json", runtime=runtime)
     names = {tensor.name for tensor in report.certificate.tensors}
     assert len(names) == 4
     assert report.certificate.off_share == 0
@@ -62,7 +63,10 @@ def test_dynamic_needs_no_calibration_and_the_file_computes_on_integers(tmp_path
     assert kinds.count("MatMulInteger") == 3
     assert kinds.count("ConvInteger") == 1
     assert not {"MatMul", "Gemm", "Conv", "DequantizeLinear", "QuantizeLinear"} & set(kinds)
-    assert {value.dtype for value in constants(proto).values() if value.size > 12} == {np.dtype(np.int8)}
+    stored = {name: value.dtype for name, value in constants(proto).items() if value.size > 12}
+    assert stored.pop("table.weight_quantized") == np.int8
+    assert set(stored.values()) == {np.dtype(dtype)}
+    fxqat.load_quant_params(gm, tmp_path / "m.json")
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     ort.InferenceSession(str(tmp_path / "m.onnx"), options, providers=["CPUExecutionProvider"])
@@ -89,8 +93,9 @@ def test_the_range_is_that_of_each_input_and_gradients_pass():
     assert torch.equal(gm(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-def test_one_dynamic_layer_beside_static_ones(tmp_path):
-    needs_exact_sums()
+@pytest.mark.parametrize("runtime", ["onnxruntime", "onnxruntime_avx2"])
+def test_one_dynamic_layer_beside_static_ones(runtime, tmp_path):
+    needs_exact_sums(runtime)
     torch.manual_seed(0)
     change = {"match": {"module": "query"}, "activation": "dynamic"}
     config = {"overrides": [change], "extra_quantizer_dict": {"least_work": 0}}
@@ -99,13 +104,37 @@ def test_one_dynamic_layer_beside_static_ones(tmp_path):
         fxqat.enable_quantization(gm)
     fxqat.calibrate(gm, [INPUTS])
     fxqat.enable_quantization(gm)
-    report = fxqat.convert_export(gm, INPUTS, tmp_path / "m.onnx", tmp_path / "m.json")
+    report = fxqat.convert_export(gm, INPUTS, tmp_path / "m.onnx", tmp_path / "m.json", runtime=runtime)
     kinds = node_types(onnx.load(tmp_path / "m.onnx"))
     assert report.certificate.passed
     assert kinds.count("DynamicQuantizeLinear") == kinds.count("MatMulInteger") == 1
     assert kinds.count("QuantizeLinear") >= 2
     again = fxqat.prepare_by_platform(Mixed(), "ONNXRuntime", config, example_inputs=INPUTS)
     fxqat.load_quant_params(again, tmp_path / "m.json")
+
+
+def asymmetric_conv(per_channel):
+    """A dynamic convolution whose weight has zero points, and its input."""
+    scheme = {"symmetry": False, "signed": False, "per_channel": per_channel}
+    config = {"activation": "dynamic", "extra_qconfig_dict": {"w_qscheme": scheme}}
+    torch.manual_seed(0)
+    gm = fxqat.prepare_by_platform(nn.Sequential(nn.Conv1d(8, 4, 3, padding=1)), "ONNXRuntime", config)
+    fxqat.enable_quantization(gm)
+    return gm, torch.randn(2, 8, 5)
+
+
+def test_a_convolution_has_integer_products_if_all_channels_have_one_zero_point(tmp_path):
+    gm, x = asymmetric_conv(per_channel=False)
+    report = fxqat.convert_export(gm, x, tmp_path / "m.onnx", tmp_path / "m.json", weights="integer")
+    assert report.certificate.passed
+    file = onnx.load(tmp_path / "m.onnx")
+    (product,) = (node for node in file.graph.node if node.op_type == "ConvInteger")
+    assert constants(file)[product.input[3]].tolist() == [gm.get_submodule("0").weight_fake_quant.zero_point.item()]
+    assert constants(file)[product.input[3]].tolist() != [0]
+    assert np.allclose(run_file(tmp_path / "m.onnx", (x,))[0], gm(x).detach().numpy(), atol=1e-5)
+    gm, x = asymmetric_conv(per_channel=True)
+    assert fxqat.convert_export(gm, x, tmp_path / "m.onnx").certificate.passed
+    assert {"Conv", "ConvInteger"} & set(node_types(onnx.load(tmp_path / "m.onnx"))) == {"Conv"}
 
 
 def test_asymmetric_weights_keep_their_zero_points(tmp_path):

@@ -334,7 +334,7 @@ def test_the_certificate_passes_only_if_all_of_it_does() -> None:
 @pytest.mark.parametrize(("change", "said"), [(0.995, None), (0.98, "cosine 0.9800"), (None, None)])
 def test_an_output_that_the_optimizer_changes_is_told(change: float | None, said: str | None) -> None:
     output = OutputParity("y", 0.0, 0, 1.0, 1.0, 0.0, 1.0, change)
-    warnings = ParityCertificate((), (output,), 0.0, None, "1.32").warnings()
+    warnings = ParityCertificate((), (output,), 0.0, None, "1.32").warnings(onnx.ModelProto())
     assert len(warnings) == int(said is not None)
     assert all(said in text and "output y" in text and "1.32" in text for text in warnings)
 
@@ -356,7 +356,7 @@ def test_an_optimizer_that_fails_is_in_the_certificate(monkeypatch: pytest.Monke
     assert "INVALID_GRAPH" in str(certificate.optimized_error)
     assert "INVALID_GRAPH" in str(certificate)
     assert "INVALID_GRAPH" in json.loads(json.dumps(certificate.as_json()))["optimized_error"]
-    (warning,) = certificate.warnings()
+    (warning,) = certificate.warnings(onnx.ModelProto())
     assert "default optimization level" in warning
     assert "INVALID_GRAPH" in warning
 

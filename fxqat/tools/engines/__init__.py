@@ -3,6 +3,7 @@
 from fxqat.tools.engines.base import CompiledFile, Engine, Operator
 from fxqat.tools.engines.engine_parity import EngineReport, OutputOnEngine, TensorOnEngine, add_to_certificate, verify
 from fxqat.tools.engines.load import load_engine
+from fxqat.tools.engines.onnxruntime_engine import runtime_here
 
 __all__ = [
     "CompiledFile",
@@ -13,5 +14,6 @@ __all__ = [
     "TensorOnEngine",
     "add_to_certificate",
     "load_engine",
+    "runtime_here",
     "verify",
 ]

@@ -47,8 +47,11 @@ from fxqat.utils.files import atomic_path
 MAX_OFF_BY_ONE = 0.0005
 PLAIN = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
 NOTHING = Shares(0.0, 0.0)
-WITHOUT_SATURATION = {"onnxruntime": "ONNXRuntime_AVX2", "openvino": "OpenVINO_AVX2"}
-"""The backend of an engine for processors on which its sums saturate."""
+WITHOUT_SATURATION = {
+    "onnxruntime": 'export it with runtime="onnxruntime_avx2": the same integers, with weights in uint8',
+    "openvino": "prepare it for OpenVINO_AVX2, whose weights have 7 bits",
+}
+"""The remedy for an engine on a processor on which its sums saturate."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class EngineReport:
         if not self.passed and self.engine in WITHOUT_SATURATION and sums_saturate():
             lines.append(
                 "On this processor, x86 without VNNI, sums of products of uint8 and int8 saturate. To run the file "
-                f"here, prepare it for {WITHOUT_SATURATION[self.engine]}, whose weights have 7 bits."
+                f"here, {WITHOUT_SATURATION[self.engine]}."
             )
         return "\n".join(lines)
 

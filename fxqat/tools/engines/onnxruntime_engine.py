@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from fxqat.onnx.ort_runs import explained, open_session
+from fxqat.onnx.ort_runs import explained, open_session, sums_saturate
 from fxqat.tools.engines.base import CompiledFile, Engine, Operator, known_names, nodes_in
 from fxqat.utils.temporary import temporary_folder
 
@@ -59,6 +59,15 @@ class OnnxRuntimeFile(CompiledFile):
 def _gives_floats(node: onnx.NodeProto) -> bool:
     """Whether a node that reads integers gives floats; QGemm does so without the parameters of its output."""
     return node.op_type in FLOAT_OUTPUTS or (node.op_type == "QGemm" and len(node.input) < 8)
+
+
+def runtime_here() -> str:
+    """The ``runtime`` of ``convert_export`` whose files ONNX Runtime computes fast and right on this machine.
+
+    It is ``"onnxruntime_avx2"`` on x86 without VNNI, where sums of products of uint8 and int8 saturate, and otherwise
+    ``"onnxruntime"``.
+    """
+    return "onnxruntime_avx2" if sums_saturate() else "onnxruntime"
 
 
 class OnnxRuntimeEngine(Engine):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
@@ -31,9 +32,11 @@ KINDS = {"TSQAT": ("TSQAT", None), "rewritten": ("TSQAT", "onnxruntime"), "ONNXR
 """The backend and the runtime of each file."""
 
 
-def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
-    """The float file and those of ``KINDS``, of a model with random weights, calibrated on noise; unless they exist."""
-    paths = {kind: folder / f"{name}_{kind}.onnx" for kind in ("float", *KINDS)}
+def write_files(
+    name: str, folder: Path, threads: int, kinds: Mapping[str, tuple[str, str | None]] = KINDS
+) -> dict[str, Path]:
+    """The float file and those of ``kinds``, of a model with random weights, calibrated on noise; unless they exist."""
+    paths = {kind: folder / f"{name}_{number}.onnx" for number, kind in enumerate(("float", *kinds))}
     if all(path.exists() for path in paths.values()):
         return paths
     folder.mkdir(parents=True, exist_ok=True)
@@ -43,11 +46,11 @@ def write_files(name: str, folder: Path, threads: int) -> dict[str, Path]:
     batches = [torch.randn(1, 3, SIZE, SIZE) for _ in range(4)]
     export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
     torch.onnx.export(model, (batches[0],), paths["float"], **export)
-    for backend in ("TSQAT", "ONNXRuntime"):
+    for backend in dict.fromkeys(backend for backend, _ in kinds.values()):
         gm = fxqat.prepare_by_platform(model, backend, example_inputs=(batches[0],)).eval()
         fxqat.calibrate(gm, batches, progress=False)
         fxqat.enable_quantization(gm)
-        for kind, (_, runtime) in ((kind, value) for kind, value in KINDS.items() if value[0] == backend):
+        for kind, (_, runtime) in ((kind, value) for kind, value in kinds.items() if value[0] == backend):
             fxqat.convert_export(gm, (batches[0],), paths[kind], input_names=["x"], runtime=runtime)
     return paths
 
@@ -86,9 +89,9 @@ Written by ``tests/benchmarks/performance/runtime_latency.py`` with onnxruntime 
 """
 
 
-def main() -> None:
-    """Measure, print the table, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(about: str) -> argparse.Namespace:
+    """The arguments of a script that measures files of models in turns."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=30, help="turns of each file")
@@ -96,7 +99,12 @@ def main() -> None:
     parser.add_argument("--files", type=Path, help="keep the files in this folder, and measure those that are there")
     parser.add_argument("--note", default="", help="a sentence about the machine for the page")
     parser.add_argument("--output", type=Path, help="write the documentation page here")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print the table, write the page."""
+    arguments = parse_arguments(__doc__ or "")
     header = ["model", *KINDS, "rewritten / ONNXRuntime", "on integers: TSQAT", "on integers: rewritten", "same bits"]
     table = PrettyTable(header, align="l")
     for name in tqdm(arguments.models):

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.tools import WidthBank, average_weight_bits, sensitivity, solve
+from fxqat.tools.engines import runtime_here
 from tests import models
 from tests.example.imagenet_example.conftest import MODELS, TINY, losses
 from tests.example.imagenet_example.tiny_models import Tiny, Wide
@@ -161,7 +162,8 @@ def test_quantized_training_takes_the_flags(train):
     ("backend", "asked", "runtime"),
     [
         ("OpenVINO", "auto", "openvino"),
-        ("TSQAT", "auto", "onnxruntime"),
+        ("TSQAT", "auto", runtime_here()),
+        ("ONNXRuntime", "auto", runtime_here()),
         ("TSQAT", "none", None),
         ("OpenVINO", "onnxruntime", "onnxruntime"),
     ],

@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fxqat.tools.engines import runtime_here
+
 SMALL = ("--img", "64", "--batch-size", "4", "--workers", "0", "--epochs", "1")
 
 
@@ -40,7 +42,7 @@ def test_from_float_training_to_pictures(train, tree, tmp_path, capsys, monkeypa
     printed = train("quantized", *SMALL, "--quantize", "--distill", "--with-decode", "--calib-pictures", "4")
     assert "weights: yolov5s.pt" in printed
     document = json.loads((tmp_path / "quantized" / "yolov5n_onnx_quantization.json").read_text())
-    assert document["runtime"] == "onnxruntime"
+    assert document["runtime"] == runtime_here()
     names = {path.name for path in (tmp_path / "quantized").iterdir()}
     pairs = [f"yolov5n_{kind}_quantization{end}" for kind in ("onnx", "bestonnx") for end in (".onnx", ".json")]
     assert {"yolov5n_checkpoint.pth", "yolov5n_model_best.pth", *pairs} <= names
