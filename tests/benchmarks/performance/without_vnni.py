@@ -49,14 +49,14 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
     return f"""Processors without VNNI
 =======================
 
-On an x86 processor without VNNI, ONNX Runtime adds two products of uint8 and int8 in 16 bits, where they saturate. A file
-with weights in uint8 (``runtime="onnxruntime_avx2"``, see :doc:`/reference/export`) has the same integers and exact sums;
-weights of 7 bits (the backend ``ONNXRuntime_AVX2``) do not saturate.
+On an x86 processor without VNNI, ONNX Runtime adds two products of uint8 and int8 in 16 bits, where they saturate. A
+file with weights in uint8 (``runtime="onnxruntime_avx2"``, see :doc:`/reference/export`) has the same integers and exact
+sums; weights of 7 bits (the backend ``ONNXRuntime_AVX2``) do not saturate.
 
-For each file: its latency on the CPU for one {SIZE}x{SIZE} image, relative to the float model (1 = as fast as float, less
-is faster), the median over {arguments.turns} turns of the ratio; and in brackets how much ONNX Runtime's outputs change at
-its default optimization level, on noise: the norm of the difference, relative to that of the outputs. Models of
-torchvision with random weights, where small differences grow more than in trained ones.
+For each file: its latency on the CPU for one {SIZE}x{SIZE} image, relative to the float model (1 = as fast as float,
+less is faster), the median over {arguments.turns} turns of the ratio; and in brackets how much ONNX Runtime's outputs
+change at its default optimization level, on noise: the norm of the difference, relative to that of the outputs. Models
+of torchvision with random weights, where a value off by a step grows more than in trained ones.
 
 * *TSQAT*, *ONNXRuntime*: these backends with ``runtime="onnxruntime"``; *avx2*: with ``runtime="onnxruntime_avx2"``.
 * *ONNXRuntime_AVX2*: this backend with ``runtime="onnxruntime"``.
