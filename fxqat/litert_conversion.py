@@ -6,8 +6,9 @@ of torch's PT2E quantization:
 1. each Q/DQ pair becomes such a pair;
 2. a stored weight becomes its real values and such a pair, because the converter takes no integers as weights;
 3. a stored bias becomes its real values: the converter rounds them at the scale of the products, as fxqat does;
-4. a layer that was left float is followed by a barrier, or the converter would round its weights in its own way; and so
-   is a sum, because LiteRT 2.3's reference kernel gives wrong sums of integers;
+4. barriers stand around what LiteRT computes in float where it reads or gives quantized values: the converter would
+   make operators of integers of parts of it, with roundings of its own, and would round the weights of a layer. One
+   follows a sum, because LiteRT 2.3's reference kernel gives wrong sums of integers;
 5. ``x ** 2`` becomes ``x * x``: the converter refuses some float powers;
 6. each reader of a quantized value gets a dequantizing operator of its own, as PT2E has it: the converter's layout pass
    forgets the layout of one with several readers;
@@ -26,9 +27,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxqat.custom_quantizer.backends.litert import LITERT
 from fxqat.errors import ExportError
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor
-from fxqat.ops.families import WEIGHTED
+from fxqat.ops.families import (
+    ACTIVATION,
+    BINARY,
+    IDENTITY,
+    MATH,
+    MATMUL,
+    NORM,
+    PASS_THROUGH,
+    POOL,
+    RESIZE,
+    WEIGHTED,
+    Op,
+)
 from fxqat.ops.identify import identify
 from fxqat.quantization.lower import Lowered
 from fxqat.scheme import QuantizedTensor
@@ -171,6 +185,11 @@ FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
 }
 
 
+CALLS = ("call_module", "call_function", "call_method")
+COMPUTING = (MATMUL, BINARY, POOL, ACTIVATION, NORM, MATH, RESIZE)
+"""Families of operators that compute new values."""
+
+
 @torch.no_grad()
 def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
     """Cases 1 to 6."""
@@ -182,18 +201,38 @@ def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
     lowered.module.add_submodule(barrier, _Barrier())
     for node in list(lowered.module.graph.nodes):
         op = identify(node)
-        is_float_layer = node.op == "call_module" and op.family == WEIGHTED
-        if op.name == "sum" or (is_float_layer and str(node.args[0].target) in lowered.tensors):
+        read = [each for each in node.all_input_nodes if _is_on_grid(each, lowered.tensors)]
+        in_float = _computes_in_float(node, op)
+        if op.name == "sum" or (in_float and (read or any(str(user.target) in lowered.tensors for user in node.users))):
             with lowered.module.graph.inserting_after(node):
                 kept = lowered.module.graph.call_module(barrier, (node,))  # case 4
             node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
-        elif op.name == "pow" and tuple(node.args[1:]) == (2,):
+        for each in read if in_float and op.family != WEIGHTED else ():
+            with lowered.module.graph.inserting_before(node):
+                node.replace_input_with(each, lowered.module.graph.call_module(barrier, (each,)))
+        if op.name == "pow" and tuple(node.args[1:]) == (2,):
             node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
     for node in list(lowered.module.graph.nodes):
         if node.op == "call_module" and node.target in lowered.tensors and len(node.users) > 1:
             _split_readers(node)  # case 6
     lowered.module.recompile()
     return lowered.module
+
+
+def _computes_in_float(node: fx.Node, op: Op) -> bool:
+    """Whether LiteRT computes a node in float."""
+    if op.family == WEIGHTED:
+        return node.op == "call_module"  # a quantized layer is a function of its stored weight here
+    dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 1)
+    has_rule = LITERT.rule(op.name, op.family) is not None and (op.name != "normalize" or dim == -1)
+    return not has_rule and op.family in COMPUTING
+
+
+def _is_on_grid(node: fx.Node, tensors: Mapping[str, QuantizedTensor]) -> bool:
+    """Whether a value is a rounded one, or is moved from one."""
+    while node.op in CALLS and node.all_input_nodes and identify(node).family in (PASS_THROUGH, IDENTITY):
+        node = node.all_input_nodes[0]
+    return node.op == "call_module" and str(node.target) in tensors
 
 
 def _split_readers(pair: fx.Node) -> None:

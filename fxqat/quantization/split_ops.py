@@ -1,8 +1,10 @@
 """Split ops: a target without an operator for an op computes it by several, with rounded values between them.
 
 1. ``silu``: ``x * sigmoid(x)``.
-2. ``adaptive_avg_pool2d`` to one value per channel: the mean over the image. To other sizes it stays.
-3. ``scaled_dot_product_attention``: two products, with a softmax between them (Vaswani et al. 2017, equation 1). A
+2. ``leaky_relu`` with a slope of 0 to 1: ``maximum(x, slope * x)``. At 0, where both are equal, each gets half of the
+   gradient. With other slopes it stays.
+3. ``adaptive_avg_pool2d`` to one value per channel: the mean over the image. To other sizes it stays.
+4. ``scaled_dot_product_attention``: two products, with a softmax between them (Vaswani et al. 2017, equation 1). A
    boolean mask is also applied after the softmax: torch gives 0 where it leaves no key. A mask of floats that leaves no
    key, all -inf, gives NaN.
 """
@@ -68,6 +70,16 @@ def _silu(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
     return torch.mul(x, torch.sigmoid(x))
 
 
+def _leaky_relu(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
+    module = called_module(node)
+    given = (*node.args[1:2], *(node.kwargs[key] for key in ("negative_slope",) if key in node.kwargs), 0.01)
+    slope = given[0] if module is None else module.negative_slope
+    if not isinstance(slope, int | float) or not 0 <= slope <= 1:
+        return f"only with a slope of 0 to 1 it is a maximum; its slope is {slope}"
+    x = proxy(node.all_input_nodes[0])
+    return torch.maximum(x, torch.mul(x, slope))
+
+
 def _global_average(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
     module = called_module(node)
     size = module.output_size if module is not None else (*node.args[1:], *node.kwargs.values())[-1]
@@ -126,6 +138,7 @@ def _noted(proxy: Any, kind: str) -> Any:
 
 SPLITS: Mapping[str, Callable[[fx.Node, Callable[[Any], Any]], Any]] = {
     "silu": _silu,
+    "leaky_relu": _leaky_relu,
     "adaptive_avg_pool2d": _global_average,
     "scaled_dot_product_attention": _attention,
 }

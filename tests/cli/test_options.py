@@ -60,6 +60,7 @@ CASES = {
         "--input-names": (QUANTIZE, "--input-names image"),
         "--output-names": (QUANTIZE, "--output-names scores"),
         "--opset": (QUANTIZE, "--opset 21"),
+        "--runtime": (QUANTIZE, "--runtime onnxruntime_avx2"),
     },
     "verify": {
         "--model": (VERIFY, "--model @:net"),

@@ -14,6 +14,10 @@ from fxqat.quantization.standardize import standardize
 
 CALLS = {
     "silu": (nn.SiLU(inplace=True), lambda x: F.silu(x), lambda x: F.silu(x, inplace=True)),
+    "leaky_relu": (
+        *(nn.LeakyReLU(), nn.LeakyReLU(0.3, inplace=True), lambda x: F.leaky_relu(x), lambda x: F.leaky_relu(x, 0.0)),
+        *(lambda x: F.leaky_relu(x, 0.2, True), lambda x: F.leaky_relu(input=x, negative_slope=1)),
+    ),
     "adaptive_avg_pool2d": (
         *(nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1)), lambda x: F.adaptive_avg_pool2d(x, 1)),
         lambda x: F.adaptive_avg_pool2d(x, output_size=[1, 1]),
@@ -28,6 +32,13 @@ class Wrapped(nn.Module):
 
     def forward(self, x):
         return self.call(x * 2)
+
+
+PARTS = {
+    "silu": [torch.sigmoid, torch.mul],
+    "leaky_relu": [torch.mul, torch.maximum],
+    "adaptive_avg_pool2d": [torch.mean],
+}
 
 
 def split(call):
@@ -45,14 +56,15 @@ def test_the_split_op_computes_the_same(name):
         gm = split(call)
         gm.recompile()
         torch.testing.assert_close(gm(x), call(x * 2))
-        assert targets(gm) == ([torch.sigmoid, torch.mul] if name == "silu" else [torch.mean])
+        assert targets(gm) == PARTS[name]
     assert {*CALLS, "scaled_dot_product_attention"} == set(SPLITS)
 
 
 def test_what_cannot_be_split_stays():
     hooked = nn.SiLU()
     hooked.register_forward_hook(lambda *_: None)
-    for module in (nn.AdaptiveAvgPool2d(2), nn.AdaptiveAvgPool2d((1, 2)), hooked):
+    steep, falling = nn.LeakyReLU(1.5), nn.LeakyReLU(-0.1)
+    for module in (nn.AdaptiveAvgPool2d(2), nn.AdaptiveAvgPool2d((1, 2)), hooked, steep, falling):
         assert [node.op for node in split(module).graph.nodes] == [
             "placeholder",
             "call_function",
@@ -156,7 +168,7 @@ def test_a_split_module_is_still_meant_by_its_path_and_type():
 @pytest.mark.parametrize(
     ("model", "match", "why"),
     [
-        (nn.GELU(), {"type": "GELU"}, "only silu, adaptive_avg_pool2d, scaled_dot_product_attention can be"),
+        (nn.GELU(), {"type": "GELU"}, "only silu, leaky_relu, adaptive_avg_pool2d, scaled_dot_product_attention can be"),
         (nn.AdaptiveAvgPool2d(2), {"type": "AdaptiveAvgPool2d"}, "its output size is 2"),
     ],
 )

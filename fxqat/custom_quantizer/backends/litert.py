@@ -40,7 +40,7 @@ LITERT = BackendSpec(
         | dict.fromkeys(("add", "sub", "mul", "sigmoid", "tanh", "softmax", "log_softmax"), COMPUTES)
         | {"normalize": NORMALIZE}
         | {"relu": RELU}
-        | dict.fromkeys(("relu6", "leaky_relu", "hardswish", "gelu"), COMPUTES)
+        | dict.fromkeys(("relu6", "hardswish", "gelu"), COMPUTES)
         | dict.fromkeys(
             (
                 "adaptive_avg_pool1d",
@@ -56,7 +56,7 @@ LITERT = BackendSpec(
         )
         | {"cat": JOINS, "stack": JOINS, "where": JOINS, "pass_through": MOVES, "identity": MOVES}
     ),
-    split=frozenset({"silu", "adaptive_avg_pool2d"}),
+    split=frozenset({"silu", "leaky_relu", "adaptive_avg_pool2d"}),
     fixed_ranges=MappingProxyType(
         {
             "sigmoid": (0.0, 255 / 256),  # scale 1/256, zero point -128
@@ -72,6 +72,7 @@ LITERT = BackendSpec(
             "LiteRT's 8-bit specification has no such operator",
         )
         | {"silu": "split into sigmoid and mul, which are integer operators"}
+        | {"leaky_relu": "the kernels of LiteRT 2.3 for LEAKY_RELU round its products by 1/4 to 1/2 of a step"}
         | {"sum": "the reference kernel of LiteRT 2.3 for SUM on integers gives wrong values"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
