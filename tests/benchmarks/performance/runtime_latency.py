@@ -43,8 +43,8 @@ def write_files(
     torch.manual_seed(0)
     torch.set_num_threads(threads)
     model: nn.Module = torchvision.models.get_model(name, weights=None).eval()
-    for parameter in (parameter for parameter in model.parameters() if not parameter.any()):
-        nn.init.normal_(parameter, std=0.02)  # vit_b_16's last layer is 0, and so would be what it computes
+    for parameter in (each for each in model.parameters() if each.dim() > 1 and not each.any()):
+        nn.init.normal_(parameter, std=0.02)  # vit_b_16 begins with outputs of 0
     batches = [torch.randn(1, 3, SIZE, SIZE) for _ in range(4)]
     export = {"input_names": ["x"], "dynamo": True, "external_data": False, "verbose": False}
     torch.onnx.export(model, (batches[0],), paths["float"], **export)
