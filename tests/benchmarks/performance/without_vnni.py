@@ -50,8 +50,8 @@ def page(table: PrettyTable, arguments: argparse.Namespace) -> str:
 =======================
 
 On an x86 processor without VNNI, ONNX Runtime adds two products of uint8 and int8 in 16 bits, where they saturate. A
-file with weights in uint8 (``runtime="onnxruntime_avx2"``, see :doc:`/reference/export`) has the same integers and exact
-sums; weights of 7 bits (the backend ``ONNXRuntime_AVX2``) do not saturate.
+file with weights in uint8 (``runtime="onnxruntime_avx2"``, see :doc:`/reference/export`) has the same integers and
+exact sums; weights of 7 bits (the backend ``ONNXRuntime_AVX2``) do not saturate.
 
 For each file: its latency on the CPU for one {SIZE}x{SIZE} image, relative to the float model (1 = as fast as float,
 less is faster), the median over {arguments.turns} turns of the ratio; and in brackets how much ONNX Runtime's outputs
