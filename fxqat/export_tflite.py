@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxqat.config.export_arguments import check_paths, example_tuple
 from fxqat.convert_export import not_in_file, write_files
+from fxqat.custom_quantizer.backends.litert import LITERT
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import require_calibrated
 from fxqat.litert_conversion import check_schemes, litert_versions, run_converter
@@ -114,7 +115,8 @@ def export_tflite(
     captured = capture(gm, inputs, with_reals=verify)
     if channels_last:
         inputs = map_tensors(inputs, lambda t: t.movedim(1, -1) if t.dim() > 2 else t)
-    content = run_converter(lowered, inputs, [channels_last and t.dim() > 2 for t in inputs])
+    is_last = [channels_last and t.dim() > 2 for t in inputs]
+    content = run_converter(lowered, inputs, is_last, LITERT.rules)
     with_floats = with_float_interface(content)
 
     certificate = None

@@ -19,7 +19,7 @@ of torch's PT2E quantization:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxqat.custom_quantizer.backends.litert import LITERT
 from fxqat.errors import ExportError
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor
 from fxqat.ops.families import (
@@ -50,13 +49,16 @@ from fxqat.tflite.flatbuffer import missing
 from fxqat.utils.fx_graph import unique_name
 
 
-def run_converter(lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequence[bool]) -> bytes:
+def run_converter(
+    lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequence[bool], on_integers: Container[str]
+) -> bytes:
     """Convert a lowered model.
 
     Args:
         lowered: the graph, lowered with ``weights="float"``; changed by this.
         inputs: example inputs in the file's layout.
         channels_last: for each input, whether its layout is ``(N, ..., C)``.
+        on_integers: names and families of the ops that LiteRT computes on integers.
 
     Returns:
         The file. Inputs and outputs that are quantized are int8.
@@ -70,7 +72,7 @@ def run_converter(lowered: Lowered, inputs: tuple[Any, ...], channels_last: Sequ
         from litert_torch.quantize.quant_config import QuantConfig
     except ImportError as cause:
         raise missing(cause) from cause
-    graph = _to_pt2e(lowered)
+    graph = _to_pt2e(lowered, on_integers)
     module = _ChannelsLast(graph, channels_last).eval()
     static = PT2EQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
     with _settings(litert_torch.config, graph):
@@ -88,6 +90,7 @@ def litert_versions() -> dict[str, str]:
         ExportError: a package is missing.
     """
     try:
+        import ai_edge_litert  # noqa: F401
         import litert_torch  # noqa: F401
 
         return {name: version(name) for name in ("litert-torch", "ai-edge-litert")}
@@ -191,7 +194,7 @@ COMPUTING = (MATMUL, BINARY, POOL, ACTIVATION, NORM, MATH, RESIZE)
 
 
 @torch.no_grad()
-def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
+def _to_pt2e(lowered: Lowered, on_integers: Container[str]) -> fx.GraphModule:
     """Cases 1 to 6."""
     check_schemes(lowered.tensors.values())
     for path in lowered.tensors:
@@ -202,7 +205,7 @@ def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
     for node in list(lowered.module.graph.nodes):
         op = identify(node)
         read = [each for each in node.all_input_nodes if _is_on_grid(each, lowered.tensors)]
-        in_float = _computes_in_float(node, op)
+        in_float = _computes_in_float(node, op, on_integers)
         if op.name == "sum" or (in_float and (read or any(str(user.target) in lowered.tensors for user in node.users))):
             with lowered.module.graph.inserting_after(node):
                 kept = lowered.module.graph.call_module(barrier, (node,))  # case 4
@@ -219,13 +222,13 @@ def _to_pt2e(lowered: Lowered) -> fx.GraphModule:
     return lowered.module
 
 
-def _computes_in_float(node: fx.Node, op: Op) -> bool:
+def _computes_in_float(node: fx.Node, op: Op, on_integers: Container[str]) -> bool:
     """Whether LiteRT computes a node in float."""
     if op.family == WEIGHTED:
         return node.op == "call_module"  # a quantized layer is a function of its stored weight here
     dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 1)
-    has_rule = LITERT.rule(op.name, op.family) is not None and (op.name != "normalize" or dim == -1)
-    return not has_rule and op.family in COMPUTING
+    has_kernel = op.name in on_integers or op.family in on_integers
+    return op.family in COMPUTING and not (has_kernel and (op.name != "normalize" or dim == -1))
 
 
 def _is_on_grid(node: fx.Node, tensors: Mapping[str, QuantizedTensor]) -> bool:

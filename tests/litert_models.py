@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxqat import prepare_by_platform
+from fxqat.custom_quantizer.backends.litert import LITERT
 from fxqat.litert_conversion import run_converter
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.lower import lower
@@ -51,4 +52,4 @@ def small(backend: str = "LiteRT") -> tuple[QuantGraphModule, torch.Tensor]:
 def converted() -> bytes:
     """Its file, with int8 inputs and outputs."""
     gm, x = small()
-    return run_converter(lower(gm, "float"), (x,), [False])
+    return run_converter(lower(gm, "float"), (x,), [False], LITERT.rules)
