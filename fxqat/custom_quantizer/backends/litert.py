@@ -72,7 +72,7 @@ LITERT = BackendSpec(
             "LiteRT's 8-bit specification has no such operator",
         )
         | {"silu": "split into sigmoid and mul, which are integer operators"}
-        | {"leaky_relu": "split into mul and maximum; LiteRT 2.3 computes LEAKY_RELU off by one in up to 13 % of the values"}
+        | {"leaky_relu": "split into mul and maximum; LEAKY_RELU of LiteRT 2.3 is off by one in up to 13 % of values"}
         | {"sum": "the reference kernel of LiteRT 2.3 for SUM on integers gives wrong values"}
         | {"lookup": "a lookup multiplies nothing: integers would only make its table smaller"}
     ),
