@@ -73,3 +73,20 @@ def test_a_table_stays_signed_unless_a_layer_shares_it(is_tied: bool, expected: 
     assert stored.pop("1.weight_quantized") == np.uint8
     assert set(stored.values()) == {np.dtype(expected)}
     assert np.array_equal(run_file(report.onnx_path, x)[0], run_file(plain.onnx_path, x)[0])
+
+
+@pytest.mark.parametrize("activation", ["static", "float"])
+def test_blocks_keep_their_values(activation: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(4, 32),)
+    blocks = {"extra_qconfig_dict": {"w_qscheme": {"block_size": 16}}, "activation": activation, **EVERY_LAYER}
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48))
+    gm = prepare_by_platform(model, "ONNXRuntime", blocks, example_inputs=x)
+    if activation == "static":
+        calibrate(gm, [x])
+    enable_quantization(gm)
+    (plain, _), (report, file) = (export(gm, x, tmp_path, name) for name in ("onnxruntime", "onnxruntime_avx2"))
+    stored = [value for name, value in constants(file).items() if name.endswith("weight_quantized")]
+    assert [value.dtype for value in stored] == [np.uint8, np.uint8]
+    assert np.array_equal(run_file(report.onnx_path, x)[0], run_file(plain.onnx_path, x)[0])
+    load_quant_params(gm, report.json_path)
