@@ -51,8 +51,7 @@ class UnsignedWeights(ir.passes.InPlacePass):
             if integers.const_value is None or _is_table(integers):  # case 4
                 del changed[path]
                 continue
-            zero_points = {input_of(use.node, 2) for use in integers.uses()}  # a shared layer has several readers
-            for value in zero_points:
+            for value in {input_of(use.node, 2) for use in integers.uses()}:  # a shared layer has several readers
                 set_zero_point(value, changed[path].zero_point)
             shifted = integers.const_value.numpy().astype(np.int16) + 128
             integers.const_value = ir.tensor(shifted.astype(np.uint8), name=integers.name)

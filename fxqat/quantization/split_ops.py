@@ -72,8 +72,8 @@ def _silu(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
 
 def _leaky_relu(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
     module = called_module(node)
-    given = (*node.args[1:2], *(node.kwargs[key] for key in ("negative_slope",) if key in node.kwargs), 0.01)
-    slope = given[0] if module is None else module.negative_slope
+    given = node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01)
+    slope = given if module is None else module.negative_slope
     if not isinstance(slope, int | float) or not 0 <= slope <= 1:
         return f"only with a slope of 0 to 1 it is a maximum; its slope is {slope}"
     x = proxy(node.all_input_nodes[0])
