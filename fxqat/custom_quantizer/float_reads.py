@@ -11,12 +11,13 @@ from fxqat.custom_quantizer.unread_values import reads_no_value
 from fxqat.custom_quantizer.value_kinds import reads_sizes_only, returns_structure, single_numbers
 from fxqat.ops.families import LOOKUP, MATMUL, OPAQUE, RECURRENT, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify, poles
-from fxqat.utils.node_meta import Kind
+from fxqat.utils.node_meta import Kind, kind_of
 from fxqat.utils.train_eval_graph import eval_or_train
 
 BY_OVERRIDE = "read float because of an override"
 SINGULARITY = "read by an op with a singularity at zero: rounding would turn small values into zero"
 DECIDES = "becomes an index, a comparison or an order: rounding would change the decision"
+PRECISE = "read in float64: rounding would lose the precision that the model asks for"
 LOSS = "becomes a single number, as a loss: outside of a calibrated range it would have no gradient"
 
 LAYERS = (WEIGHTED, MATMUL, RECURRENT, LOOKUP, OPAQUE)
@@ -32,9 +33,10 @@ def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind])
     1. The user's overrides leave the ``activation`` of the reader float.
     2. The operation or its derivative is infinite where this operand is zero; rounding turns small values into zero.
     3. The value is compared, sorted, or becomes an integer.
-    4. It is an output of the model without dimensions: a loss that forward computes, or a statistic.
+    4. The model computes with it in float64.
+    5. It is an output of the model without dimensions: a loss that forward computes, or a statistic.
 
-    In the cases 2 to 4 everything back to the last layer is computed in float, in case 1 what only moves the values.
+    In the cases 2 to 5 everything back to the last layer is computed in float, in case 1 what only moves the values.
 
     Args:
         requests: of all nodes, in execution order.
@@ -53,6 +55,8 @@ def float_reads(requests: dict[fx.Node, Request], kinds: Mapping[fx.Node, Kind])
             operands, reason = [operand for operand in operands if operand in singles], LOSS
         elif _decides(node, kinds):
             reason = DECIDES
+        elif kind_of(node) == "float64":
+            reason = PRECISE
         elif reason is None or not _passes_on(request, reason):
             operands, reason = _near_singularity(node, requests), SINGULARITY
         asked = {operand for operand in operands if requests[operand].output and requests[operand].output_rank}
@@ -67,7 +71,7 @@ def common_reason(node: fx.Node, found: Mapping[Read, str], kinds: Mapping[fx.No
     reasons = {found.get((node, user)) for user in node.users if not reads_no_value(user, node, kinds)}
     if not reasons or None in reasons:
         return None
-    return next(reason for reason in (BY_OVERRIDE, DECIDES, SINGULARITY, LOSS) if reason in reasons)
+    return next(reason for reason in (BY_OVERRIDE, DECIDES, PRECISE, SINGULARITY, LOSS) if reason in reasons)
 
 
 def quantized_readers(

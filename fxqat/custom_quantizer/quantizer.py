@@ -31,6 +31,7 @@ from fxqat.custom_quantizer.reasons import (
     DECODES_POSITIONS,
     EXACT,
     FAMILY_REASONS,
+    IS_WIDE,
     OF_MODE,
     READS_DYNAMIC,
     SOURCES,
@@ -175,6 +176,8 @@ class BackendQuantizer:
             return Request(op, None, OF_MODE)
         if kinds[node] is Kind.OTHER and op.family != RECURRENT:
             return Request(op, None, FAMILY_REASONS[NOT_FLOAT])
+        if kinds[node] is Kind.WIDE:
+            return Request(op, None, IS_WIDE)
         if rule is None:
             why = self.spec.why_float(op.name, op.family)
             if op.family in FAMILY_REASONS:
@@ -278,7 +281,7 @@ class BackendQuantizer:
             asked = [(config, rank) for config, rank in configs if config is not None]
             strongest = max((rank for _, rank in asked), default=0)
             vetoed = request.output is None and request.output_rank > strongest
-            if not asked or vetoed or kinds[node] is Kind.OTHER:
+            if not asked or vetoed or kinds[node] in (Kind.OTHER, Kind.WIDE):
                 continue
             names = quantized_readers(node, requests, readers.get(node, []), left_float, kinds)
             if names is not None and not names:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, LOSS, SINGULARITY, Read, common_reason
+from fxqat.custom_quantizer.float_reads import BY_OVERRIDE, DECIDES, LOSS, PRECISE, SINGULARITY, Read, common_reason
 from fxqat.custom_quantizer.requests import Request, fused_activation, op_around
 from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.custom_quantizer.value_kinds import NO_RANGE
@@ -17,6 +17,7 @@ from fxqat.utils.node_meta import Kind
 DECODES_POSITIONS = "post-processing: decodes positions after the last layer with a weight"
 EXACT = "computed from constants, sizes or integers only: stays exact"
 OF_MODE = "number of eval mode or of training"
+IS_WIDE = "computed in float64 or with complex numbers"
 WEIGHTS_ONLY = "weights only"
 READS_FLOAT = f"{WEIGHTS_ONLY}: it reads float values"
 READS_DYNAMIC = "quantizes the values that it reads at run time"
@@ -32,6 +33,7 @@ FAMILY_REASONS = {
 }
 COMPUTED_FLOAT = {
     DECIDES: "its result decides an index, a comparison or an order",
+    PRECISE: "its result is computed with in float64",
     SINGULARITY: "rounding an operand could make it zero, where the op is singular",
     LOSS: "its result becomes a single number, as a loss",
 }
@@ -124,7 +126,7 @@ class Reasons:
     def _why_value_is_float(self, node: fx.Node) -> str:
         """Why a value is not quantized; empty if the clause about the op says it."""
         request = self.requests[node]
-        if self.kinds[node] is Kind.OTHER:
+        if self.kinds[node] in (Kind.OTHER, Kind.WIDE):
             return "not a float tensor" if node.op in SOURCES else ""
         if request.rule is None and not self._is_source(node) and self._host(node) is None:
             return ""

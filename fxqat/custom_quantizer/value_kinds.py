@@ -17,6 +17,8 @@ from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 SEEN = {
     "float": Kind.FLOAT,
     "tuple": Kind.CONTAINER,
+    "float64": Kind.WIDE,
+    "complex": Kind.WIDE,
     "tensor": Kind.OTHER,
     "plain": Kind.OTHER,
     "object": Kind.OTHER,

@@ -65,6 +65,7 @@ class Kind(Enum):
     FLOAT = "float tensor"
     CONTAINER = "tuple of float tensors"
     UNKNOWN = "result of an operator outside the table"
+    WIDE = "tensor of float64 or complex numbers, which is never quantized"
     OTHER = "size, index, boolean, constant or structure"
 
 
@@ -101,12 +102,14 @@ class FloatLeaf:
 def describe(value: Any) -> str:
     """The kind of a value.
 
-    ``"float"``: a tensor of a type in ``QUANTIZABLE``; ``"tensor"``: a tensor of another type, float64 included;
-    ``"tuple"``: a tuple or list of ``"float"``; ``"plain"``: numbers, strings and the like, without tensors;
-    ``"object"``: anything else.
+    ``"float"``: a tensor of a type in ``QUANTIZABLE``; ``"float64"``, ``"complex"``: of such numbers; ``"tensor"``: of
+    integers or booleans; ``"tuple"``: a tuple or list of ``"float"``; ``"plain"``: numbers, strings and the like,
+    without tensors; ``"object"``: anything else.
     """
     if isinstance(value, Tensor):
-        return "float" if value.dtype in QUANTIZABLE else "tensor"
+        if value.dtype in QUANTIZABLE:
+            return "float"
+        return "complex" if value.is_complex() else "float64" if value.dtype == torch.float64 else "tensor"
     if isinstance(value, (tuple, list)):
         kinds = {describe(item) for item in value}
         if kinds == {"float"}:

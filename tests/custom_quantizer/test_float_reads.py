@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxqat
-from fxqat.custom_quantizer.float_reads import DECIDES, LOSS
-from fxqat.custom_quantizer.reasons import EXACT
+from fxqat.custom_quantizer.float_reads import DECIDES, LOSS, PRECISE
+from fxqat.custom_quantizer.reasons import COMPUTED_FLOAT, EXACT, IS_WIDE
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.utils.fx_graph import called_module
 
@@ -129,11 +129,81 @@ def test_a_read_of_the_device_is_no_quantized_read(backend, tmp_path):
     gm = fxqat.prepare_by_platform(Phases().eval(), backend, example_inputs=inputs)
     rows = {row.node: row for row in gm.quant_report}
     assert rows["cat"].status == "float"
-    assert DECIDES in rows["cat"].reason
+    assert PRECISE in rows["cat"].reason
     fxqat.calibrate(gm, [inputs], progress=False)
     fxqat.enable_quantization(gm)
     report = fxqat.convert_export(gm, inputs, tmp_path / "phases.onnx")
     assert "cat" not in {tensor.name for tensor in report.tensors}
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "QNN"])
+def test_what_the_model_computes_in_float64_stays_float_back_to_the_last_layer(backend, tmp_path):
+    model, x = Decides(lambda y, s: y + (s.sigmoid().double() / 3).float()).eval(), torch.randn(4, 8)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,))
+    rows = {row.op: row for row in gm.quant_report if row.node not in ("first", "score", "last")}
+    assert (rows["sigmoid"].status, rows["sigmoid"].reason) == ("float", PRECISE)
+    assert (rows["div"].status, rows["div"].reason) == ("float", IS_WIDE)
+    assert PRECISE in gm.quant_report.row("score").reason
+    assert rows["add"].status != "float"
+    fxqat.calibrate(gm, [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    assert fxqat.convert_export(gm, (x,), tmp_path / "double.onnx").certificate.passed
+
+
+def test_a_value_that_layers_and_float64_read_is_quantized_for_the_layers():
+    model, x = Decides(lambda y, s: y * s.relu() + (s.relu().double().cumsum(1) / 3).float()).eval(), torch.randn(4, 8)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    (cumsum,) = (row for row in gm.quant_report if row.node == "cumsum")
+    assert cumsum.reason == IS_WIDE
+    row = gm.quant_report.row("score")
+    assert row.weight != ""
+    assert row.status != "float"
+    assert not any(COMPUTED_FLOAT[PRECISE] in row.reason for row in gm.quant_report if row.status == "float")
+
+
+def rotate(y):
+    pairs = torch.view_as_complex(y.reshape(-1, 4, 2).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones(4), torch.arange(4.0))).flatten(1)
+
+
+COMPLEX = {"rotation": rotate, "spectrum": lambda y: torch.fft.fft(y).abs()}
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "Experimental"])
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_are_computed_in_float_from_values_that_are_quantized(name, backend, tmp_path):
+    model, x = Decides(lambda y, s: COMPLEX[name](y * s.sigmoid())).eval(), torch.randn(4, 8)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,))
+    rows = {row.op: row for row in gm.quant_report}
+    assert rows["sigmoid"].status == "quantized"
+    product = next(row for row in gm.quant_report if row.op == "mul")
+    assert product.status != "float"
+    wide = [row for row in gm.quant_report if row.reason == IS_WIDE]
+    assert wide
+    assert all(row.status == "float" for row in wide)
+    assert gm.quant_report.row("last").weight != ""
+    fxqat.calibrate(gm, [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    report = fxqat.convert_export(gm, (x,), tmp_path / "complex.onnx")
+    assert report.certificate.passed
+    assert product.node in {tensor.name for tensor in report.tensors}
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.float64])
+def test_an_input_of_the_model_in_wide_numbers_is_no_constant(kind):
+    class Magnitude(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.linear(x.abs().float().sigmoid())
+
+    x = torch.randn(4, 8, dtype=kind)
+    gm = fxqat.prepare_by_platform(Magnitude().eval(), "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.row("sigmoid").status == "quantized"
+    assert not any(EXACT in row.reason for row in gm.quant_report)
+    assert gm.quant_report.row("linear").status == "quantized"
 
 
 class VectorQuantizer(nn.Module):

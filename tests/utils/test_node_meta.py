@@ -28,7 +28,9 @@ INTEGER = torch.zeros(2, dtype=torch.int64)
         (FLOAT.half(), "float"),
         (INTEGER, "tensor"),
         (FLOAT > 0, "tensor"),
-        (FLOAT.to(torch.complex64), "tensor"),
+        (FLOAT.double(), "float64"),
+        (FLOAT.to(torch.complex64), "complex"),
+        (FLOAT.to(torch.complex128), "complex"),
         ((FLOAT, FLOAT), "tuple"),
         ([FLOAT], "tuple"),
         ((FLOAT, INTEGER), "object"),
@@ -47,7 +49,7 @@ INTEGER = torch.zeros(2, dtype=torch.int64)
 )
 def test_kinds(value, kind):
     assert describe(value) == kind
-    assert describe([value]) == {"float": "tuple", "tensor": "object", "tuple": "object"}.get(kind, kind)
+    assert describe([value]) == {"float": "tuple", "plain": "plain"}.get(kind, "object")
 
 
 def test_nodes_know_the_kind_of_their_value():
