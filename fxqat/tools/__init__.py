@@ -13,6 +13,7 @@ from fxqat.tools.post_training.correct_bias import correct_bias
 from fxqat.tools.post_training.equalize import equalize
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.post_training.reconstruct import Reconstruction, reconstruct
+from fxqat.tools.post_training.smooth import smooth
 from fxqat.tools.profile import Profile, profile
 from fxqat.tools.to_float import to_float
 from fxqat.tools.training.accumulation import round_weights_once
@@ -48,6 +49,7 @@ __all__ = [
     "round_weights_once",
     "sensitivity",
     "skip_until",
+    "smooth",
     "solve",
     "sweep",
     "to_float",

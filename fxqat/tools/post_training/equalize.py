@@ -103,8 +103,7 @@ def equalize(
     """
     check_flags(ConfigError, "equalize", absorb_bias=absorb_bias, replace_relu6=replace_relu6)
     gm = prepared_model(gm, ConfigError)
-    if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
-        raise CalibrationError("equalize changes the ranges of weights and activations: call it before calibration")
+    check_not_calibrated(gm, "equalize")
     check_batches(batches, "equalize")
     if replace_relu6:
         _replace_relu6(gm)
@@ -118,6 +117,16 @@ def equalize(
             if pair.absorbs:
                 _absorb(_layer(gm, pair.first), _layer(gm, pair.second))
     return pairs
+
+
+def check_not_calibrated(gm: QuantGraphModule, caller: str) -> None:
+    """Refuse a calibrated model.
+
+    Raises:
+        CalibrationError: a fake-quant has seen data; its range would no longer fit.
+    """
+    if any(quant.observer.has_seen_data() and quant.scheme.fixed_range is None for _, quant in named_fake_quants(gm)):
+        raise CalibrationError(f"{caller} changes the ranges of weights and activations: call it before calibration")
 
 
 def _layer(gm: QuantGraphModule, path: str) -> QATLayer:
@@ -204,7 +213,7 @@ def _equalize_pair(first: QATLayer, second: QATLayer, limit: ClipLimit | None) -
     For a channel that is all zero on one side every factor is right. It is scaled so that its other side is no larger
     than the largest equalized range, because a dead channel may be read with weights far beyond all others.
     """
-    outgoing, incoming = _by_output(first).abs().amax((1, 2)), _by_input(second).abs().amax((1, 2))
+    outgoing, incoming = _by_output(first).abs().amax((1, 2)), by_input(second).abs().amax((1, 2))
     equalized = torch.sqrt(outgoing * incoming)
     largest = equalized.max()
     if not largest > 0:
@@ -221,11 +230,15 @@ def _equalize_pair(first: QATLayer, second: QATLayer, limit: ClipLimit | None) -
         first.weight.div_(first.op.per_output_channel(factor, first.weight))
         if first.bias is not None:
             first.bias.div_(factor)
-    grouped = _grouped(second, second.weight)
-    inputs_at = 1 if second.op.axis == 1 else 2
+    multiply_inputs(second, factor)
+
+
+def multiply_inputs(layer: QATLayer, factor: Tensor) -> None:
+    """Multiply the weight of each input channel by its factor, ``(in_channels,)``, in place."""
+    grouped = _grouped(layer, layer.weight)
     shape = [grouped.shape[0], 1, 1, 1]
-    shape[inputs_at] = -1
-    second.weight.copy_((grouped * factor.reshape(shape)).reshape(second.weight.shape))
+    shape[1 if layer.op.axis == 1 else 2] = -1
+    layer.weight.copy_((grouped * factor.reshape(shape)).reshape(layer.weight.shape))
 
 
 def _absorb(first: QATLayer, second: QATLayer) -> None:
@@ -255,7 +268,7 @@ def _by_output(layer: QATLayer) -> Tensor:
     return (grouped.transpose(1, 2) if layer.op.axis == 1 else grouped).flatten(0, 1)
 
 
-def _by_input(layer: QATLayer) -> Tensor:
+def by_input(layer: QATLayer) -> Tensor:
     """The folded weight as ``(in_channels, out, positions)``."""
     grouped = _grouped(layer, layer.folded()[0])
     return (grouped if layer.op.axis == 1 else grouped.transpose(1, 2)).flatten(0, 1)

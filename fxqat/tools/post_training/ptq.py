@@ -20,6 +20,7 @@ from fxqat.tools.post_training.correct_bias import correct_bias as correct_every
 from fxqat.tools.post_training.equalize import equalize as equalize_layers
 from fxqat.tools.post_training.reconstruct import Reconstruction
 from fxqat.tools.post_training.reconstruct import reconstruct as reconstruct_segments
+from fxqat.tools.post_training.smooth import smooth as smooth_norms
 from fxqat.utils.batches import check_batches, example_of
 from fxqat.utils.flags import check_flags
 
@@ -32,6 +33,7 @@ def ptq(
     *,
     equalize: bool = False,
     replace_relu6: bool = False,
+    smooth: bool = False,
     reconstruct: str | Reconstruction | None = None,
     correct_bias: bool = False,
     compare: bool = True,
@@ -40,7 +42,8 @@ def ptq(
     """Quantize a trained model without labels.
 
     1. ``prepare_by_platform`` with the first batch as example inputs;
-    2. cross-layer equalization, on request (:mod:`fxqat.tools.post_training.equalize`);
+    2. cross-layer equalization (:mod:`fxqat.tools.post_training.equalize`) and SmoothQuant
+       (:mod:`fxqat.tools.post_training.smooth`), on request;
     3. calibration;
     4. reconstruction (:mod:`fxqat.tools.post_training.reconstruct`) and bias correction
        (:mod:`fxqat.tools.post_training.correct_bias`), on request. With both, each segment is corrected before it is
@@ -53,6 +56,7 @@ def ptq(
         prepare_custom_config_dict: the same.
         equalize: equalize consecutive layers and absorb high biases.
         replace_relu6: when equalizing, replace each ReLU6 between two layers by ReLU.
+        smooth: move large channels of the outputs of LayerNorm and RMSNorm into the weights that read them.
         reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a :class:`Reconstruction`.
         correct_bias: correct the bias of every layer.
         compare: compare the calibrated model with the float model, see :func:`fxqat.calibrate`.
@@ -62,10 +66,10 @@ def ptq(
         The prepared and calibrated model in eval mode with its fake-quants on: evaluate, finetune or export it.
 
     Raises:
-        ConfigError: no batches, a batch that does not fit the model, ``replace_relu6`` without ``equalize``, or as
-            ``prepare_by_platform``.
+        ConfigError: no batches, a batch that does not fit the model, ``replace_relu6`` without ``equalize``,
+            ``smooth`` without a layer that can be smoothed, or as ``prepare_by_platform``.
     """
-    flags = {"equalize": equalize, "replace_relu6": replace_relu6, "correct_bias": correct_bias}
+    flags = {"equalize": equalize, "replace_relu6": replace_relu6, "smooth": smooth, "correct_bias": correct_bias}
     check_flags(ConfigError, "ptq", **flags, compare=compare, progress=progress)
     check_batches(batches, "ptq")
     batches = list(batches)
@@ -78,6 +82,8 @@ def ptq(
     gm = prepare_by_platform(model, backend, prepare_custom_config_dict, example_inputs=example).eval()
     if equalize:
         equalize_layers(gm, batches, replace_relu6=replace_relu6)
+    if smooth:
+        smooth_norms(gm, batches)
     calibrate(gm, batches, progress=progress, compare=compare)
     enable_quantization(gm)
     if reconstruct is not None:

@@ -57,5 +57,7 @@ def test_wrong_arguments_are_errors():
         ptq(model, [])
     with pytest.raises(ConfigError, match="replace_relu6 is part of the equalization"):
         ptq(model, batches, replace_relu6=True)
+    with pytest.raises(ConfigError, match="no LayerNorm or RMSNorm"):
+        ptq(model, batches, smooth=True)
     with pytest.raises(ConfigError, match="unknown reconstruction 'brecq'"):
         ptq(model, batches, reconstruct="brecq")
