@@ -104,7 +104,8 @@ def describe(value: Any) -> str:
 
     ``"float"``: a tensor of a type in ``QUANTIZABLE``; ``"float64"``, ``"complex"``: of such numbers; ``"tensor"``: of
     integers or booleans; ``"tuple"``: a tuple or list of ``"float"``; ``"plain"``: numbers, strings and the like,
-    without tensors; ``"object"``: anything else.
+    without tensors; ``"object"``: anything else. A tuple or list of ``"float64"`` or of ``"complex"`` is described as
+    its items are.
     """
     if isinstance(value, Tensor):
         if value.dtype in QUANTIZABLE:
@@ -114,6 +115,8 @@ def describe(value: Any) -> str:
         kinds = {describe(item) for item in value}
         if kinds == {"float"}:
             return "tuple"
+        if len(kinds) == 1 and kinds <= {"float64", "complex"}:
+            return kinds.pop()
         return "plain" if kinds <= {"plain"} else "object"
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype, torch.device, slice)):
         return "plain"
