@@ -30,6 +30,7 @@ from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_of
 from fxqat.utils.node_meta import SHAPE, Kind
+from fxqat.utils.train_eval_graph import eval_or_train
 
 NORMS = ("layer_norm", "rms_norm")
 """Operations with a factor for each channel of the last dimension."""
@@ -75,7 +76,7 @@ def smooth(gm: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5) -> list
 
     A LayerNorm or RMSNorm, as a module or a function, takes part if it has a weight, normalizes the last dimension
     alone, is called once, and only linear layers read it, each of them called once and with a weight of its own,
-    directly or through operations that keep the last dimension (reshape, permute, roll, pad, dropout).
+    directly or through operations that keep the last dimension (reshape, permute, roll, pad, dropout). One that runs on none of the batches, as in training only, stays.
 
     Args:
         gm: a prepared model that is not calibrated yet.
@@ -103,7 +104,7 @@ def smooth(gm: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5) -> list
         )
     peaks = _peaks(gm, norms, batches)
     with torch.no_grad():
-        return [_smooth_one(norm, peaks[norm.name], alpha) for norm in norms]
+        return [_smooth_one(norm, peaks[norm.name], alpha) for norm in norms if norm.name in peaks]
 
 
 def _smooth_one(norm: Norm, peak: Tensor, alpha: float) -> Smoothed:
@@ -188,7 +189,8 @@ def _linear_readers(node: fx.Node, channels: int, kinds: Mapping[fx.Node, Kind])
             found[str(user.target)] = layer
             continue
         passes = isinstance(layer, FakeQuantizeBase) or op.family == IDENTITY or _keeps_last(user, channels)
-        behind = _linear_readers(user, channels, kinds) if passes else None
+        is_chosen = user.target is eval_or_train  # its readers read another value in the other mode
+        behind = _linear_readers(user, channels, kinds) if passes and not is_chosen else None
         if behind is None:
             return None
         found |= behind

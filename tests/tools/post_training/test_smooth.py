@@ -179,6 +179,38 @@ def test_windows_of_swin_are_followed():
     torch.testing.assert_close(gm(x), model(x), rtol=1e-3, atol=1e-5)
 
 
+class InEval(nn.Module):
+    """Normalizes in eval mode only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x if self.training else self.norm(x)
+
+
+def test_a_layer_that_reads_another_value_in_training_stays():
+    model, x = nn.Sequential(InEval(), nn.Linear(8, 6)).eval(), torch.randn(4, 8)
+    gm = prepared(model, x)
+    with pytest.raises(ConfigError, match="no LayerNorm or RMSNorm"):
+        smooth(gm, [(x,)])
+    torch.testing.assert_close(gm.train()(x), model.train()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_normalization_of_training_only_stays():
+    def read(m, x):
+        y = m.first(m.norm(x))
+        return y + m.second(F.layer_norm(x, (8,), m.weight, m.bias)) if m.training else y
+
+    model, x = Block(nn.LayerNorm(8), read).eval(), torch.randn(4, 8)
+    gm = prepared(model, x)
+    (found,) = smooth(gm, [(x,)])
+    assert found.layers == ("first",)
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gm.train()(x), model.train()(x), rtol=1e-4, atol=1e-5)
+
+
 def test_wrong_calls_are_refused():
     model, x = Block(nn.LayerNorm(8), lambda m, x: m.first(m.norm(x))).eval(), torch.randn(4, 8)
     gm = prepared(model, x)
