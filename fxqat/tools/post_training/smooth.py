@@ -76,7 +76,8 @@ def smooth(gm: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5) -> list
 
     A LayerNorm or RMSNorm, as a module or a function, takes part if it has a weight, normalizes the last dimension
     alone, is called once, and only linear layers read it, each of them called once and with a weight of its own,
-    directly or through operations that keep the last dimension (reshape, permute, roll, pad, dropout). One that runs on none of the batches, as in training only, stays.
+    directly or through operations that keep the last dimension (reshape, permute, roll, pad, dropout). One that
+    runs on none of the batches, as in training only, stays as it is.
 
     Args:
         gm: a prepared model that is not calibrated yet.
