@@ -33,7 +33,7 @@ FAMILY_REASONS = {
 }
 COMPUTED_FLOAT = {
     DECIDES: "its result decides an index, a comparison or an order",
-    PRECISE: "its result is computed with in float64",
+    PRECISE: "its result is used in float64",
     SINGULARITY: "rounding an operand could make it zero, where the op is singular",
     LOSS: "its result becomes a single number, as a loss",
 }

@@ -128,14 +128,14 @@ def _peaks(gm: QuantGraphModule, norms: Sequence[Norm], batches: Iterable[Any]) 
     peaks: dict[str, Tensor] = {}
 
     def measure(layer: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-        name, seen = names[layer], inputs[0].detach().abs().flatten(0, -2).amax(0)
+        name, seen = names[layer], inputs[0].abs().reshape(-1, inputs[0].shape[-1]).amax(0)
         peaks[name] = torch.maximum(peaks[name], seen) if name in peaks else seen
 
     with eval_mode(gm), torch.no_grad(), hooked(names, measure):
         for batch in batches:
             gm(*read_batch(gm, batch, "smooth"))
     if not peaks:
-        raise ConfigError("smooth: needs at least one batch of inputs")
+        raise ConfigError("smooth: needs at least one batch of inputs on which a normalization runs")
     for name, peak in peaks.items():
         if not torch.isfinite(peak).all():
             raise CalibrationError(f"smooth: the output of {name!r} is not finite on the batches")

@@ -93,11 +93,7 @@ def test_what_others_read_stays(name):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_the_factor_is_that_of_the_paper(alpha):
-    model, x = (
-        Block(nn.LayerNorm(8), lambda m, x: m.first(m.norm(x)) + m.second(m.norm.weight)).eval(),
-        torch.randn(9, 8),
-    )
-    model.read = lambda m, x: (lambda y: m.first(y) + m.second(y))(m.norm(x))
+    model, x = Block(nn.LayerNorm(8), TAKE_PART["two readers"][1]).eval(), torch.randn(9, 8)
     batches = [(x[:5],), (x[5:],)]
     peak = model.norm(x).abs().amax(0)
     read = torch.maximum(model.first.weight.abs().amax(0), model.second.weight.abs().amax(0))
@@ -107,6 +103,14 @@ def test_the_factor_is_that_of_the_paper(alpha):
     torch.testing.assert_close(gm.get_submodule("norm").weight, model.norm.weight / factor)
     torch.testing.assert_close(gm.get_submodule("norm").bias, model.norm.bias / factor)
     torch.testing.assert_close(gm.get_submodule("second").weight, model.second.weight * factor)
+
+
+def test_an_input_of_one_dimension_is_measured():
+    model, x = Block(nn.LayerNorm(8), TAKE_PART["one reader"][1]).eval(), torch.randn(8)
+    gm = prepared(model, x)
+    (found,) = smooth(gm, [(x,)])
+    assert found.after < found.before
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_channels_that_are_zero_keep_their_values():
