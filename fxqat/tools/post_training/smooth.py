@@ -28,7 +28,7 @@ from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.equalize import by_input, check_not_calibrated, multiply_inputs
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
-from fxqat.utils.fx_graph import attribute_of, called_module, calls_of
+from fxqat.utils.fx_graph import attribute_of, called_module, calls_of, only_user
 from fxqat.utils.node_meta import SHAPE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
@@ -58,26 +58,27 @@ class Norm:
 
     Args:
         name: of its node.
-        parameters: its weight and, if it has one, its bias, each ``(channels,)``.
-        layers: the linear layers that read it, by path.
+        parameters: what each channel of its output is in proportion to: the weight and, if it has one, the bias.
+        layers: the linear layers that read it, by path; at least one of them is quantized.
     """
 
     name: str
     parameters: tuple[Tensor, ...]
-    layers: dict[str, QATLayer]
+    layers: dict[str, QATLayer | nn.Linear]
 
 
 def smooth(gm: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5) -> list[Smoothed]:
     """Divide the output channels of LayerNorm and RMSNorm by factors that the linear layers behind them take, in place.
 
     Formula: ``s_j = max|x_j|**alpha / max|w_j|**(1 - alpha)``, with ``x_j`` channel j of the output on all batches and
-    ``w_j`` what all layers that read it multiply it by. A channel that is zero on one side keeps the factor 1. The
-    model computes the same function.
+    ``w_j`` what all quantized layers that read it multiply it by. A channel that is zero on one side keeps the factor
+    1. The model computes the same function.
 
     A LayerNorm or RMSNorm, as a module or a function, takes part if it has a weight, normalizes the last dimension
-    alone, is called once, and only linear layers read it, each of them called once and with a weight of its own,
-    directly or through operations that keep the last dimension (reshape, permute, roll, pad, dropout). One that
-    runs on none of the batches, as in training only, stays as it is.
+    alone, is called once, and only linear layers read it, at least one of them quantized, each of them called once and
+    with a weight of its own, directly or through operations that keep the last dimension (reshape, permute, roll, pad,
+    dropout). So does one that is written out, as in Llama: a product with a parameter of the last dimension, and a sum
+    of it with another one. What runs on none of the batches, as in training only, stays as it is.
 
     Args:
         gm: a prepared model that is not calibrated yet.
@@ -109,12 +110,16 @@ def smooth(gm: nn.Module, batches: Iterable[Any], *, alpha: float = 0.5) -> list
 
 
 def _smooth_one(norm: Norm, peak: Tensor, alpha: float) -> Smoothed:
-    read = torch.stack([by_input(layer).abs().amax((1, 2)) for layer in norm.layers.values()]).amax(0)
+    quantized = [layer for layer in norm.layers.values() if isinstance(layer, QATLayer)]
+    read = torch.stack([by_input(layer).abs().amax((1, 2)) for layer in quantized]).amax(0)
     factor = torch.where((peak > 0) & (read > 0), peak.pow(alpha) / read.pow(1 - alpha), torch.ones_like(peak))
     for parameter in norm.parameters:
         parameter.div_(factor)
     for layer in norm.layers.values():
-        multiply_inputs(layer, factor)
+        if isinstance(layer, QATLayer):
+            multiply_inputs(layer, factor)
+        else:
+            layer.weight.mul_(factor)
     return Smoothed(norm.name, tuple(norm.layers), _unevenness(peak), _unevenness(peak / factor))
 
 
@@ -142,6 +147,11 @@ def _peaks(gm: QuantGraphModule, norms: Sequence[Norm], batches: Iterable[Any]) 
     return peaks
 
 
+def can_smooth(gm: QuantGraphModule) -> bool:
+    """Whether a normalization can take part."""
+    return any(True for _ in _norms(gm))
+
+
 def _norms(gm: QuantGraphModule) -> Iterator[Norm]:
     """The normalizations that can take part, in the order of execution."""
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
@@ -153,18 +163,55 @@ def _norms(gm: QuantGraphModule) -> Iterator[Norm]:
         if node.op == "get_attr":
             reads[id(attribute_of(gm, node))] += len(node.users)
     for node in gm.graph.nodes:
-        parameters = _parameters(gm, node) if identify(node).name in NORMS else ()
+        parameters = _parameters(gm, node)
         module = called_module(node)
         own = 1 if module is not None else 2  # a module that owns it, and a function that reads it
         is_shared = module is not None and calls[id(module)] > 1
         if not parameters or is_shared or any(reads[id(tensor)] > own for tensor in parameters):
             continue
-        layers = _linear_readers(node, len(parameters[0]), kinds) or {}
-        if layers and all(calls[id(layer)] == reads[id(layer.weight)] == 1 for layer in layers.values()):
+        layers = _linear_readers(node, parameters[0].shape[-1], kinds) or {}
+        is_quantized = any(isinstance(layer, QATLayer) for layer in layers.values())
+        if is_quantized and all(calls[id(layer)] == reads[id(layer.weight)] == 1 for layer in layers.values()):
             yield Norm(node.name, parameters, layers)
 
 
 def _parameters(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
+    """The parameters of the last dimension that all of a value is in proportion to; nothing for other values."""
+    name = identify(node).name
+    if name in NORMS:
+        return _of_norm(gm, node)
+    if name not in ("add", "mul") or len(node.args) != 2:
+        return ()
+    first, second = (_of_channels(gm, each, node) for each in node.args)
+    if (first is None) == (second is None):
+        return ()
+    parameter, other = (first, node.args[1]) if first is not None else (second, node.args[0])
+    if name == "mul":
+        return (parameter,)
+    product = _unquantized(other)
+    is_written_out = product is not None and identify(product).name == "mul" and only_user(product) is not None
+    of_product = _parameters(gm, product) if is_written_out else ()
+    return (*of_product, parameter) if of_product else ()
+
+
+def _of_channels(gm: QuantGraphModule, value: object, node: fx.Node) -> nn.Parameter | None:
+    """A parameter with an element for each index of the last dimension of an operation's result."""
+    read = _unquantized(value)
+    given = attribute_of(gm, read) if read is not None and read.op == "get_attr" else None
+    shape = node.meta.get(SHAPE, ())
+    fits = isinstance(given, nn.Parameter) and given.dim() and shape and given.numel() == given.shape[-1] == shape[-1]
+    return given if fits and isinstance(given, nn.Parameter) else None
+
+
+def _unquantized(value: object) -> fx.Node | None:
+    """The node whose value is given, without a fake-quant that only one node reads."""
+    if not isinstance(value, fx.Node):
+        return None
+    is_quantized = isinstance(called_module(value), FakeQuantizeBase) and only_user(value) is not None
+    return value.all_input_nodes[0] if is_quantized else value
+
+
+def _of_norm(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
     """The weight and bias of a normalization of the last dimension; nothing if one of them is computed."""
     module = called_module(node)
     if module is not None:
@@ -179,14 +226,16 @@ def _parameters(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
     return tuple(each for each in given if each is not None) if given[0].dim() == 1 else ()
 
 
-def _linear_readers(node: fx.Node, channels: int, kinds: Mapping[fx.Node, Kind]) -> dict[str, QATLayer] | None:
+def _linear_readers(
+    node: fx.Node, channels: int, kinds: Mapping[fx.Node, Kind]
+) -> dict[str, QATLayer | nn.Linear] | None:
     """The linear layers, by path, that read a value whose last dimension holds channels; None if others read it."""
-    found: dict[str, QATLayer] = {}
+    found: dict[str, QATLayer | nn.Linear] = {}
     for user in node.users:
         layer, op = called_module(user), identify(user)
         if reads_no_value(user, node, kinds):
             continue
-        if isinstance(layer, QATLayer) and layer.weight.dim() == 2 and op.name == "linear":
+        if isinstance(layer, (QATLayer, nn.Linear)) and op.name == "linear":
             found[str(user.target)] = layer
             continue
         passes = isinstance(layer, FakeQuantizeBase) or op.family == IDENTITY or _keeps_last(user, channels)

@@ -34,6 +34,18 @@ def windows(m, x):
     return m.first(y.view(x.shape[0], -1, 2, x.shape[2], 8).permute(0, 2, 1, 3, 4).reshape(-1, x.shape[2], 8))
 
 
+def llama(m, x):
+    """RMSNorm as Llama writes it out."""
+    y = x.to(torch.float32)
+    return m.first(m.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype))
+
+
+def written_out(m, x):
+    """LayerNorm, written out."""
+    y = x - x.mean(-1, keepdim=True)
+    return m.first(y / torch.sqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6) * m.weight + m.bias)
+
+
 def transposed(m, x):
     y = m.norm(x)
     return m.first(y.transpose(0, 1)) / y.shape[1]
@@ -47,6 +59,9 @@ TAKE_PART = {
     "function": (LAYER_NORM, lambda m, x: m.first(F.layer_norm(x, (8,), m.weight, m.bias)), ["first"]),
     "function by keyword": (LAYER_NORM, lambda m, x: m.first(F.rms_norm(x, (8,), weight=m.weight)), ["first"]),
     "windows": (LAYER_NORM, windows, ["first"]),
+    "Llama": (LAYER_NORM, llama, ["first"]),
+    "written out": (LAYER_NORM, written_out, ["first"]),
+    "a product in place": (LAYER_NORM, lambda m, x: m.first(F.layer_norm(x, (8,)).mul_(m.weight)), ["first"]),
     "its size is read": (LAYER_NORM, transposed, ["first"]),
 }
 STAY = {
@@ -58,6 +73,11 @@ STAY = {
     "called twice": lambda m, x: m.first(m.norm(m.norm(x))),
     "reader called twice": lambda m, x: m.first(m.norm(x)) + m.first(x),
     "weight used twice": lambda m, x: m.first(F.layer_norm(x, (8,), m.weight)) + m.weight.sum(),
+    "a product that something else reads": lambda m, x: (lambda y: m.first(y + m.bias) + y.sum())(x * m.weight),
+    "a product in place that something else reads": lambda m, x: (lambda y: m.first(y.mul_(m.weight)) + y.sum())(x * 2),
+    "a sum alone": lambda m, x: m.first(x + m.bias),
+    "a product with itself": lambda m, x: m.first(m.weight * m.weight + x * 0),
+    "a product along another dimension": lambda m, x: m.first(x * m.weight[:, None]),
     "computed weight": lambda m, x: m.first(F.layer_norm(x, (8,), m.weight * 2)),
     "no weight": lambda m, x: m.first(F.layer_norm(x, (8,))),
     "two dimensions": lambda m, x: m.first(F.layer_norm(x, x.shape[-2:], m.second.weight[:1].expand(8, 8))),
@@ -192,6 +212,18 @@ class InEval(nn.Module):
 
     def forward(self, x):
         return x if self.training else self.norm(x)
+
+
+def test_a_float_layer_takes_the_factor_as_well():
+    model, x = Block(nn.LayerNorm(8), TAKE_PART["two readers"][1]).eval(), torch.randn(9, 8)
+    config = {"overrides": [{"match": {"node": "second"}, "weight": None, "activation": None}]}
+    gm = fxqat.prepare_by_platform(model, "TSQAT", config, example_inputs=(x,)).eval()
+    (found,) = smooth(gm, [(x,)])
+    assert type(gm.get_submodule("second")) is nn.Linear
+    assert list(found.layers) == ["second", "first"]
+    factor = (model.norm(x).abs().amax(0) / model.first.weight.abs().amax(0)).sqrt()
+    torch.testing.assert_close(gm.get_submodule("second").weight, model.second.weight * factor)
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_that_reads_another_value_in_training_stays():
