@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -27,56 +26,11 @@ from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
 from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.profile import profile
+from fxqat.tools.recipe import STEPS, Recipe
 from fxqat.tools.widening import Place, doubled, first, halve, uniform_choices
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode
 from fxqat.utils.flags import check_flags
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is quantized: the arguments of :func:`fxqat.tools.ptq` that the ladder chooses.
-
-    Args:
-        w_observer: observer of weights; empty for that of the backend or the configuration.
-        a_observer: observer of activations; the same.
-        equalize: equalize consecutive layers.
-        correct_bias: correct the bias of every layer.
-        reconstruct: ``"GPTQ"``, ``"QDrop"``, or empty.
-        overrides: rules for single tensors, after those of the configuration.
-    """
-
-    w_observer: str = ""
-    a_observer: str = ""
-    equalize: bool = False
-    correct_bias: bool = False
-    reconstruct: str = ""
-    overrides: tuple[Mapping[str, Any], ...] = ()
-
-    def __post_init__(self) -> None:
-        check_flags(ConfigError, "Recipe", equalize=self.equalize, correct_bias=self.correct_bias)
-
-    def __str__(self) -> str:
-        words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
-        words += [name for name in ("equalize", "correct_bias") if getattr(self, name)]
-        words += [self.reconstruct] if self.reconstruct else []
-        widths: dict[str, str] = {}  # by tensor
-        for rule in self.overrides:
-            (part, change), *_ = ((key, value) for key, value in rule.items() if key != "match")
-            kind = "weight" if part == "weight" else "value"
-            widths[f"{rule['match']} {kind}"] = "float" if change is None else f"with {change['bit_width']} bits"
-        for width, number in Counter(widths.values()).items():
-            words.append(f"{number} {'tensor' if number == 1 else 'tensors'} {width}")
-        return ", ".join(words) or "calibration"
-
-
-STEPS: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = (
-    ("calibration", ({},)),
-    ("observers", ({"w_observer": "MSE"}, {"a_observer": "MSE"}, {"a_observer": "Percentile"})),
-    ("biases and ranges", ({"correct_bias": True}, {"equalize": True}, {"equalize": True, "correct_bias": True})),
-    ("rounding", ({"reconstruct": "GPTQ", "correct_bias": True}, {"reconstruct": "QDrop", "correct_bias": False})),
-)
-"""The steps in order of their cost, with the changes of the best recipe so far that each of them tries."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ import fxqat
 from fxqat.errors import ConfigError
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import ptq
-from fxqat.tools.ladder import STEPS, quantize
+from fxqat.tools.ladder import quantize
 from fxqat.tools.mixed_precision.units import find_units
+from fxqat.tools.recipe import STEPS
 from tests.cli.programs import Net, batches, closeness
 
 LOW = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}, "a_qscheme": {"bit": 4}}}

@@ -11,7 +11,7 @@ import fxqat
 import fxqat.tools
 from fxqat.errors import ConfigError, ExportError, FxqatError
 from fxqat.tools import NaNGuard, Reconstruction
-from fxqat.tools.ladder import Recipe
+from fxqat.tools.recipe import Recipe
 from fxqat.utils.flags import check_flags
 
 

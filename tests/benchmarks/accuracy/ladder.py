@@ -39,9 +39,9 @@ from fxqat.cli.load_model import load_model
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import WidthBank, bit_operations
 from fxqat.tools import ptq as ptq_of
-from fxqat.tools.ladder import STEPS, Recipe
 from fxqat.tools.margin import is_enough
 from fxqat.tools.mixed_precision.units import find_units, quant_at
+from fxqat.tools.recipe import STEPS, Recipe
 
 CALIBRATION = {"ResNet20": 256, "MobileNetV2": 64}
 BITS = {"ResNet20": ((8, 8), (4, 8), (4, 4)), "MobileNetV2": ((8, 8), (4, 8)), "YOLOv5n": ((8, 8),)}
