@@ -25,6 +25,7 @@ from fxqat.tools.margin import BISECTIONS, is_enough, margin_of, read_scores
 from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
 from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
 from fxqat.tools.post_training.ptq import ptq
+from fxqat.tools.post_training.smooth import can_smooth
 from fxqat.tools.profile import profile
 from fxqat.tools.recipe import STEPS, Recipe
 from fxqat.tools.widening import Place, doubled, first, halve, uniform_choices
@@ -158,8 +159,8 @@ def quantize(
 ) -> Result:
     """Quantize a trained model, and try better and better recipes until its metric is close enough to the float one.
 
-    The steps, the cheapest first: calibration; other observers; bias correction and equalization; GPTQ and QDrop; at
-    last, tensors with more bits or left float. Each step starts from the best recipe so far and keeps a change only if
+    The steps, the cheapest first: calibration; other observers; bias correction, equalization and, where there is
+    something to smooth, SmoothQuant; GPTQ and QDrop; at last, tensors with more bits or left float. Each step starts from the best recipe so far and keeps a change only if
     the metric is better. The ladder ends at the first recipe within the budget.
 
     The last step tries more bits, in the order of their bit operations: for a few tensors, those whose rounding changes
@@ -271,8 +272,11 @@ class _Ladder:
         return set(self.config.get("extra_qconfig_dict") or {})
 
     def is_new(self, change: Mapping[str, Any]) -> bool:
-        """Whether a change is one: the configuration does not set it, and the backend does not have it."""
+        """Whether a change is one: it is not of the configuration or the backend, and the model can take it."""
         own = {"w_observer": self.spec.weight.observer, "a_observer": self.spec.activation.observer}
+        if change.get("smooth") and self.best is not None and not can_smooth(self.best[1]):
+            self.log("smooth: not tried, because no normalization of the model can take part")
+            return False
         return not set(change) & self.given() and all(own.get(name) != value for name, value in change.items())
 
     def recipe(self) -> Recipe:
@@ -360,7 +364,7 @@ class _Ladder:
             config["overrides"] = [*(config.get("overrides") or []), *recipe.overrides]
         return ptq(
             self.model, self.calib, self.backend, config,
-            equalize=recipe.equalize, correct_bias=recipe.correct_bias,
+            equalize=recipe.equalize, smooth=recipe.smooth, correct_bias=recipe.correct_bias,
             reconstruct=recipe.reconstruct or None, compare=False, progress=self.progress,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ class Recipe:
         w_observer: observer of weights; empty for that of the backend or the configuration.
         a_observer: observer of activations; the same.
         equalize: equalize consecutive layers.
+        smooth: move large channels behind LayerNorm and RMSNorm into the weights that read them.
         correct_bias: correct the bias of every layer.
         reconstruct: ``"GPTQ"``, ``"QDrop"``, or empty.
         overrides: rules for single tensors, after those of the configuration.
@@ -27,16 +28,18 @@ class Recipe:
     w_observer: str = ""
     a_observer: str = ""
     equalize: bool = False
+    smooth: bool = False
     correct_bias: bool = False
     reconstruct: str = ""
     overrides: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
-        check_flags(ConfigError, "Recipe", equalize=self.equalize, correct_bias=self.correct_bias)
+        flags = {"equalize": self.equalize, "smooth": self.smooth, "correct_bias": self.correct_bias}
+        check_flags(ConfigError, "Recipe", **flags)
 
     def __str__(self) -> str:
         words = [f"{name} {value}" for name in ("w_observer", "a_observer") if (value := getattr(self, name))]
-        words += [name for name in ("equalize", "correct_bias") if getattr(self, name)]
+        words += [name for name in ("equalize", "smooth", "correct_bias") if getattr(self, name)]
         words += [self.reconstruct] if self.reconstruct else []
         widths: dict[str, str] = {}  # by tensor
         for rule in self.overrides:
@@ -51,7 +54,15 @@ class Recipe:
 STEPS: tuple[tuple[str, tuple[Mapping[str, Any], ...]], ...] = (
     ("calibration", ({},)),
     ("observers", ({"w_observer": "MSE"}, {"a_observer": "MSE"}, {"a_observer": "Percentile"})),
-    ("biases and ranges", ({"correct_bias": True}, {"equalize": True}, {"equalize": True, "correct_bias": True})),
+    (
+        "biases and ranges",
+        (
+            {"correct_bias": True},
+            {"equalize": True},
+            {"equalize": True, "correct_bias": True},
+            {"smooth": True},
+        ),
+    ),
     ("rounding", ({"reconstruct": "GPTQ", "correct_bias": True}, {"reconstruct": "QDrop", "correct_bias": False})),
 )
 """The steps in order of their cost, with the changes of the best recipe so far that each of them tries."""

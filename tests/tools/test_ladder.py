@@ -1,6 +1,7 @@
 """The ladder: which recipe is taken, and when it ends."""
 
 import functools
+import logging
 from collections.abc import Callable
 from itertools import count
 
@@ -95,6 +96,38 @@ def test_wider_choices_come_in_the_order_of_their_cost() -> None:
     assert [trial.cost for trial in uniform] == pytest.approx([5 / 4, 6 / 4, 7 / 4, 2])
     up = [trial.cost for trial in result.trials]
     assert up[: up.index(max(up)) + 1] == sorted(up[: up.index(max(up)) + 1])
+
+
+class LargeChannels(nn.Module):
+    """A LayerNorm, two channels of which are 100 times as large as what the layer behind it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 4)
+        with torch.no_grad():
+            self.norm.weight[:2] *= 100
+            self.layer.weight[:, :2] /= 100
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.norm(x))
+
+
+def test_it_smooths_where_there_is_something_to_smooth(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = LargeChannels().eval(), torch.randn(64, 16)
+    steps = [step for step in STEPS if step[0] in ("calibration", "biases and ranges")]
+
+    def score(quantized: nn.Module) -> float:
+        return -100 * float((quantized(x) - model(x)).norm() / model(x).norm())
+
+    result = quantize(model, [x], "Experimental", score, 3.0, steps=steps, progress=False)
+    assert result.reached
+    assert result.recipe.smooth
+    assert result.trials[0].metric < -10
+    assert "smooth" in str(result)
+    with caplog.at_level(logging.INFO, logger="fxqat"):
+        quantize(Net().eval(), batches(), "Experimental", closeness, 0.0, steps=steps)
+    assert "smooth: not tried, because no normalization of the model can take part" in caplog.text
 
 
 def test_what_the_configuration_sets_stays() -> None:
