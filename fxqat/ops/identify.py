@@ -20,6 +20,7 @@ from fxqat.ops.families import MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.node_meta import INFINITE, kind_of
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.training_only import is_idle
 
 OPERAND_NAMES = (
@@ -99,7 +100,7 @@ def identify_module(module: nn.Module | None) -> Op:
     if isinstance(module, (QATLayer, QATEmbedding)):
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
-    return _BY_MODULE.get(type(module), _BY_NAME["stochastic_depth"] if is_idle(module) else UNKNOWN)
+    return _BY_MODULE.get(type_of(module), _BY_NAME["stochastic_depth"] if is_idle(module) else UNKNOWN)
 
 
 def keeps_output(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from fxqat.fuser_method_mappings import FUSIBLE_ACTIVATIONS, FUSIONS, LAYERS_AND
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module, calls_of, only_user, set_module
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
 
 
@@ -34,7 +35,7 @@ def fuse(gm: fx.GraphModule, fusions: Sequence[Fusion] = FUSIONS) -> fx.GraphMod
     calls = {key: len(nodes) for key, nodes in calls_of(gm).items()}
     names = {node: _names(node) for node in gm.graph.nodes}
     for node in list(gm.graph.nodes):
-        if type(called_module(node)) in WEIGHTED_TYPES:
+        if type_of(called_module(node)) in WEIGHTED_TYPES:
             for row in fusions:
                 chain = _match(node, row, calls, names)
                 if chain is not None:
@@ -61,7 +62,7 @@ def check_left_out(gm: fx.GraphModule, patterns: Collection[tuple[str, ...]]) ->
     names = {node: _names(node) for node in gm.graph.nodes}
     found: set[tuple[str, ...]] = set()
     for node in gm.graph.nodes:
-        for row in FUSIONS if type(called_module(node)) in WEIGHTED_TYPES else ():
+        for row in FUSIONS if type_of(called_module(node)) in WEIGHTED_TYPES else ():
             if _match(node, row, calls, names) is not None:
                 if row.pattern not in patterns:
                     break

@@ -40,6 +40,7 @@ from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, module_path, unique_name
 from fxqat.utils.node_meta import MODE, SHAPE, SPELLING, VALUE, kind_of
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.train_eval_graph import follows_mode
 
@@ -212,8 +213,7 @@ def _holder_of(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _input_by_position(node: fx.Node) -> None:
-    forward = type(called_module(node)).forward  # type: ignore[union-attr]
-    names = [name for name in inspect.signature(forward).parameters if name != "self"]
+    names = list(inspect.signature(called_module(node).forward).parameters)  # type: ignore[union-attr]
     if names and names[0] in node.kwargs:
         rest = dict(node.kwargs)
         node.args = (rest.pop(names[0]),)
@@ -223,7 +223,7 @@ def _input_by_position(node: fx.Node) -> None:
 def _remove_identities(gm: fx.GraphModule) -> None:
     for node in list(gm.graph.nodes):
         module = called_module(node)
-        if type(module) is nn.Identity and not has_hooks(module):
+        if type_of(module) is nn.Identity and module is not None and not has_hooks(module):
             _replace_by_argument(node, next(chain(node.args, node.kwargs.values())))
 
 

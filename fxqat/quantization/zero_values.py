@@ -10,6 +10,7 @@ from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH
 from fxqat.ops.identify import identify, operands
 from fxqat.utils.fx_graph import called_module, node_inputs, nodes_where
+from fxqat.utils.own_forward import has_own_forward
 
 MADE = frozenset({torch.zeros, torch.zeros_like, "new_zeros"})
 """Functions and methods that make zeros."""
@@ -35,7 +36,7 @@ def _is_zero(node: fx.Node, found: set[fx.Node]) -> bool:
     module, op = called_module(node), identify(node)
     given = operands(node, op)
     nodes = list(node_inputs(given))
-    if isinstance(module, (*WEIGHTED_TYPES, FusedLayer)):
+    if isinstance(module, (*WEIGHTED_TYPES, FusedLayer)) and not has_own_forward(module):
         plain = module.layer if isinstance(module, FusedLayer) and module.bn is None else module
         return getattr(plain, "bias", True) is None and found.issuperset(nodes)
     if op.name == "mul":

@@ -160,8 +160,9 @@ def quantize(
     """Quantize a trained model, and try better and better recipes until its metric is close enough to the float one.
 
     The steps, the cheapest first: calibration; other observers; bias correction, equalization and, where there is
-    something to smooth, SmoothQuant; GPTQ and QDrop; at last, tensors with more bits or left float. Each step starts from the best recipe so far and keeps a change only if
-    the metric is better. The ladder ends at the first recipe within the budget.
+    something to smooth, SmoothQuant; GPTQ and QDrop; at last, tensors with more bits or left float. Each step starts
+    from the best recipe so far and keeps a change only if the metric is better. The ladder ends at the first recipe
+    within the budget.
 
     The last step tries more bits, in the order of their bit operations: for a few tensors, those whose rounding changes
     the outputs most; and uniform choices of a width for weights and at least as many bits for activations, calibrated

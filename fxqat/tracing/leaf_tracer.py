@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fxqat.tracing.value_proxy import DataProxy
 from fxqat.tracing.written_arguments import WrittenArguments
 from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
+from fxqat.utils.own_forward import has_own_forward
 from fxqat.utils.source import innermost_line, line_of_failure
 from fxqat.utils.torch_compat import ASSERT
 from fxqat.utils.training_only import is_idle
@@ -48,6 +50,10 @@ class RandomOutside(fx.proxy.TraceError):
 
 class ParameterOverwritten(fx.proxy.TraceError):
     """Forward overwrites a parameter, which the graph would do to a copy."""
+
+
+class OwnForward(fx.proxy.TraceError):
+    """The model has a forward of its own, which is not a function."""
 
 
 class TextOfValue(fx.proxy.TraceError):
@@ -118,7 +124,7 @@ class LeafTracer(fx.Tracer):
     def __init__(self, leaf_modules: Sequence[type[nn.Module] | str] = (), untraceable: str = "leaf") -> None:
         super().__init__(autowrap_functions=())
         self.num_calls = CallCounts()
-        self.leaf_types = (*MODE_DEPENDENT_LEAVES, *(leaf for leaf in leaf_modules if isinstance(leaf, type)))
+        self.leaf_types = tuple(leaf for leaf in leaf_modules if isinstance(leaf, type))
         self.leaf_paths = {leaf for leaf in leaf_modules if isinstance(leaf, str)}
         self.untraceable = untraceable
         self.leaves: dict[str, FloatLeaf] = {}
@@ -161,9 +167,18 @@ class LeafTracer(fx.Tracer):
             args, kwargs = tuple(map(_as_dtype, args)), {name: _as_dtype(value) for name, value in kwargs.items()}
         return super().create_proxy(kind, target, args, kwargs, *options, **named)
 
-    def create_args_for_root(self, root_fn: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        """As in torch.fx, see :meth:`with_any_keyword`."""
-        function, placeholders = super().create_args_for_root(root_fn, *args, **kwargs)
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: dict[str, Any] | tuple[Any, ...] | None = None
+    ) -> tuple[Any, list[Any]]:
+        """As in torch.fx, see :meth:`with_any_keyword`; of the model's own forward if it has one."""
+        if is_module and has_own_forward(self.root):
+            own: Any = self.root.forward
+            is_module = isinstance(own, MethodType) and own.__self__ is self.root
+            root_fn = own.__func__ if is_module else own
+            if not isinstance(root_fn, FunctionType) or inspect.unwrap(root_fn) is not root_fn:
+                kind = type(root_fn).__name__
+                raise OwnForward(f"the model's forward was replaced by a {kind}, whose arguments torch.fx cannot see")
+        function, placeholders = super().create_args_for_root(root_fn, is_module, concrete_args)
         return self.with_any_keyword(function), placeholders
 
     def with_any_keyword(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,9 +258,11 @@ class LeafTracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node. Modules of torch that have submodules (attention) do not."""
-        if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths:
+        if isinstance(m, self.leaf_types) or module_qualified_name in self.leaf_paths or is_idle(m):
             return True
-        if is_idle(m):
+        if has_own_forward(m):
+            return False
+        if isinstance(m, MODE_DEPENDENT_LEAVES):
             return True
         return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
 

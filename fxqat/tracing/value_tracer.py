@@ -206,7 +206,7 @@ class ValueTracer(LeafTracer):
                     positional += values
                 elif values:
                     named[name] = values[0]
-            return self.trace_forward("", functools.partial(root_fn, self.root, *positional, **named))
+            return self.trace_forward("", functools.partial(self.root.forward, *positional, **named))
 
         return self.with_any_keyword(call), placeholders
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -15,12 +16,15 @@ from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 
+FUNCTIONS = (FunctionType, MethodType, partial)
+
 
 def copy_with_closures(model: M, memo: dict[int, Any] | None = None) -> M:
     """A deep copy of a model whose functions hold the copy.
 
     Functions are found among the attributes of modules, their hooks, and the items of their lists and dicts; what they
-    hold are their closures and defaults, also those of other functions in there.
+    hold are their closures and defaults, also those of other functions in there. Methods and ``functools.partial`` hold
+    their function and what it is bound to.
 
     Args:
         model: the model.
@@ -33,8 +37,8 @@ def copy_with_closures(model: M, memo: dict[int, Any] | None = None) -> M:
         attributes = vars(module)
         for container in (attributes, *(held for held in attributes.values() if isinstance(held, (dict, list)))):
             for place, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
-                if isinstance(value, FunctionType) and functions.hold_copied(value):
-                    container[place] = functions.rebound(value)
+                if isinstance(value, FUNCTIONS):
+                    container[place] = functions.counterpart(value)
     return result
 
 
@@ -50,16 +54,29 @@ class _Functions:
         self.made: dict[int, FunctionType] = {}
         self.cells: dict[int, CellType] = {}
 
-    def hold_copied(self, function: FunctionType, seen: frozenset[int] = frozenset()) -> bool:
-        """Whether a function, or one that it holds, holds something of which there is a copy."""
-        seen |= {id(function)}
-        return any(
-            self.hold_copied(value, seen) if isinstance(value, FunctionType) else self._counterpart(value) is not value
-            for value in _held_by(function)
-            if id(value) not in seen
-        )
+    def counterpart(self, value: Any) -> Any:
+        """What the copy has instead of a value that the original has: the value itself if nothing of it was copied."""
+        if not isinstance(value, FUNCTIONS):
+            return self.memo.get(id(value), value)
+        if not self._holds_copied(value):
+            return value
+        if isinstance(value, FunctionType):
+            return self._rebound(value)
+        if isinstance(value, MethodType):
+            return MethodType(self.counterpart(value.__func__), self.counterpart(value.__self__))
+        keywords = {name: self.counterpart(each) for name, each in value.keywords.items()}
+        made = partial(self.counterpart(value.func), *map(self.counterpart, value.args), **keywords)
+        made.__dict__.update({name: self.counterpart(each) for name, each in vars(value).items()})
+        return made
 
-    def rebound(self, function: FunctionType) -> FunctionType:
+    def _holds_copied(self, value: Any, seen: frozenset[int] = frozenset()) -> bool:
+        """Whether there is a copy of a value or, if it is a function, of something that it holds."""
+        if not isinstance(value, FUNCTIONS):
+            return self.memo.get(id(value), value) is not value
+        seen |= {id(value)}
+        return any(self._holds_copied(each, seen) for each in _held_by(value) if id(each) not in seen)
+
+    def _rebound(self, function: FunctionType) -> FunctionType:
         """The function that holds copies."""
         if id(function) in self.made:
             return self.made[id(function)]
@@ -70,21 +87,13 @@ class _Functions:
         made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
         made.__annotations__ = function.__annotations__
         if function.__defaults__ is not None:
-            made.__defaults__ = tuple(map(self._counterpart, function.__defaults__))
+            made.__defaults__ = tuple(map(self.counterpart, function.__defaults__))
         if function.__kwdefaults__ is not None:
-            made.__kwdefaults__ = {name: self._counterpart(value) for name, value in function.__kwdefaults__.items()}
+            made.__kwdefaults__ = {name: self.counterpart(value) for name, value in function.__kwdefaults__.items()}
         for cell, new in zip(function.__closure__ or (), cells, strict=True):
             for value in _content(cell):
-                new.cell_contents = self._counterpart(value)
+                new.cell_contents = self.counterpart(value)
         return made
-
-    def _counterpart(self, value: Any) -> Any:
-        if isinstance(value, FunctionType):
-            return self.rebound(value) if self.hold_copied(value) else value
-        if isinstance(value, MethodType):
-            owner = self._counterpart(value.__self__)
-            return value if owner is value.__self__ else MethodType(value.__func__, owner)
-        return self.memo.get(id(value), value)
 
 
 def _content(cell: CellType) -> Iterator[Any]:
@@ -95,7 +104,11 @@ def _content(cell: CellType) -> Iterator[Any]:
         return
 
 
-def _held_by(function: FunctionType) -> list[Any]:
-    """What the closure and the defaults of a function hold."""
+def _held_by(function: FunctionType | MethodType | partial[Any]) -> list[Any]:
+    """What the closure and the defaults of a function hold, and what it is bound to."""
+    if isinstance(function, MethodType):
+        return [function.__func__, function.__self__]
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords.values()]
     cells = [value for cell in function.__closure__ or () for value in _content(cell)]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import traceback
 from pathlib import Path
@@ -50,7 +51,7 @@ def line_of_node(node: fx.Node) -> str:
 
 def line_of_forward(module: nn.Module) -> str:
     """The line at which the forward of a module begins, ``"file.py:12"``."""
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
 
 

@@ -20,7 +20,7 @@ def mark_if_idle(module: nn.Module) -> None:
     Modules without parameters and buffers whose forward reads ``self.training`` are tried, on one tensor of four
     dimensions.
     """
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
     has_tensors = next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
     if has_tensors or code is None or "training" not in code.co_names:
         return

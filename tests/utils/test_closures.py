@@ -56,7 +56,24 @@ def wrapped(self):
     return step
 
 
+def bound(self):
+    def step(factor, y, *, shift):
+        return y * self.gain * factor + shift
+
+    return functools.partial(step, 2.0, shift=self.offset)
+
+
+def bound_to_itself(self):
+    def step(y, again=True):
+        return repeat(y * self.gain) if again else y
+
+    repeat = functools.partial(step, again=False)
+    return step
+
+
 MAKERS = {
+    "partial": bound,
+    "a partial of itself": bound_to_itself,
     "a tied weight": lambda self: lambda y: y @ self.embed.weight.t(),
     "a parameter": lambda self: lambda y: y * self.gain,
     "a buffer": lambda self: lambda y: y + self.offset,

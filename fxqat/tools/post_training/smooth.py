@@ -182,16 +182,15 @@ def _parameters(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
         return _of_norm(gm, node)
     if name not in ("add", "mul") or len(node.args) != 2:
         return ()
-    first, second = (_of_channels(gm, each, node) for each in node.args)
-    if (first is None) == (second is None):
+    by_place = [_of_channels(gm, each, node) for each in node.args]
+    found = [each for each in by_place if each is not None]
+    if name == "mul" or len(found) != 1:
+        return tuple(found) if len(found) == 1 else ()
+    product = _unquantized(node.args[by_place.index(None)])
+    if product is None or identify(product).name != "mul" or only_user(product) is None:
         return ()
-    parameter, other = (first, node.args[1]) if first is not None else (second, node.args[0])
-    if name == "mul":
-        return (parameter,)
-    product = _unquantized(other)
-    is_written_out = product is not None and identify(product).name == "mul" and only_user(product) is not None
-    of_product = _parameters(gm, product) if is_written_out else ()
-    return (*of_product, parameter) if of_product else ()
+    of_product = _parameters(gm, product)
+    return (*of_product, *found) if of_product else ()
 
 
 def _of_channels(gm: QuantGraphModule, value: object, node: fx.Node) -> nn.Parameter | None:
