@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxqat.tracing.leaf_tracer import TypeNotInGraph
 from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
 from fxqat.tracing.value_tracer import ValueTracer
@@ -21,7 +22,8 @@ from fxqat.utils.train_eval_graph import eval_or_train
 class TrainEvalTracer(ValueTracer):
     """Finds the modules that branch on ``self.training``, and traces again.
 
-    1. A module without parameters (drop path, noise) is kept whole, and follows ``train()`` and ``eval()``.
+    1. A module without parameters (drop path, noise) is kept whole, and follows ``train()`` and ``eval()``; if its
+       arguments do not fit into a node of the graph, 2. holds.
     2. The forward of any other module is traced in eval mode and in training. The graph holds both
        (``fxqat.utils.train_eval_graph``) if training only adds something, such as an auxiliary head. If training uses
        the same layers in another way, or needs more inputs, the graph holds eval mode only.
@@ -37,6 +39,7 @@ class TrainEvalTracer(ValueTracer):
         self.batch_norms: set[str] = set()
         self._branching: dict[str, nn.Module] = {}
         self._paths_in_both: set[str] = set()
+        self._whole: set[str] = set()
         self._tracing_both = False
         self._running: list[str] = []
         self._fork: TrainEvalFork | None = None
@@ -56,6 +59,7 @@ class TrainEvalTracer(ValueTracer):
         new = self._branching.keys() - self._paths_in_both - self.leaf_paths
         whole = {path for path in new if path and next(self._branching[path].parameters(), None) is None}
         self.leaf_paths |= whole
+        self._whole |= whole
         self._paths_in_both |= new - whole
         self._branching = {}
         return bool(new)
@@ -68,6 +72,21 @@ class TrainEvalTracer(ValueTracer):
     def not_followed(self) -> frozenset[str]:
         """The modules and functions of which the graph does not hold all that they compute."""
         return super().not_followed() | frozenset(self.eval_only)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Trace a module call; one that cannot be kept whole is traced in both modes."""
+        mark = self.mark_position()
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except TypeNotInGraph:
+            if self.is_made_in_forward(m) or (path := self.path_of_module(m)) not in self._whole:
+                raise
+        self.rewind(mark)
+        self.path_of_failure = ""
+        self._whole.remove(path)
+        self.leaf_paths.remove(path)
+        self._paths_in_both.add(path)
+        return super().call_module(m, forward, args, kwargs)
 
     def trace_forward(self, path: str, forward: partial[Any]) -> Any:
         """Trace a forward, in both modes if it branches on ``self.training``."""

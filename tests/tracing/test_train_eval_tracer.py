@@ -391,3 +391,48 @@ def test_a_dict_of_both_modes_keeps_its_type():
     assert not gm.quant_report.leaves
     for training in (True, False):
         torch.testing.assert_close(gm.train(training)(x), model.train(training)(x))
+
+
+class Padded:
+    """Images and where they end: no value of a graph."""
+
+    def __init__(self, images, ends):
+        self.images, self.ends = images, ends
+
+
+class Positions(nn.Module):
+    """Without parameters, as the encoding of RF-DETR: other values in training, and a cache in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = {}
+
+    def forward(self, padded):
+        if self.training:
+            return padded.images * padded.ends
+        key = tuple(padded.images.shape)
+        if key not in self.cache:
+            self.cache[key] = torch.ones_like(padded.images).cumsum(2)
+        return self.cache[key]
+
+
+class TakesPadded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.positions, self.last = nn.Conv2d(3, 4, 1), Positions(), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(y + self.positions(Padded(y, 0.5)))
+
+
+def test_a_module_without_parameters_whose_arguments_fit_no_node_is_traced_in_both_modes(tmp_path):
+    model, x = TakesPadded(), torch.randn(2, 3, 6, 6)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=x)
+    assert gm.quant_report.leaves == ()
+    torch.testing.assert_close(gm.train()(x), model.train()(x))
+    torch.testing.assert_close(gm.eval()(x), model.eval()(x))
+    assert not torch.allclose(model.train()(x), model.eval()(x))
+    fxqat.calibrate(gm, [x])
+    assert fxqat.convert_export(gm, x, tmp_path / "net.onnx").certificate.passed
