@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxqat.errors import ConfigError
@@ -16,6 +16,11 @@ from fxqat.utils.torch_compat import BatchNorm, is_compiled, is_fake
 
 CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types whose values are checked; torch cannot compare those of 8 bits."""
+
+INSTEAD_OF_EXPORTED = (
+    "prepare the Python model that was exported, or save the exported program (torch.export.save) and use the command "
+    "fxqat quantize FILE.pt2"
+)
 
 SHOWN = 4
 """How many names of tensors an error lists."""
@@ -35,6 +40,8 @@ def check_model(model: Any, example_inputs: Any = None) -> None:
     """
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise ConfigError(f"{_type(model)} is a TorchScript: prepare the Python model that it was made from")
+    if isinstance(model, torch.export.ExportedProgram):
+        raise ConfigError(f"model is an ExportedProgram of torch.export: {INSTEAD_OF_EXPORTED}")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_type(model)}")
     for path, module in model.named_modules():
@@ -75,8 +82,17 @@ def _check_module(path: str, module: nn.Module) -> None:
             f"{where} was compiled by torch.compile: prepare the model that is not compiled (a compiled wrapper holds "
             "it as ._orig_mod), and compile the result"
         )
+    if isinstance(module, fx.GraphModule) and _is_exported(module.graph):
+        raise ConfigError(f"{where} was made by torch.export: {INSTEAD_OF_EXPORTED}")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"{where} is a TorchScript: prepare a model with the Python module that it was made from")
+
+
+def _is_exported(graph: fx.Graph) -> bool:
+    """Whether a graph calls operators of ``torch.ops.aten`` only."""
+    called = [node.target for node in graph.nodes if node.op in ("call_function", "call_module", "call_method")]
+    called = [target for target in called if target != "_guards_fn"]  # the module that checks the inputs
+    return bool(called) and all(getattr(target, "namespace", "") == "aten" for target in called)
 
 
 def _check_tensors(model: nn.Module, example_inputs: Any) -> None:

@@ -26,6 +26,16 @@ def compiled_in_place():
     return model
 
 
+def with_compiled_forward():
+    model = net()
+    model[1].forward = torch.compile(model[1].forward)
+    return model
+
+
+def exported():
+    return torch.export.export(net(), (torch.zeros(2, 3, 4, 4),))
+
+
 def on_meta():
     with torch.device("meta"):
         return net()
@@ -62,6 +72,9 @@ def with_value(value, name="0.weight"):
         (lambda: torch.compile(net()), "the model was compiled by torch.compile: prepare the model that is not"),
         (compiled_in_place, "the model was compiled by torch.compile"),
         (lambda: net(torch.compile(nn.ReLU())), "the module '1' of the model was compiled"),
+        (with_compiled_forward, "the module '1' of the model was compiled by torch.compile"),
+        (exported, r"model is an ExportedProgram of torch.export: prepare the Python model .* fxqat quantize FILE.pt2"),
+        (lambda: exported().module(), "the model was made by torch.export: prepare the Python model that was exported"),
         (lambda: nn.DataParallel(net()), r"the model is a DataParallel: prepare the model inside \(.module\)"),
         (on_meta, "0.weight, 0.bias, 2.weight, 2.bias and 3 more of Sequential are on the meta device"),
         (fake, "are fake tensors without values: make the model outside of FakeTensorMode"),
