@@ -264,10 +264,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` made this module or its forward, or ``module.compile()`` was called."""
-    forward_is_compiled = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-    return (
-        forward_is_compiled or hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    has_compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    is_wrapper = hasattr(module, "_orig_mod")
+    return is_wrapper or has_compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_fake(tensor: Tensor) -> bool:
