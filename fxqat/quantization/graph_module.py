@@ -18,6 +18,7 @@ from fxqat.quantization.dtype_casts import follow_dtype
 from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
+from fxqat.utils.closures import rebind_functions
 from fxqat.utils.fx_graph import copy_modes, set_attribute
 from fxqat.utils.living_copies import LivingCopies
 from fxqat.utils.tensors import copies_by_hand
@@ -217,6 +218,7 @@ class QuantGraphModule(SeesConversion, SeesLoading, TrainEvalGraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantGraphModule:
         memo.update({key: copied for key, copied in copies_by_hand(self).items() if key not in memo})
         result: Any = super().__deepcopy__(memo)
+        rebind_functions(result, memo)
         _carry_over(self, result, memo)
         _keep_ranges_local(result)
         result.living_copies = LivingCopies()

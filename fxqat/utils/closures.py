@@ -32,6 +32,17 @@ def copy_with_closures(model: M, memo: dict[int, Any] | None = None) -> M:
     """
     memo = {} if memo is None else memo
     result = copy.deepcopy(model, memo)
+    rebind_functions(result, memo)
+    return result
+
+
+def rebind_functions(result: nn.Module, memo: dict[int, Any]) -> None:
+    """Let the functions of a deep copy of a model hold the copy.
+
+    Args:
+        result: the copy.
+        memo: that of ``copy.deepcopy``, which made it.
+    """
     functions = _Functions(memo)
     for module in result.modules():
         attributes = vars(module)
@@ -39,7 +50,6 @@ def copy_with_closures(model: M, memo: dict[int, Any] | None = None) -> M:
             for place, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
                 if isinstance(value, FUNCTIONS):
                     container[place] = functions.counterpart(value)
-    return result
 
 
 class _Functions:

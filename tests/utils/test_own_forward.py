@@ -1,5 +1,6 @@
 """A module that was given a forward of its own: what is prepared, trained and exported is that forward."""
 
+import copy
 import functools
 import types
 
@@ -123,6 +124,19 @@ def test_a_layer_that_is_kept_whole_is_not_taken_for_one_of_its_class():
     gm = prepare_by_platform(net, "TSQAT", {"leaf_module": ["a"]}, example_inputs=x)
     assert gm.quant_report.row("a").reason.startswith("computed in float: not an op of fxqat's table")
     torch.testing.assert_close(gm.eval()(x), net(x))
+
+
+@pytest.mark.parametrize("change", [function_of_a_layer, method_of_a_layer, hook_of_a_layer], ids=lambda c: c.__name__)
+def test_a_copy_of_the_prepared_model_has_the_weights_of_the_copy(change):
+    net, x = changed(change), torch.randn(4, 3, 6, 6)
+    gm = prepare_by_platform(net, "TSQAT", {"leaf_module": ["a"]}, example_inputs=x).eval()
+    before, copied = gm(x), copy.deepcopy(gm)
+    torch.testing.assert_close(copied(x), before, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in copied.get_submodule("a").parameters():
+            parameter.zero_()
+    assert copied(x).abs().max() == 0
+    torch.testing.assert_close(gm(x), before, rtol=0, atol=0)
 
 
 def test_what_cannot_be_traced_is_kept_whole():
