@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fxqat.errors import ConfigError
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.utils.own_forward import has_own_forward
 from fxqat.utils.tensors import flatten_tensors
 from fxqat.utils.torch_compat import BatchNorm, is_compiled, is_fake
 
@@ -81,6 +82,11 @@ def _check_module(path: str, module: nn.Module) -> None:
         raise ConfigError(
             f"{where} was compiled by torch.compile: prepare the model that is not compiled (a compiled wrapper holds "
             "it as ._orig_mod), and compile the result"
+        )
+    if has_own_forward(module) and "_original_forward" in vars(module):
+        raise ConfigError(
+            f"{where} computes in mixed precision by accelerate: prepare accelerator.unwrap_model(model, "
+            "keep_fp32_wrapper=False), and give the result to accelerator.prepare"
         )
     if isinstance(module, fx.GraphModule) and _is_exported(module.graph):
         raise ConfigError(f"{where} was made by torch.export: {INSTEAD_OF_EXPORTED}")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 from torch import nn
 
 
 def has_own_forward(module: nn.Module | None) -> bool:
-    """Whether somebody gave this module a forward."""
-    return module is not None and "forward" in vars(module)
+    """Whether somebody gave this module a forward that is not the one of its class."""
+    if module is None or "forward" not in vars(module):
+        return False
+    own = vars(module)["forward"]
+    is_of_class = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+    return not is_of_class
 
 
 def type_of(module: nn.Module | None) -> type[object]:

@@ -32,6 +32,14 @@ def with_compiled_forward():
     return model
 
 
+def in_mixed_precision():
+    """As ``Accelerator(mixed_precision="bf16").prepare`` does it."""
+    model = net()
+    model._original_forward = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    return model
+
+
 def exported():
     return torch.export.export(net(), (torch.zeros(2, 3, 4, 4),))
 
@@ -73,6 +81,7 @@ def with_value(value, name="0.weight"):
         (compiled_in_place, "the model was compiled by torch.compile"),
         (lambda: net(torch.compile(nn.ReLU())), "the module '1' of the model was compiled"),
         (with_compiled_forward, "the module '1' of the model was compiled by torch.compile"),
+        (in_mixed_precision, "the model computes in mixed precision by accelerate: prepare accelerator.unwrap_model"),
         (exported, r"model is an ExportedProgram of torch.export: prepare the Python model .* fxqat quantize FILE.pt2"),
         (lambda: exported().module(), "the model was made by torch.export: prepare the Python model that was exported"),
         (lambda: nn.DataParallel(net()), r"the model is a DataParallel: prepare the model inside \(.module\)"),

@@ -149,6 +149,17 @@ def test_what_cannot_be_traced_is_kept_whole():
     torch.testing.assert_close(gm.eval()(x), net(x))
 
 
+def test_the_forward_of_the_class_as_an_attribute_changes_nothing():
+    """As accelerate's ``remove_hook_from_module`` leaves it behind."""
+    net, x = Net().eval(), torch.randn(4, 3, 6, 6)
+    for module in net.modules():
+        module.forward = module.forward
+    assert not any(map(has_own_forward, (net, *net.children())))
+    gm = prepare_by_platform(net, "TSQAT", example_inputs=x)
+    assert list(gm.state_dict()) == list(prepare_by_platform(Net().eval(), "TSQAT", example_inputs=x).state_dict())
+    torch.testing.assert_close(gm.eval()(x), net(x))
+
+
 def test_the_type_of_a_module_with_a_forward_of_its_own_says_nothing():
     assert type_of(Net()) is Net
     assert type_of(changed(method)) is type_of(None) is type(None)
