@@ -40,9 +40,9 @@ from fxqat.quantization.split_ops import split_ops
 from fxqat.quantization.split_parameters import split_parameters
 from fxqat.quantization.split_recurrent import split_recurrent
 from fxqat.quantization.standardize import standardize
-from fxqat.quantization.train_method import modes_by_train, modes_in, modes_lost
+from fxqat.quantization.train_method import modes_by_forward, modes_by_train, modes_in, modes_lost
 from fxqat.tracing.trace import Traced, share_tensors, trace
-from fxqat.utils.batches import to_device_of
+from fxqat.utils.batches import in_their_places, to_device_of
 from fxqat.utils.contexts import collector_paused, without_autocast, without_fast_path
 from fxqat.utils.flags import check_flags
 from fxqat.utils.fx_graph import has_attribute, set_attribute
@@ -141,7 +141,9 @@ def _prepare(
     check: str,
 ) -> QuantGraphModule:
     """Insert fake-quant into a traced model, and compare the result with the model."""
-    modes = modes_by_train(traced.root)
+    arguments = None if inputs is None else in_their_places(traced.root, inputs, traced.concrete_args)
+    by_train, by_forward = modes_by_train(traced.root), modes_by_forward(traced.root, arguments)
+    modes = {mode: (*by_train.get(mode, ()), *by_forward.get(mode, ())) for mode in {*by_train, *by_forward}}
     remarks = traced.remarks | {
         "leaves": (*traced.leaves, *leaves),
         "state_changes": (*traced.state_changes, *modes_lost(traced.gm, traced.root, modes)),
@@ -169,7 +171,8 @@ def _prepare(
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode not in (BN_FREEZE, 0) and not traced.eval_only
-        check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains)
+        modes_inside = modes_in(prepared, traced.root, by_forward)
+        check_now_or_at_first_call(prepared, float_model, inputs, traced.concrete_args, check, trains, modes_inside)
     return prepared
 
 

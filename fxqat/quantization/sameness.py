@@ -22,7 +22,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,11 +88,13 @@ class Reference:
         arguments: its arguments, from those of the prepared model.
         trains: whether training is compared: not if the model is for calibration only, freezes its BatchNorms or is
             known to compute something else in training.
+        modes: modules of the prepared model that forward of the float model puts into the other mode, by the mode.
     """
 
     model: nn.Module
     arguments: Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
     trains: bool = True
+    modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
 
 
 def check_now_or_at_first_call(
@@ -102,6 +104,7 @@ def check_now_or_at_first_call(
     concrete_args: Mapping[str, Any],
     check: str,
     trains: bool,
+    modes: Mapping[bool, tuple[str, ...]],
 ) -> None:
     """Compare a prepared model with its float model now, or at its first call, and note the result in its report.
 
@@ -113,6 +116,7 @@ def check_now_or_at_first_call(
         concrete_args: arguments that the user fixed to a value: the prepared model does not have them.
         check: as for :func:`check_sameness`.
         trains: see :class:`Reference`.
+        modes: the same.
 
     Raises:
         SamenessError: the models differ.
@@ -128,7 +132,7 @@ def check_now_or_at_first_call(
         in_order, by_its_name = in_their_places(model, given, concrete_args)
         return in_order, {**kwargs, **by_its_name}
 
-    reference = Reference(model, arguments, trains)
+    reference = Reference(model, arguments, trains, modes)
     if inputs is None:
         first = FirstCallCheck(reference, check)
         first.handle = prepared.register_forward_pre_hook(first, with_kwargs=True)
@@ -389,6 +393,8 @@ class _Runs:
     def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
         args, kwargs = copy.deepcopy(inputs)
         with all_off(prepared), buffers_kept(prepared), in_mode(prepared, training), _comparable(prepared, training):
+            for path in self.reference.modes.get(training, ()):
+                prepared.get_submodule(path).training = not training
             with self._watched("prepared", (args, kwargs)):
                 outputs = prepared(*args, **kwargs)
             if not training:

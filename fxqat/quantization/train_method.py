@@ -1,13 +1,23 @@
-"""The modes that a model's own ``train()`` gives to its modules, such as a BatchNorm that always is in eval mode."""
+"""The modes that a model's own ``train()``, or its forward, gives to its modules, such as a frozen BatchNorm."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fxqat.tracing.trace import copy_model
+from fxqat.utils.contexts import in_mode
 from fxqat.utils.train_eval_graph import differs_in_training
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a forward, by position and by name."""
 
 Modes = Mapping[bool, tuple[str, ...]]
 """Paths of the modules that ``train(mode)`` leaves in the other mode, by the mode."""
@@ -17,12 +27,43 @@ def modes_by_train(model: nn.Module) -> Modes:
     """What ``train(True)`` and ``train(False)`` of a model do; empty if no module has its own ``train``."""
     if not any(type(m).train is not nn.Module.train or "train" in vars(m) for m in model.modules()):
         return {}
-    found: dict[bool, tuple[str, ...]] = {}
-    for mode in (True, False):
-        copied = copy_model(model)
-        copied.train(mode)
-        found[mode] = tuple(path for path, module in copied.named_modules() if path and module.training is not mode)
+    found = {mode: _left(copy_model(model).train(mode), mode) for mode in (True, False)}
     return {mode: paths for mode, paths in found.items() if paths}
+
+
+def modes_by_forward(model: nn.Module, inputs: Arguments | None) -> Modes:
+    """What forward does with modules that are all in training, or all in eval mode.
+
+    Args:
+        model: the model.
+        inputs: its arguments.
+
+    Returns:
+        Nothing if no method of a module sets a mode, or there are no inputs.
+    """
+    found: dict[bool, tuple[str, ...]] = {}
+    if inputs is None or not any(map(_may_set_modes, {type(module) for module in model.modules()})):
+        return found
+    for mode in (True, False):
+        copied, (args, kwargs) = copy_model(model), copy.deepcopy(inputs)
+        with in_mode(copied, mode), torch.no_grad(), torch.random.fork_rng(devices=()):
+            with contextlib.suppress(Exception):  # in training it may want targets
+                copied(*args, **kwargs)
+            found[mode] = _left(copied, mode)
+    return {mode: paths for mode, paths in found.items() if paths}
+
+
+def _left(model: nn.Module, mode: bool) -> tuple[str, ...]:
+    """Paths of the modules that are in the other mode."""
+    return tuple(path for path, module in model.named_modules() if path and module.training is not mode)
+
+
+def _may_set_modes(kind: type[nn.Module]) -> bool:
+    """Whether a method of a class of modules, not of torch, calls something named ``eval`` or ``train``."""
+    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] != "torch"]
+    methods = [value for each in classes for name, value in vars(each).items() if name not in ("train", "eval")]
+    codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, FunctionType)]
+    return any({"train", "eval"} & set(code.co_names) for code in codes)
 
 
 def modes_in(prepared: nn.Module, root: nn.Module, modes: Modes) -> Modes:
@@ -35,11 +76,11 @@ def modes_in(prepared: nn.Module, root: nn.Module, modes: Modes) -> Modes:
 
 
 def modes_lost(gm: fx.GraphModule, root: nn.Module, modes: Modes) -> Iterator[str]:
-    """A line for each module whose forward was traced and may depend on the mode that ``train()`` gives to it."""
+    """A line for each module whose forward was traced and may depend on the mode that the model gives to it."""
     held = {id(module) for module in gm.modules()} if differs_in_training(gm.graph) else {}
     for mode, names in modes.items() if held else ():
         for name in names:
             module = root.get_submodule(name)
             if id(module) not in held and type(module).__module__.partition(".")[0] != "torch":
                 kept = "training" if not mode else "eval mode"
-                yield f"train() of the model leaves {name} in {kept}: the prepared model does that for layers only"
+                yield f"the model itself puts {name} into {kept}: the prepared model does that for layers only"

@@ -31,6 +31,30 @@ class Frozen(nn.Module):
         return self
 
 
+class FrozenInForward(Frozen):
+    """The same, by its forward, as anomalib's FastFlow does it."""
+
+    train = nn.Module.train
+
+    def forward(self, x):
+        self.freeze()
+        return super().forward(x)
+
+    def freeze(self):
+        self.bn.eval()
+        self.drop.train()
+
+
+class WantsTargets(FrozenInForward):
+    """Its forward cannot run in training without targets, after it has set the modes."""
+
+    def forward(self, x, targets=None):
+        y = super().forward(x)
+        if self.training and targets is None:
+            raise ValueError("no targets")
+        return y
+
+
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
@@ -39,9 +63,13 @@ def same_numbers(model):
     return model(X)
 
 
-@pytest.mark.parametrize("given", [(X,), None], ids=["inputs", "no inputs"])
-def test_modules_keep_the_modes_of_the_models_own_train(given):
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), Frozen()).train()
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [((X,), Frozen), (None, Frozen), ((X,), FrozenInForward)],
+    ids=["inputs", "no inputs", "by forward"],
+)
+def test_modules_keep_the_modes_that_the_model_gives_them(given, kind):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), kind()).train()
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=given, check="off")
     assert gm.quant_report.remarks == []
     for twin in (gm, copy.deepcopy(gm), pickle.loads(pickle.dumps(gm))):
@@ -79,6 +107,24 @@ def test_a_mode_that_a_traced_forward_reads_is_reported(caplog):
             return self
 
     gm = fxqat.prepare_by_platform(Net(), "TSQAT", example_inputs=(X[0, 0],))
-    line = "train() of the model leaves noisy in eval mode: the prepared model does that for layers only"
+    line = "the model itself puts noisy into eval mode: the prepared model does that for layers only"
     assert gm.quant_report.state_changes == (line,)
     assert line in caplog.text
+
+
+def test_a_forward_that_fails_in_training_has_set_its_modes():
+    model = WantsTargets()
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=X, check="off")
+    gm.train()
+    assert not gm.get_submodule("conv.bn").training
+    assert gm.get_submodule("drop").training
+    assert model.bn.training  # the user's model is as before
+
+
+def test_what_forward_freezes_is_compared_with_the_model():
+    model = FrozenInForward()
+    model.drop.p = 0.0
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=X)
+    mean = gm.get_submodule("conv.bn").running_mean.clone()
+    gm.train()(X)
+    assert torch.equal(gm.get_submodule("conv.bn").running_mean, mean)
