@@ -59,11 +59,14 @@ def _left(model: nn.Module, mode: bool) -> tuple[str, ...]:
 
 
 def _may_set_modes(kind: type[nn.Module]) -> bool:
-    """Whether a method of a class of modules, not of torch, calls something named ``eval`` or ``train``."""
-    classes = [each for each in kind.__mro__ if each.__module__.partition(".")[0] != "torch"]
-    methods = [value for each in classes for name, value in vars(each).items() if name not in ("train", "eval")]
-    codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, FunctionType)]
-    return any({"train", "eval"} & set(code.co_names) for code in codes)
+    """Whether the forward of a class, or a method that it names, calls something named ``eval`` or ``train``."""
+    named, open_names = set[str](), {"forward"}
+    while open_names:
+        named |= open_names
+        methods = [vars(base).get(name) for base in kind.__mro__ for name in open_names - {"train", "eval"}]
+        codes = [inspect.unwrap(method).__code__ for method in methods if isinstance(method, FunctionType)]
+        open_names = {name for code in codes for name in code.co_names} - named
+    return not named.isdisjoint(("train", "eval"))
 
 
 def modes_in(prepared: nn.Module, root: nn.Module, modes: Modes) -> Modes:
