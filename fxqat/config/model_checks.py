@@ -45,6 +45,8 @@ def check_model(model: Any, example_inputs: Any = None) -> None:
         raise ConfigError(f"model is an ExportedProgram of torch.export: {INSTEAD_OF_EXPORTED}")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {_type(model)}")
+    if isinstance(model, fx.GraphModule) and _is_exported(model.graph):
+        raise ConfigError(f"the model was made by torch.export: {INSTEAD_OF_EXPORTED}")
     for path, module in model.named_modules():
         _check_module(path, module)
     if torch.is_inference_mode_enabled():
@@ -88,8 +90,6 @@ def _check_module(path: str, module: nn.Module) -> None:
             f"{where} computes in mixed precision by accelerate: prepare accelerator.unwrap_model(model, "
             "keep_fp32_wrapper=False), and give the result to accelerator.prepare"
         )
-    if isinstance(module, fx.GraphModule) and _is_exported(module.graph):
-        raise ConfigError(f"{where} was made by torch.export: {INSTEAD_OF_EXPORTED}")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"{where} is a TorchScript: prepare a model with the Python module that it was made from")
 

@@ -102,6 +102,13 @@ def test_a_model_that_cannot_be_prepared_is_refused(make, message):
         prepare_by_platform(model, example_inputs=(X,))
 
 
+def test_an_exported_module_inside_a_model_stays_float():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), exported().module())
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=torch.randn(2, 3, 4, 4))
+    assert gm.quant_report.row("0").status == "quantized"
+    assert gm.quant_report.row("conv2d_default").status == "float"
+
+
 def test_preparing_in_inference_mode_is_refused():
     model = net()
     with torch.inference_mode(), pytest.raises(ConfigError, match="inside torch.inference_mode"):
