@@ -7,20 +7,17 @@ import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import fx, nn
 
+from fxqat.quantization.perturbed_inputs import Arguments
 from fxqat.tracing.trace import copy_model
 from fxqat.utils.contexts import in_mode
 from fxqat.utils.train_eval_graph import differs_in_training
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a forward, by position and by name."""
-
 Modes = Mapping[bool, tuple[str, ...]]
-"""Paths of the modules that ``train(mode)`` leaves in the other mode, by the mode."""
+"""Paths of the modules that ``train(mode)``, or a forward after it, leaves in the other mode, by the mode."""
 
 
 def modes_by_train(model: nn.Module) -> Modes:
@@ -32,14 +29,16 @@ def modes_by_train(model: nn.Module) -> Modes:
 
 
 def modes_by_forward(model: nn.Module, inputs: Arguments | None) -> Modes:
-    """What forward does with modules that are all in training, or all in eval mode.
+    """The modes that one forward leaves behind, from all modules in training and from all in eval mode.
+
+    A forward that raises an error, because it wants targets in training, counts up to the error.
 
     Args:
-        model: the model.
-        inputs: its arguments.
+        model: the model; a copy runs.
+        inputs: its arguments; None for none.
 
     Returns:
-        Nothing if no method of a module sets a mode, or there are no inputs.
+        Nothing without inputs, or if no forward of a module sets a mode.
     """
     found: dict[bool, tuple[str, ...]] = {}
     if inputs is None or not any(map(_may_set_modes, {type(module) for module in model.modules()})):
@@ -47,7 +46,7 @@ def modes_by_forward(model: nn.Module, inputs: Arguments | None) -> Modes:
     for mode in (True, False):
         copied, (args, kwargs) = copy_model(model), copy.deepcopy(inputs)
         with in_mode(copied, mode), torch.no_grad(), torch.random.fork_rng(devices=()):
-            with contextlib.suppress(Exception):  # in training it may want targets
+            with contextlib.suppress(Exception):
                 copied(*args, **kwargs)
             found[mode] = _left(copied, mode)
     return {mode: paths for mode, paths in found.items() if paths}

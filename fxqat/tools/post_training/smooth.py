@@ -58,7 +58,7 @@ class Norm:
 
     Args:
         name: of its node.
-        parameters: what each channel of its output is in proportion to: the weight and, if it has one, the bias.
+        parameters: its weight and, if it has one, its bias; its output scales with both, channel by channel.
         layers: the linear layers that read it, by path; at least one of them is quantized.
     """
 
@@ -176,7 +176,7 @@ def _norms(gm: QuantGraphModule) -> Iterator[Norm]:
 
 
 def _parameters(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
-    """The parameters of the last dimension that all of a value is in proportion to; nothing for other values."""
+    """The weight, and the bias if there is one, with which a value scales; nothing for other values."""
     name = identify(node).name
     if name in NORMS:
         return _of_norm(gm, node)
