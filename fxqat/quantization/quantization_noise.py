@@ -136,7 +136,9 @@ class QuantizationNoise:
         lines += [f"  {more.strip()}: see gm.quantization_noise"] if more else []
         lines += ["Fake-quant against float at the outputs:", *(f"  {line}" for line in self._ends())]
         if self.overrides:
-            lines.append(f'To keep them float, add to prepare_custom_config_dict: "overrides": {list(self.overrides)}')
+            entries, name = len(self.overrides), "gm.quantization_noise.overrides"
+            given = list(self.overrides) if entries <= 2 * SHOWN else f"{name} ({entries} entries)"
+            lines.append(f'To keep them float, add to prepare_custom_config_dict: "overrides": {given}')
         elif not problems:
             lines.append("No node stands out: train the model, or give more bits to the worst ones.")
         return "\n".join(lines)

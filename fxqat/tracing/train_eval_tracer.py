@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxqat.tracing.hooks_once import HooksOnce
 from fxqat.tracing.leaf_tracer import TypeNotInGraph
 from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
@@ -39,10 +40,12 @@ class TrainEvalTracer(ValueTracer):
         self.batch_norms: set[str] = set()
         self._branching: dict[str, nn.Module] = {}
         self._paths_in_both: set[str] = set()
+        self._hooks_in_both: set[str] = set()
         self._whole: set[str] = set()
         self._tracing_both = False
         self._running: list[str] = []
         self._fork: TrainEvalFork | None = None
+        self._inner_hooks = HooksOnce(self.last_node)
 
     def branch_on_training(self, module: nn.Module) -> bool:
         """Record the module whose forward branches on a ``training`` flag; True in the run in training."""
@@ -56,13 +59,15 @@ class TrainEvalTracer(ValueTracer):
 
     def needs_another_trace(self) -> bool:
         """Whether this trace found new modules that branch on ``self.training``."""
+        in_hooks = (self._branching.keys() & self._paths_in_both) - self._hooks_in_both
+        self._hooks_in_both |= in_hooks
         new = self._branching.keys() - self._paths_in_both - self.leaf_paths
         whole = {path for path in new if path and next(self._branching[path].parameters(), None) is None}
         self.leaf_paths |= whole
         self._whole |= whole
         self._paths_in_both |= new - whole
         self._branching = {}
-        return bool(new)
+        return bool(new or in_hooks)
 
     def start_anew(self) -> None:
         """Forget what the trace before found about its graph."""
@@ -75,6 +80,12 @@ class TrainEvalTracer(ValueTracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace a module call; one that cannot be kept whole is traced in both modes."""
+        if not self._tracing_both or self.is_computing():
+            return self._call_module(m, forward, args, kwargs)
+        with self._inner_hooks.during_call(m, is_second_run=self._fork is not None):
+            return self._call_module(m, forward, args, kwargs)
+
+    def _call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mark = self.mark_position()
         try:
             return super().call_module(m, forward, args, kwargs)
@@ -92,17 +103,33 @@ class TrainEvalTracer(ValueTracer):
         """Trace a forward, in both modes if it branches on ``self.training``."""
         self._running.append(path)
         try:
-            return self._run(path, forward)
+            if path not in self._paths_in_both or self._tracing_both:
+                return super().trace_forward(path, forward)
+            if not path or path in self._hooks_in_both:
+                return self._run_in_both(path, forward)
+            return self._run_with_hooks_once(path, forward)
         finally:
             self._running.pop()
 
-    def _run(self, path: str, forward: partial[Any]) -> Any:
+    def _run_with_hooks_once(self, path: str, call: partial[Any]) -> Any:
+        """Call a module whose forward runs in both modes. Its hooks run once: some collect values in a list."""
+        attributes = vars(self.root.get_submodule(path))
+        forward = self.root.get_submodule(path).forward
+        own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+        attributes["forward"] = lambda *args, **kwargs: self._run_in_both(path, partial(forward, *args, **kwargs))
+        try:
+            return call()
+        finally:
+            del attributes["forward"]
+            attributes.update(own)
+
+    def _run_in_both(self, path: str, forward: partial[Any]) -> Any:
         start = self.last_node()
-        if path not in self._paths_in_both or self._tracing_both or start is None:
+        if start is None:
             return super().trace_forward(path, forward)
         assigned, read = len(self.patches.assigned), dict(self.attribute_proxies)
         given = WrittenArguments.of((forward.args, forward.keywords))
-        self._tracing_both = True
+        self._tracing_both, self._inner_hooks = True, HooksOnce(self.last_node)
         try:
             in_eval = forward()
             written = WrittenArguments.of(given.arguments)

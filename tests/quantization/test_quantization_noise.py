@@ -1,5 +1,6 @@
 """The result of a comparison: its table, its worst nodes and its warning."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -65,3 +66,10 @@ def test_an_output_below_the_limit_is_warned_about_with_the_worst_nodes(caplog):
     (record,) = caplog.records
     assert "The worst nodes:" in record.getMessage()
     assert "y: cosine 0.9490" in record.getMessage()
+
+
+def test_a_warning_does_not_list_more_overrides_than_one_can_read():
+    few, many = (dataclasses.replace(noise(8), overrides=(CURE,) * count) for count in (10, 11))
+    assert str([CURE] * 10) in few.warning()
+    assert '"overrides": gm.quantization_noise.overrides (11 entries)' in many.warning()
+    assert "match" not in many.warning()
