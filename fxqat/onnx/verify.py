@@ -178,13 +178,14 @@ class ParityCertificate:
                 "model computes. Set options.graph_optimization_level, or the session configuration entry "
                 "session.disable_quant_qdq=1.",
             )
-        far = [o for o in self.outputs if o.optimized_change is not None and o.optimized_change < MIN_OPTIMIZED]
-        note = f"{SATURATES}." if far and _saturates(model) else ""
-        return tuple(
-            f"output {o.name}: at its default optimization level ONNX Runtime {self.onnxruntime_version} computes "
-            f"something else than the file says: cosine {o.optimized_change:.4f} to the outputs without "
-            f"optimizations. Compare the accuracy of both on your data.{note}"
-            for o in far
+        changes = {o.name: o.optimized_change for o in self.outputs if o.optimized_change is not None}
+        far = [f"{name} {change:.4f}" for name, change in changes.items() if change < MIN_OPTIMIZED]
+        if not far:
+            return ()
+        return (
+            f"at its default optimization level ONNX Runtime {self.onnxruntime_version} computes something else than "
+            f"the file says. Cosine to the output without optimizations: {', '.join(far)}. Compare the accuracy of "
+            f"both on your data.{f'{SATURATES}.' if _saturates(model) else ''}",
         )
 
     def as_json(self) -> dict[str, Any]:

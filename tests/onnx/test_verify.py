@@ -331,12 +331,15 @@ def test_the_certificate_passes_only_if_all_of_it_does() -> None:
     assert not replace(certificate, second_size=replace(certificate, outputs=(replace(output, step_error=1.0),))).passed
 
 
-@pytest.mark.parametrize(("change", "said"), [(0.995, None), (0.98, "cosine 0.9800"), (None, None)])
-def test_an_output_that_the_optimizer_changes_is_told(change: float | None, said: str | None) -> None:
-    output = OutputParity("y", 0.0, 0, 1.0, 1.0, 0.0, 1.0, change)
-    warnings = ParityCertificate((), (output,), 0.0, None, "1.32").warnings(onnx.ModelProto())
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [((0.995, None), None), ((0.98, None), "y0 0.9800."), ((0.98, 0.97), "y0 0.9800, y1 0.9700."), ((None,), None)],
+)
+def test_outputs_that_the_optimizer_changes_are_told_in_one_sentence(changes: tuple, said: str | None) -> None:
+    outputs = tuple(OutputParity(f"y{i}", 0.0, 0, 1.0, 1.0, 0.0, 1.0, change) for i, change in enumerate(changes))
+    warnings = ParityCertificate((), outputs, 0.0, None, "1.32").warnings(onnx.ModelProto())
     assert len(warnings) == int(said is not None)
-    assert all(said in text and "output y" in text and "1.32" in text for text in warnings)
+    assert all(f"without optimizations: {said} Compare" in text and "1.32" in text for text in warnings)
 
 
 def test_an_optimizer_that_fails_is_in_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
