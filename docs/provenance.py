@@ -48,6 +48,12 @@ PAGES: dict[str, tuple[str, ...]] = {
     "evidence/accuracy_mobilenet_v2": (f"{ACCURACY}/mobilenet_v2_imagenet.py", *TRAINED, *EXPORT),
     "evidence/accuracy_ptq": (f"{ACCURACY}/ptq.py", "fxqat/tools/post_training", *TRAINED),
     "evidence/accuracy_peers": (f"{ACCURACY}/peers.py", "fxqat/tools/post_training", *TRAINED, *EXPORT),
+    "evidence/accuracy_transformers": (
+        f"{ACCURACY}/trained_transformers.py",
+        "fxqat/tools/post_training",
+        *TRAINED,
+        *EXPORT,
+    ),
     "evidence/accuracy_qat": (f"{ACCURACY}/qat.py", "fxqat/tools/training", *TRAINED),
     "evidence/accuracy_imagenet_example": (f"{ACCURACY}/imagenet_example.py", "example/imagenet_example", *TRAINED),
     "evidence/accuracy_yolov5": (f"{ACCURACY}/yolov5_coco.py", "example/yolov5_example", *TRAINED),
