@@ -306,8 +306,9 @@ def report(arguments: argparse.Namespace) -> None:
             found = results.get(tuple(asdict(row).values()))
             if row.model != name or found is None:
                 continue
-            figures = [found["error"], "", "", "", ""]
-            if "error" not in found:
+            if "error" in found:
+                figures = [found["error"], "", "", "", ""]
+            else:
                 top1 = f"{found['top1']:.2f}" if "top1" in found else ""
                 figures = [top1, f"{found['same']:.2f}", f"{found['sqnr']:.1f}", f"{found['file']:.3f}"]
                 figures.append(f"{found['seconds']:.0f}")
@@ -332,6 +333,9 @@ of its test set test. All reactions are padded to {LENGTH} tokens, and longer on
 * *file*: its size as a share of the float parameters. *s*: seconds to quantize and export, the order of magnitude.
 * Tested is what each file says: it runs in ONNX Runtime without optimizations, also NNCF's, whose files are for
   OpenVINO.
+* *static, MinMax* of ONNX Runtime and NNCF's *default* give the sum of the scores and the attention mask one scale. The
+  mask holds -3.4e38 for padding, so that this scale is 1.3e36 (ONNX Runtime) or infinite (NNCF), and all scores round
+  to zero. NNCF's *transformer* leaves such sums float, and smooths (SmoothQuant) with products before the layers.
 
 Versions: {", ".join(versions)}.
 
