@@ -54,7 +54,7 @@ OPENVINO = BackendSpec(
         | {
             "activation": "not in NNCF's list of ops with quantized inputs",
             "scaled_dot_product_attention": "NNCF wants symmetric inputs for it; those of this table are asymmetric",
-            "layer_norm": "as NNCF for transformers: rounding what it reads saves no time and costs most of the accuracy",
+            "layer_norm": "as NNCF in transformers: rounding what it reads saves no time and costs accuracy",
             "recurrent": "in NNCF's list, but what the plugin rounds inside is not documented",
             "lookup": "a lookup multiplies nothing: integers would only make its table smaller",
         }
@@ -68,8 +68,8 @@ OPENVINO = BackendSpec(
     source="NNCF, src/nncf/common/hardware/setups/cpu.py and gpu.py (ops, schemes, unified scales), qspaces.py (narrow "
     "symmetric weights per channel, activations per tensor); measured in OpenVINO 2026.4: convolutions of other widths "
     "and of asymmetric weights run in float, the zero point is added before the rounding, what a layer gives to a "
-    "residual addition is not rounded, products of activations run on integers with zero points 0, and a LayerNorm is no "
-    "faster on integers, unlike a GroupNorm",
+    "residual addition is not rounded, products of activations run on integers with zero points 0, and a LayerNorm is "
+    "no faster on integers, unlike a GroupNorm",
 )
 
 OPENVINO_AVX2 = replace(
