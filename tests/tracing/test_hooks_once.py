@@ -49,6 +49,18 @@ class Collecting(nn.Module):
         return result
 
 
+class Other(nn.Module):
+    """Gives a module inside other values in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.inner = nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Tanh())
+
+    def forward(self, x):
+        x = self.fc(x)
+        return self.inner(2 * x if self.training else x)
+
+
 class Doubling(nn.Module):
     """Its module has a hook that returns another value in training."""
 
@@ -96,6 +108,16 @@ def test_hooks_give_what_they_give_in_the_model(kind, tmp_path):
     fxqat.convert_export(gm, (X,), tmp_path / "model.onnx")
     for ours, wanted in zip(run_file(tmp_path / "model.onnx", [X]), deployed_outputs(gm, [X]), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
+
+
+def test_a_hook_that_notes_other_values_in_training_is_reported():
+    model = Collecting([])
+    model.body = nn.Sequential(nn.Linear(4, 4), Other())
+    model.body[1].inner.register_forward_hook(collect)
+    gm = fxqat.prepare_by_platform(model.eval(), example_inputs=(X,))
+    assert gm.quant_report.eval_only == ("body.1",)
+    for ours, wanted in zip(gm.train()(X), gm.eval()(X), strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 def test_hooks_are_the_users_own_after_tracing():

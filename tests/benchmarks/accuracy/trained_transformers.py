@@ -68,7 +68,6 @@ class Row:
     recipe: str
 
 
-FOUR_BITS = {"w_observer": "MSE", "w_qscheme": {"bit": 4}}
 RECIPES: dict[str, dict[str, Any]] = {
     "calibration": {},
     "calibration, Histogram": {"config": {"extra_qconfig_dict": {"a_observer": "Histogram"}}},
@@ -214,7 +213,7 @@ def with_onnxruntime(task: Task, row: Row, path: Path) -> None:
 
 
 def with_nncf(task: Task, row: Row, path: Path) -> None:
-    """``nncf.quantize`` of the ONNX file; ``transformer`` also smooths (SmoothQuant)."""
+    """``nncf.quantize`` of the ONNX file; ``transformer`` is its mode for transformers."""
     import nncf  # noqa: PLC0415
 
     feeds = [{name: value.numpy() for name, value in batch.items()} for batch in task.batches]
@@ -330,12 +329,16 @@ of its test set test. All reactions are padded to {LENGTH} tokens, and longer on
   same token as in the float model, in percent.
 * *SQNR*: of the class scores and of the hidden states, in dB, the float model being the signal. *top-1*, in percent,
   says less: the standard error of 98 % on {TEST[CLASSIFIER]} reactions is .9.
-* *file*: its size as a share of the float parameters. *s*: seconds to quantize and export, the order of magnitude.
+* *file*: its size as a share of the float parameters. *s*: seconds to quantize and export, the order of magnitude;
+  some rows were measured beside other work.
 * Tested is what each file says: it runs in ONNX Runtime without optimizations, also NNCF's, whose files are for
   OpenVINO.
 * *static, MinMax* of ONNX Runtime and NNCF's *default* give the sum of the scores and the attention mask one scale. The
   mask holds -3.4e38 for padding, so that this scale is 1.3e36 (ONNX Runtime) or infinite (NNCF), and all scores round
-  to zero. NNCF's *transformer* leaves such sums float, and smooths (SmoothQuant) with products before the layers.
+  to zero. In NNCF's *transformer* no sum and no LayerNorm of the mapper reads integers, and one layer is smoothed.
+* fxqat's *dynamic* files are written with ``runtime="onnxruntime_avx2"``, which is exact on every processor. In ONNX
+  Runtime's *dynamic* files sums can saturate on processors without VNNI, as on the one that measured.
+* Not run: 4-bit weights for the mapper, *Histogram* and activations of 16 bits for the classifier.
 
 Versions: {", ".join(versions)}.
 
