@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.tracing.hooks_once import HooksOnce
+from fxqat.tracing.hooks_once import collected_kept
 from fxqat.tracing.leaf_tracer import TypeNotInGraph
 from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
@@ -45,7 +45,6 @@ class TrainEvalTracer(ValueTracer):
         self._tracing_both = False
         self._running: list[str] = []
         self._fork: TrainEvalFork | None = None
-        self._inner_hooks = HooksOnce(self.last_node)
 
     def branch_on_training(self, module: nn.Module) -> bool:
         """Record the module whose forward branches on a ``training`` flag; True in the run in training."""
@@ -80,12 +79,6 @@ class TrainEvalTracer(ValueTracer):
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace a module call; one that cannot be kept whole is traced in both modes."""
-        if not self._tracing_both or self.is_computing():
-            return self._call_module(m, forward, args, kwargs)
-        with self._inner_hooks.during_call(m, is_second_run=self._fork is not None):
-            return self._call_module(m, forward, args, kwargs)
-
-    def _call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mark = self.mark_position()
         try:
             return super().call_module(m, forward, args, kwargs)
@@ -129,7 +122,7 @@ class TrainEvalTracer(ValueTracer):
             return super().trace_forward(path, forward)
         assigned, read = len(self.patches.assigned), dict(self.attribute_proxies)
         given = WrittenArguments.of((forward.args, forward.keywords))
-        self._tracing_both, self._inner_hooks = True, HooksOnce(self.last_node)
+        self._tracing_both = True
         try:
             in_eval = forward()
             written = WrittenArguments.of(given.arguments)
@@ -138,7 +131,8 @@ class TrainEvalTracer(ValueTracer):
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = dict(read)
             fork = TrainEvalFork(self.graph, start)
-            in_training = self._in_training(fork, forward)
+            with collected_kept():
+                in_training = self._in_training(fork, forward)
             if written.restore() and in_training is not NO_RESULT:  # the graph can write one of the two
                 fork.undo()
                 in_training = NO_RESULT
