@@ -68,10 +68,19 @@ class Row:
     recipe: str
 
 
+SUMS_FLOAT = "calibration, sums and products of activations float"
 RECIPES: dict[str, dict[str, Any]] = {
     "calibration": {},
     "calibration, Histogram": {"config": {"extra_qconfig_dict": {"a_observer": "Histogram"}}},
     "calibration, 16-bit activations": {"config": {"extra_qconfig_dict": {"a_qscheme": {"bit": 16}}}},
+    SUMS_FLOAT: {
+        "config": {
+            "overrides": [
+                {"match": {"function": "add"}, "activation": None, "output": None},
+                {"match": {"function": "matmul"}, "activation": None},
+            ]
+        }
+    },
     "dynamic": {"config": {"activation": "dynamic"}},
     "4-bit weights in blocks of 32, GPTQ": {
         "config": {"extra_qconfig_dict": {"w_observer": "MSE", "w_qscheme": {"bit": 4, "block_size": 32}}},
@@ -79,9 +88,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 BACKENDS = {
-    "TSQAT": tuple(recipe for recipe in RECIPES if recipe != "dynamic"),
-    "ONNXRuntime": tuple(recipe for recipe in RECIPES if "16-bit" not in recipe),
-    "OpenVINO": ("calibration", "calibration, Histogram"),
+    "TSQAT": tuple(recipe for recipe in RECIPES if recipe not in ("dynamic", SUMS_FLOAT)),
+    "ONNXRuntime": tuple(recipe for recipe in RECIPES if "16-bit" not in recipe and recipe != SUMS_FLOAT),
+    "OpenVINO": ("calibration", "calibration, Histogram", SUMS_FLOAT),
 }
 FXQAT, ONNXRUNTIME, NNCF = "fxqat", "ONNX Runtime", "NNCF"
 OTHERS = {ONNXRUNTIME: ("static, MinMax", "dynamic"), NNCF: ("default", "transformer")}
@@ -335,10 +344,13 @@ of its test set test. All reactions are padded to {LENGTH} tokens, and longer on
   OpenVINO.
 * *static, MinMax* of ONNX Runtime and NNCF's *default* give the sum of the scores and the attention mask one scale. The
   mask holds -3.4e38 for padding, so that this scale is 1.3e36 (ONNX Runtime) or infinite (NNCF), and all scores round
-  to zero. In NNCF's *transformer* no sum and no LayerNorm of the mapper reads integers, and one layer is smoothed.
+  to zero.
+* NNCF's *transformer* leaves float all sums, all LayerNorms and the product of attention and values. It smooths every
+  layer of the classifier and one of the mapper by products before them, and corrects biases. fxqat's row with float
+  sums leaves both products of attention float, too.
 * fxqat's *dynamic* files are written with ``runtime="onnxruntime_avx2"``, which is exact on every processor. In ONNX
   Runtime's *dynamic* files sums can saturate on processors without VNNI, as on the one that measured.
-* Not run: 4-bit weights for the mapper, *Histogram* and activations of 16 bits for the classifier.
+* Not run: 4-bit weights for the mapper.
 
 Versions: {", ".join(versions)}.
 
