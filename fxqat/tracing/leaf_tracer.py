@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
+from fxqat.tracing.layer_hooks import HookTrace, can_trace_hooks
 from fxqat.tracing.value_proxy import DataProxy
 from fxqat.tracing.written_arguments import WrittenArguments
 from fxqat.utils.fx_graph import overwritten_state
@@ -296,6 +297,13 @@ class LeafTracer(fx.Tracer):
         if self.in_other_thread() or self.is_made_in_forward(m):
             return forward(*args, **kwargs)
         path, mark, given = self.path_of_module(m), self.mark_position(), WrittenArguments.of((args, kwargs))
+        if can_trace_hooks(m) and self.is_leaf_module(m, path):
+            make_node = functools.partial(self._make_node_of_module, m)
+            try:
+                return HookTrace(self, m, path).call(make_node, args, kwargs)
+            except Exception:  # noqa: BLE001  a hook may need values; it stays on the layer
+                self.rewind(mark)
+                given.restore()
         while True:
             try:
                 return super().call_module(m, forward, args, kwargs)
@@ -320,6 +328,9 @@ class LeafTracer(fx.Tracer):
         self.leaves[path] = FloatLeaf(path, explain(cause), line_of_failure(cause))
         self.path_of_failure = ""
         return result
+
+    def _make_node_of_module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super().call_module(module, module.forward, args, kwargs)
 
     def make_function_leaf(self, cause: Exception) -> bool:
         """Make a leaf of the function that raised an exception. False if there is none to make a leaf of."""

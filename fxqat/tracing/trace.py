@@ -28,6 +28,7 @@ from fxqat.errors import ConfigError, TraceError
 from fxqat.ops.identify import works_in_place
 from fxqat.tracing.autograd_functions import autograd_calls, functions_as_calls
 from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
+from fxqat.tracing.layer_hooks import settle_hooks
 from fxqat.tracing.leaf_tracer import LeafTracer, ParameterOverwritten, TypeNotInGraph, explain
 from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
@@ -139,11 +140,15 @@ def trace(
     _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
+    hooked = settle_hooks(gm)
     copy_modes(root, gm)
     batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)
     written = tracer.written_inputs if isinstance(tracer, TrainEvalTracer) else []
     state_changes += [
         f"{OVERWRITTEN} {name}: the prepared model leaves the caller's list or dict as it is" for name in written
+    ]
+    state_changes += [
+        f"what the forward hooks of {path} compute is in the graph: they do not run again" for path in hooked
     ]
     leaves = (*(tracer.leaves.values() if isinstance(tracer, LeafTracer) else ()), *autograd_calls(gm))
     with_values = isinstance(tracer, TrainEvalTracer)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -233,16 +234,64 @@ def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that run in the backward pass."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def run_forward_pre_hooks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run the forward pre-hooks of a module as its call does; the arguments that its forward gets."""
+    for key, hook in module._forward_pre_hooks.items():
+        if key in module._forward_pre_hooks_with_kwargs:
+            both = hook(module, args, kwargs)
+            args, kwargs = (args, kwargs) if both is None else both
+        else:
+            given = hook(module, args)
+            args = args if given is None else given if isinstance(given, tuple) else (given,)
+    return args, kwargs
+
+
+def run_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Run the forward hooks of a module as its call does; what the call returns."""
+    for key, hook in module._forward_hooks.items():
+        given = (args, kwargs) if key in module._forward_hooks_with_kwargs else (args,)
+        changed = hook(module, *given, result)
+        result = result if changed is None else changed
+    return result
+
+
+def drop_forward_hooks(module: nn.Module) -> None:
+    """Give a module new, empty collections of forward hooks; those that it had may be of another module, too."""
+    for name in FORWARD_HOOKS:
+        setattr(module, name, OrderedDict())
+
+
+@contextmanager
+def without_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Calls of a module do not run its forward hooks in the block."""
+    held = {name: getattr(module, name) for name in FORWARD_HOOKS}
+    drop_forward_hooks(module)
+    try:
+        yield
+    finally:
+        for name, hooks in held.items():
+            setattr(module, name, hooks)
+
+
 def name_of_pruned(hook: Any) -> str:
     """The name of the parameter that a hook of ``torch.nn.utils.prune`` computes."""
     return str(hook._tensor_name)
 
 
-HOOKS = (
+FORWARD_HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"),
 )
+"""The attributes of a module that hold its forward hooks."""
+
+HOOKS = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook")
 """The attributes of a module that hold its hooks; copying a GraphModule loses them."""
 
 
