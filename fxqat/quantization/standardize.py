@@ -17,6 +17,7 @@ Cases:
 8. An item of a list of tensors that is read several times is read once, so that one value has one quantizer and name.
 9. ``x + 0``, as ``sum`` begins, and ``x * 1`` are ``x``, if the example inputs show that ``x`` is a tensor of floats.
 10. ``torch.cat([torch.tensor([]), x])`` is ``x``: the caches of language models begin with an empty tensor.
+11. ``torch.empty`` and its kin become ``torch.zeros``: what the memory happens to hold has no range.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     products_to_linear(gm)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     for node in list(gm.graph.nodes):
+        _fill_with_zeros(node)  # case 11
         op = identify(node)
         if node.op == "call_function" and op.family == WEIGHTED:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
@@ -244,7 +246,23 @@ def _remove_neutral_numbers(graph: fx.Graph) -> None:
             _replace_by_argument(node, first)
 
 
-EMPTY_CONSTANTS = (torch.tensor, torch.empty, torch.zeros, "new_tensor", "new_empty", "new_zeros")
+FILLED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
+"""For each function and method that gives memory as it is, the one that fills it."""
+
+
+def _fill_with_zeros(node: fx.Node) -> None:
+    if node.target not in FILLED or node.op not in ("call_function", "call_method"):
+        return
+    node.target = FILLED[node.target]
+    if node.target is torch.zeros and (layout := node.kwargs.get("memory_format")) is not None:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
+        with node.graph.inserting_after(node):
+            arranged = node.graph.call_method("contiguous", (node,), {"memory_format": layout})
+        arranged.meta = dict(node.meta)
+        node.replace_all_uses_with(arranged, delete_user_cb=lambda user: user is not arranged)
+
+
+EMPTY_CONSTANTS = (torch.tensor, torch.zeros, "new_tensor", "new_zeros")
 """What makes a tensor of a size that is written in the code."""
 
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxqat import disable_all, prepare_by_platform
+from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import trace
 
@@ -363,3 +364,43 @@ def test_an_item_whose_number_is_computed_is_read_when_the_model_runs():
     gm, x = standardized(ItemOfComputedNumber()), torch.randn(2, 3, 6, 6)
     assert torch.equal(gm(x), x * 2)
     assert torch.equal(gm(x[0]), x[0])
+
+
+class Collected(nn.Module):
+    """Writes what it computes into new memory, as the cells of some networks do."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.fc = make, nn.Linear(4, 4)
+
+    def forward(self, x):
+        collected = self.make(x)
+        for i in range(2):
+            collected[i] = self.fc(x[i])
+        return self.fc(collected)
+
+
+MEMORY = {
+    "empty": lambda x: torch.empty(x.shape, dtype=x.dtype),
+    "empty in another layout": lambda x: torch.empty(x.shape, memory_format=torch.contiguous_format),
+    "empty_like": torch.empty_like,
+    "new_empty": lambda x: x.new_empty(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_new_memory_holds_zeros_so_that_it_has_no_effect_on_ranges(name, monkeypatch, tmp_path):
+    def garbage(original):
+        return lambda *args, **kwargs: original(*args, **kwargs).fill_(1e30)
+
+    x = torch.randn(2, 3, 4)
+    gm = prepare_by_platform(Collected(MEMORY[name]).eval(), example_inputs=(x,))
+    with monkeypatch.context() as patch:
+        for owner, method in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            patch.setattr(owner, method, garbage(getattr(owner, method)))
+        calibrate(gm, [(x,)], progress=False)
+    enable_quantization(gm)
+    scales = [quant.qparams()[0].max() for quant in gm.modules() if isinstance(quant, FakeQuantizeBase)]
+    assert len(scales) > 2
+    assert max(scales) < 1
+    assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
