@@ -31,11 +31,13 @@ REDUCTIONS = ("mean", "sum", "norm", "var", "std", "max", "min")
 NO_RANGE = "holds values that stand for infinity, as masks do: one range cannot hold them and the others"
 UPDATES_BUFFER = "updates a buffer of the model: not part of the result"
 TRAINING_ONLY = "runs in training only: not deployed"
+NO_ELEMENTS = "has no elements on the example inputs, or its weight has none: there is no range"
 
 
 def always_float(gm: fx.GraphModule) -> dict[fx.Node, str]:
     """The nodes whose values stay float on every backend, and why."""
     found = dict.fromkeys(unbounded_values(gm), NO_RANGE) | dict.fromkeys(_buffer_updates(gm), UPDATES_BUFFER)
+    found |= dict.fromkeys(filter(_is_empty, gm.graph.nodes), NO_ELEMENTS)
     return found | dict.fromkeys(nodes_only_in(gm.graph, training=True), TRAINING_ONLY)
 
 
@@ -123,6 +125,13 @@ def untrained(gm: fx.GraphModule) -> set[fx.Node]:
         if (not trains and found.issuperset(node.all_input_nodes)) or (node in in_eval and not stands_for_training):
             found.add(node)
     return found
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether a value has no elements, as the text before the first step, or a layer has no weights."""
+    module = called_module(node)
+    weights = () if module is None else module.parameters(recurse=False)
+    return 0 in node.meta.get(SHAPE, ()) or any(not weight.numel() for weight in weights)
 
 
 def _buffer_updates(gm: fx.GraphModule) -> set[fx.Node]:

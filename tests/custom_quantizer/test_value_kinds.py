@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxqat import enable_calibration, enable_quantization, prepare_by_platform
-from fxqat.custom_quantizer.value_kinds import untrained, value_kinds
+from fxqat import calibrate, convert_export, enable_calibration, enable_quantization, prepare_by_platform
+from fxqat.custom_quantizer.value_kinds import NO_ELEMENTS, untrained, value_kinds
 from fxqat.utils.node_meta import Kind
 from tests.models import TOYS, build, inputs
 
@@ -168,3 +168,45 @@ def test_computed_infinities_are_not_quantized():
     enable_calibration(gm)
     gm(x)
     enable_quantization(gm)  # which names whatever met an infinity
+
+
+class Steps(nn.Module):
+    """Reads a text step by step, of which nothing is there before the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens, x):
+        y = self.fc(x)
+        for step in range(3):
+            context = torch.cat([y[:, :1], self.fc(2.0 * self.embed(tokens[:, :step]))], 1)
+            y = y + context.mean(1, keepdim=True)
+        return y
+
+
+class NoChannels(nn.Module):
+    """A branch of which pruning has left nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 0), nn.Linear(0, 4)
+
+    def forward(self, x):
+        return self.body(x) + self.out(self.into(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "without"),
+    [
+        (Steps, (torch.tensor([[1, 2, 3], [4, 0, 1]]), torch.randn(2, 3, 4)), {"embed", "mul", "fc_1"}),
+        (NoChannels, (torch.randn(2, 4),), {"into", "out"}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_what_has_no_elements_stays_float(model, inputs, without, tmp_path):
+    gm = prepare_by_platform(model().eval(), example_inputs=inputs)
+    assert without <= {row.node for row in gm.quant_report if row.reason == NO_ELEMENTS}
+    calibrate(gm, [inputs], progress=False)
+    enable_quantization(gm)
+    assert convert_export(gm, inputs, tmp_path / "model.onnx").certificate.passed
