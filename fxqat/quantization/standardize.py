@@ -246,7 +246,7 @@ def _remove_neutral_numbers(graph: fx.Graph) -> None:
             _replace_by_argument(node, first)
 
 
-FILLED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
+FILLED: dict[Any, Any] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, "new_empty": "new_zeros"}
 """For each function and method that gives memory as it is, the one that fills it."""
 
 
