@@ -40,6 +40,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
+    held_before = {path: dict(vars(module)) for path, module in root.named_modules()}
     namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
     try:
         yield changes
@@ -49,6 +50,11 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
             if not _equal(after.get((path, name), value), value):
                 changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it stays as it was while tracing")
                 vars(root.get_submodule(path))[name] = value
+        for path, contents in held_before.items():
+            namespace = vars(root.get_submodule(path))
+            for name in [name for name, value in namespace.items() if name in contents and _has_parts_of_trace(value)]:
+                changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it is as before")
+                namespace[name] = contents[name]
         for namespace, contents in namespaces:
             changes += [f"forward keeps a tensor in {name}: it is as before" for name in _restored(namespace, contents)]
         if random.getstate() != of_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(of_numpy):
@@ -63,6 +69,13 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                     f"forward assigns a tensor to {f'{path}.' if path else ''}{name}, which the graph cannot hold. "
                     "Give example_inputs: with them, buffers that forward assigns are updated as in the model."
                 )
+
+
+def _has_parts_of_trace(value: Any) -> bool:
+    """Whether an object of a class with slots, such as ``fractions.Fraction``, was made of values of the trace."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for given in slots for name in ((given,) if isinstance(given, str) else given)]
+    return any(issubclass(type(getattr(value, name, None)), fx.Proxy) for name in names)
 
 
 def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:

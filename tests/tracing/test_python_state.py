@@ -1,6 +1,7 @@
 """State that forward keeps in Python: it is restored after tracing, and reported."""
 
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -152,3 +153,24 @@ def test_an_object_whose_method_is_a_hook_keeps_no_value_of_the_trace():
     assert [line for line in gm.quant_report.state_changes if "feature" in line]
     assert type(model.saved[0].feature) is torch.Tensor
     torch.testing.assert_close(gm(2 * x), model(2 * x))
+
+
+class Lengths(nn.Module):
+    """Keeps the length of its last input in training as a fraction, whose class has slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.part = nn.Linear(4, 4), Fraction(1, 2)
+
+    def forward(self, x):
+        if self.training:
+            self.part = Fraction(x.shape[-1], 8)
+        return float(self.part) * self.fc(x)
+
+
+def test_an_object_with_slots_that_was_made_of_values_of_the_trace_is_undone():
+    model, x = Lengths(), torch.randn(2, 4)
+    gm = fxqat.prepare_by_platform(model.eval(), example_inputs=(x,))
+    assert gm.quant_report.state_changes == ("forward changes part: it is as before",)
+    assert model.part == Fraction(1, 2)
+    torch.testing.assert_close(gm(x), model(x))
