@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,8 @@ def held_objects(root: nn.Module) -> list[dict[str, Any]]:
     inner = vars(nn.Module())
     for module in root.modules():
         held = [value for name, value in vars(module).items() if name not in inner]
-        hooks = [getattr(hook, "__self__", None) for hooks in forward_hooks(module) for hook in hooks.values()]
+        called = [hook for hooks in forward_hooks(module) for hook in hooks.values()]
+        hooks = [getattr(hook.func if isinstance(hook, partial) else hook, "__self__", None) for hook in called]
         for value in (*held, *hooks, *(item for container in held for item in items_of(container))):
             package = type(value).__module__.partition(".")[0]
             if hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and package not in NOT_USERS:
@@ -119,6 +121,7 @@ def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -
     found = []
     for name, value in list(namespace.items()):
         items = items_of(value) if type(value) in CONTAINERS else []
+        items += list(value) if isinstance(value, dict) else []  # its keys
         if not any(issubclass(type(item), fx.Proxy) for item in (value, *items)):
             continue
         found.append(name)

@@ -300,6 +300,9 @@ class ValueProxy(DataProxy):
         if traced is not None and isinstance(traced.data, (*NUMBERS, str)):
             self.tracer.hashed = True  # type: ignore[attr-defined]
             return hash(self._number("hashes"))
+        if traced is not None and isinstance(traced.data, (torch.device, torch.dtype)):  # the key of a dict, say
+            self.tracer.hashed = True  # type: ignore[attr-defined]
+            return hash(traced.data)
         return id(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

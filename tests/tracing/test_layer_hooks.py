@@ -1,5 +1,8 @@
 """Forward hooks on layers of torch: part of the graph where the outputs depend on them, else they stay."""
 
+from collections import defaultdict
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -169,3 +172,36 @@ def test_without_example_inputs_hooks_are_traced_as_well():
     torch.testing.assert_close(traced.gm(X), model(X))
     assert not traced.gm.hooked._forward_hooks
     assert traced.root.hooked._forward_hooks
+
+
+class ByDevice(nn.Module):
+    """Collects features by the device of the tensor, as the hooks of timm do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.found = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), Features()
+        for i in (0, 1):
+            self.net[i].register_forward_hook(partial(self.found.keep, i))
+
+    def forward(self, x):
+        y = self.net(x)
+        return y, *self.found.taken(x.device)
+
+
+class Features:
+    def __init__(self):
+        self.by_device = defaultdict(dict)
+
+    def keep(self, i, module, args, output):
+        self.by_device[output.device][i] = output
+
+    def taken(self, device):
+        found, self.by_device[device] = self.by_device[device], {}
+        return found.values()
+
+
+def test_features_are_collected_by_device(tmp_path):
+    model = ByDevice()
+    gm = exported(model, tmp_path)
+    assert len(gm(X)) == 3
+    assert not model.found.by_device
