@@ -3,7 +3,7 @@
 Such a hook gets proxies that it cannot tell from those of the layer, each behind a call of :func:`hook_value`. Where
 the outputs depend on one of these calls, the hook is part of the model: it modifies what the layer reads or returns, or
 collects features that forward returns. Then the graph holds what the hook computes, and the layer of the graph has no
-hooks. Where none depends on them, the hook only looks on. It stays on the layer.
+hooks. Where none depends on them, the hook only observes. It stays on the layer.
 """
 
 from __future__ import annotations
@@ -91,14 +91,16 @@ def settle_hooks(gm: fx.GraphModule) -> list[str]:
     Returns:
         The paths of the layers that lost their hooks.
     """
+    given = [node for node in gm.graph.nodes if node.target is hook_value]
+    if not given:
+        return []
     needed: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         if node.is_impure() or works_in_place(node) or not needed.isdisjoint(node.users):
             needed.add(node)
-    given = [node for node in gm.graph.nodes if node.target is hook_value]
     paths = list(dict.fromkeys(str(node.args[1]) for node in given if node in needed))
     unread = {node for node in given if node not in needed}
-    for node in gm.graph.nodes:  # what hooks that only look on computed
+    for node in gm.graph.nodes:  # what hooks that only observe computed
         if not unread.isdisjoint(node.all_input_nodes):
             unread.add(node)
     for node in reversed(list(gm.graph.nodes)):

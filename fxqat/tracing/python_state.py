@@ -27,8 +27,9 @@ PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """Restore the state that forward keeps in Python after the block.
 
-    That is the plain attributes of all modules, Python's and numpy's random numbers, and global names and attributes of
-    other objects (which modules hold, or whose methods are hooks) that hold a value of the trace.
+    That is the attributes of all modules that are plain or of a class with slots, Python's and numpy's random numbers,
+    and global names and attributes of other objects (which modules hold, or whose methods are hooks) that hold a value
+    of the trace.
 
     Args:
         root: the model that is traced in the block.
@@ -41,7 +42,6 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
-    held_before = {path: dict(vars(module)) for path, module in root.named_modules()}
     namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
     try:
         yield changes
@@ -51,11 +51,6 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
             if not _equal(after.get((path, name), value), value):
                 changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it stays as it was while tracing")
                 vars(root.get_submodule(path))[name] = value
-        for path, contents in held_before.items():
-            namespace = vars(root.get_submodule(path))
-            for name in [name for name, value in namespace.items() if name in contents and _has_parts_of_trace(value)]:
-                changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it is as before")
-                namespace[name] = contents[name]
         for namespace, contents in namespaces:
             changes += [f"forward keeps a tensor in {name}: it is as before" for name in _restored(namespace, contents)]
         if random.getstate() != of_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(of_numpy):
@@ -72,11 +67,9 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                 )
 
 
-def _has_parts_of_trace(value: Any) -> bool:
-    """Whether an object of a class with slots, such as ``fractions.Fraction``, was made of values of the trace."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [name for given in slots for name in ((given,) if isinstance(given, str) else given)]
-    return any(issubclass(type(getattr(value, name, None)), fx.Proxy) for name in names)
+def _has_slots(value: Any) -> bool:
+    """Whether a value is an object of a class with slots, such as ``fractions.Fraction``: they may hold proxies."""
+    return any(vars(kind).get("__slots__") for kind in type(value).__mro__)
 
 
 def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:
@@ -85,7 +78,7 @@ def _attributes(root: nn.Module) -> dict[tuple[str, str], Any]:
         (path, name): value
         for path, module in root.named_modules()
         for name, value in vars(module).items()
-        if name not in inner and isinstance(value, PLAIN)
+        if name not in inner and (isinstance(value, PLAIN) or _has_slots(value))
     }
 
 

@@ -47,7 +47,7 @@ class ValueTracer(LeafTracer):
 
     Attributes:
         forced: the sizes that Python code needed as numbers, by source line.
-        hashed: whether a size was hashed: then caches of functions may hold proxies of this trace.
+        hashed: whether a size or a device was hashed: then caches of functions may hold proxies of this trace.
         written_inputs: lists and dicts among the inputs of which forward writes items, which the graph does not.
         changing: names of trained parameters, and of buffers that forward writes: their values are no constants.
     """

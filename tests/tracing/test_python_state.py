@@ -171,6 +171,6 @@ class Lengths(nn.Module):
 def test_an_object_with_slots_that_was_made_of_values_of_the_trace_is_undone():
     model, x = Lengths(), torch.randn(2, 4)
     gm = fxqat.prepare_by_platform(model.eval(), example_inputs=(x,))
-    assert gm.quant_report.state_changes == ("forward changes part: it is as before",)
+    assert gm.quant_report.state_changes == ("forward changes part: it stays as it was while tracing",)
     assert model.part == Fraction(1, 2)
     torch.testing.assert_close(gm(x), model(x))
