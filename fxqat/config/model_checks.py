@@ -44,7 +44,8 @@ def check_model(model: Any, example_inputs: Any = None) -> None:
     if isinstance(model, torch.export.ExportedProgram):
         raise ConfigError(f"model is an ExportedProgram of torch.export: {INSTEAD_OF_EXPORTED}")
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be a torch.nn.Module, got {_type(model)}")
+        hint = ": where train() returns nothing, call model.eval() on a line of its own" if model is None else ""
+        raise ConfigError(f"model must be a torch.nn.Module, got {_type(model)}{hint}")
     if isinstance(model, fx.GraphModule) and _is_exported(model.graph):
         raise ConfigError(f"the model was made by torch.export: {INSTEAD_OF_EXPORTED}")
     for path, module in model.named_modules():

@@ -24,7 +24,11 @@ def modes_by_train(model: nn.Module) -> Modes:
     """What ``train(True)`` and ``train(False)`` of a model do; empty if no module has its own ``train``."""
     if not any(type(m).train is not nn.Module.train or "train" in vars(m) for m in model.modules()):
         return {}
-    found = {mode: _left(copy_model(model).train(mode), mode) for mode in (True, False)}
+    found: dict[bool, tuple[str, ...]] = {}
+    for mode in (True, False):
+        copied = copy_model(model)
+        copied.train(mode)  # not every train() returns its model
+        found[mode] = _left(copied, mode)
     return {mode: paths for mode, paths in found.items() if paths}
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxqat
+from fxqat.errors import ConfigError
 
 
 class Frozen(nn.Module):
@@ -29,6 +30,13 @@ class Frozen(nn.Module):
         self.bn.eval()
         self.drop.train()
         return self
+
+
+class ReturnsNothing(Frozen):
+    """Its ``train()`` does not return it, as in the backbones of mmpretrain."""
+
+    def train(self, mode=True):
+        super().train(mode)
 
 
 class FrozenInForward(Frozen):
@@ -65,8 +73,8 @@ def same_numbers(model):
 
 @pytest.mark.parametrize(
     ("given", "kind"),
-    [((X,), Frozen), (None, Frozen), ((X,), FrozenInForward)],
-    ids=["inputs", "no inputs", "by forward"],
+    [((X,), Frozen), (None, Frozen), ((X,), FrozenInForward), ((X,), ReturnsNothing)],
+    ids=["inputs", "no inputs", "by forward", "returns nothing"],
 )
 def test_modules_keep_the_modes_that_the_model_gives_them(given, kind):
     model = nn.Sequential(nn.Conv2d(3, 3, 1), kind()).train()
@@ -82,6 +90,15 @@ def test_modules_keep_the_modes_that_the_model_gives_them(given, kind):
             assert not twin.get_submodule("1.conv.bn").training
             assert twin.get_submodule("1.drop").training
         assert torch.equal(twin.get_submodule("1.conv.bn").running_mean, mean)
+
+
+def test_a_model_whose_train_returns_nothing_is_prepared_and_its_missing_result_is_refused():
+    model = ReturnsNothing()
+    model.eval()
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(X,))
+    assert gm.train() is gm
+    with pytest.raises(ConfigError, match="got NoneType: where train.. returns nothing"):
+        fxqat.prepare_by_platform(model.eval(), "TSQAT", example_inputs=(X,))
 
 
 def test_a_mode_that_a_traced_forward_reads_is_reported(caplog):
