@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from fxqat.errors import ConfigError, TraceError
@@ -49,7 +48,7 @@ from fxqat.utils.contexts import (
     without_fast_path,
 )
 from fxqat.utils.living_copies import own_copy
-from fxqat.utils.tensors import flatten_tensors, map_tensors
+from fxqat.utils.tensors import call_with_tensors, flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import copy_tensor_hooks, tensor_version
 
 MAGNIFIED = 50.0
@@ -381,9 +380,9 @@ class _Runs:
         args, kwargs = self._arguments(inputs)
         with buffers_kept(model), in_mode(model, training), _comparable(self.prepared, training):
             run = _Gradients(model, state.values() if training else ())
-            after = {f"model.{name}": tensor for name, tensor in state.items()}  # gets the buffers that forward assigns
+            after = {f"model.{name}": tensor for name, tensor in state.items()}
             with self._watched("model", (args, kwargs)):
-                outputs, gradients = functional_call(run, after, args, kwargs)
+                outputs, gradients = call_with_tensors(run, after, args, kwargs)
         if not training:
             return Values(_outputs(outputs), {}, {})
         after = {name.removeprefix("model."): tensor for name, tensor in after.items()}

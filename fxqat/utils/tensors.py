@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fxqat.utils.unused_names import unused_name
 
@@ -40,6 +41,36 @@ def copy_by_hand(value: Any) -> Any:
     if isinstance(value, Tensor):
         return None if value.is_leaf else value.detach().clone()
     return type(value)() if type(value) in (dict, OrderedDict, set) and not value else None
+
+
+def call_with_tensors(
+    model: nn.Module, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a model with other parameters and buffers.
+
+    Each tensor of a module is replaced once, also where the module has several names: under the second name
+    ``functional_call`` would find what it put there under the first, and take that for the model's own.
+
+    Args:
+        model: the model; it has its own tensors again afterwards.
+        tensors: other tensors by their names, one for all names of a tied one; it gets the buffers that forward
+            assigns.
+        args: arguments of the model.
+        kwargs: the same, by name.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+
+    def place(name: str) -> tuple[int, str]:
+        path, _, attribute = name.rpartition(".")
+        return id(modules[path]), attribute
+
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tied = {id(tensor): tensors[name] for name, tensor in own.items() if name in tensors}
+    first = {place(name): name for name in reversed(own)}
+    given = {name: tensors.get(name, tied.get(id(own[name]), own[name])) for name in first.values()}
+    result = functional_call(model, given, args, kwargs, tie_weights=False)
+    tensors.update({name: given[first[place(name)]] for name in own if name in tensors})
+    return result
 
 
 def flatten_tensors(value: Any) -> list[Tensor]:

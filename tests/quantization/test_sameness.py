@@ -13,6 +13,7 @@ import fxqat
 from fxqat.errors import ConfigError, TraceError
 from fxqat.quantization.report import ANY_BATCH
 from fxqat.quantization.sameness import Reference, check_sameness
+from fxqat.tools.to_float import to_float
 from tests.fresh_process import run_fresh
 from tests.models import TOYS, build, inputs, prepared
 
@@ -331,6 +332,32 @@ def test_a_module_under_two_names_is_compared_as_one():
     gm = fxqat.prepare_by_platform(Tied(), "TSQAT", example_inputs=(torch.randn(2, 4),))
     assert gm.quant_report.sameness == tuple(f"equal to the model {run}" for run in RUNS)
     assert torch.equal(gm.get_buffer("mean"), torch.zeros(4))
+
+
+def test_a_batch_norm_under_two_names_is_compared_trained_and_exported(tmp_path):
+    class SharedProjection(nn.Module):
+        """Query and key of the attention of mmsegmentation's ANNHead."""
+
+        def __init__(self):
+            super().__init__()
+            self.key = self.query = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
+            self.last = nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            return self.last(self.query(x) * self.key(x + 1))
+
+    torch.manual_seed(0)
+    model, x = SharedProjection(), torch.randn(4, 3, 5, 5)
+    own = [*model.parameters(), *model.buffers()]
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.sameness == tuple(f"equal to the model {run}" for run in RUNS)
+    assert all(a is b for a, b in zip(own, [*model.parameters(), *model.buffers()], strict=True))
+    for each in (model, gm):
+        each.train()(x)
+    torch.testing.assert_close(to_float(gm).state_dict(), model.state_dict())
+    fxqat.calibrate(gm.eval(), [(x,)], progress=False)
+    fxqat.enable_quantization(gm)
+    assert fxqat.convert_export(gm, (x,), tmp_path / "shared.onnx").certificate.passed
 
 
 def test_inputs_that_the_model_cannot_run_are_an_error():

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.utils.tensors import copies_by_hand, copy_by_hand, flatten_tensors, map_tensors
+from fxqat.utils.tensors import call_with_tensors, copies_by_hand, copy_by_hand, flatten_tensors, map_tensors
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -86,3 +87,32 @@ def test_copies_have_hooks_of_their_own():
     copied = copy.deepcopy(gm)
     copied.get_submodule("0").register_forward_hook(lambda *_: None)
     assert [len(of.get_submodule("0")._forward_hooks) for of in (gm, copied)] == [0, 1]
+
+
+def test_a_module_with_two_names_and_tied_weights_are_called_with_other_tensors():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = self.b = nn.BatchNorm1d(2)
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+            self.register_buffer("calls", T(0.0))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return self.second(self.b(self.first(self.a(x))))
+
+    model, expected, x = Shared(), Shared(), torch.randn(6, 2)
+    own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values = {name: tensor.clone() for name, tensor in own.items()}
+    tensors = {name: tensor.detach().clone() for name, tensor in expected.state_dict().items()}
+    for name in list(tensors):
+        if name.startswith("b."):
+            tensors[name] = tensors[name.replace("b.", "a.", 1)]
+    del tensors["second.weight"]
+    torch.testing.assert_close(call_with_tensors(model, tensors, (x,), {}), expected(x))
+    assert list(tensors) == [name for name in expected.state_dict() if name != "second.weight"]
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected.state_dict()[name])
+    now = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    assert all(now[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in own.items())
