@@ -24,6 +24,7 @@ from torch import fx, nn
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
+from fxqat.onnx import stacks
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.exported_parts import ExportedParts
@@ -223,7 +224,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
     opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16;
-    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11.
+    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; and those of
+    :mod:`fxqat.onnx.stacks`.
     """
     return {
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
@@ -254,7 +256,7 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         # torch has none, and would trace the whole graph once more to decompose these
         torch.ops.aten.batch_norm.default: _batch_norm,
         torch.ops.aten.to.dtype: _to,
-    }
+    } | stacks.translations()
 
 
 def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Callable[..., Any], Callable[..., Any]]:
