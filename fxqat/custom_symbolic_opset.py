@@ -256,7 +256,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         # torch has none, and would trace the whole graph once more to decompose these
         torch.ops.aten.batch_norm.default: _batch_norm,
         torch.ops.aten.to.dtype: _to,
-    } | stacks.translations()
+        **stacks.translations(),
+    }
 
 
 def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Callable[..., Any], Callable[..., Any]]:

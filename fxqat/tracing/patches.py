@@ -17,7 +17,9 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 10. a function with a cache (``functools.lru_cache``) is called without it;
 11. ``Variable(x)`` is ``x``;
 12. ``module.to(x)`` takes the device and dtype of the example value;
-13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns.
+13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns;
+14. a distribution of ``torch.distributions`` does not inspect the values of its parameters, and draws as many numbers
+    as they have then.
 
 The patches have an effect in the thread that traces only.
 """
@@ -42,7 +44,7 @@ from fxqat.tracing.function_leaf import is_user_function, overwrites_arguments
 from fxqat.tracing.value_proxy import TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.containers import content_of, restore_content
 from fxqat.utils.source import is_user_file
-from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER, load_compiler
+from fxqat.utils.torch_compat import CAUSAL_CHECK, DISTRIBUTION_SIZE, WRAPPER, load_compiler
 
 CONSTRUCTORS = (
     "arange",
@@ -128,6 +130,8 @@ class Patches:
             self._patch(*CAUSAL_CHECK, self._causal_check)
             self._patch(torch.autograd.Variable, "__new__", self._variable)
             self._patch(nn.Module, "to", self._module_to)
+            self._patch(torch.distributions.Distribution, "__init__", self._distribution)
+            self._patch(*DISTRIBUTION_SIZE, self._distribution_size)
             stack.enter_context(CACHED_FUNCTIONS.replaced(lambda: self.suspended))
             nn.Module.training = property(self._training, self._set_training)  # type: ignore[assignment]
             stack.callback(delattr, nn.Module, "training")
@@ -250,6 +254,23 @@ class Patches:
                 return original(module, *value_of(args), **value_of(kwargs))
 
         return to
+
+    def _distribution(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(distribution: Any, *args: Any, **kwargs: Any) -> None:
+            original(distribution, *args, **kwargs if self.suspended else kwargs | {"validate_args": False})
+
+        return init
+
+    def _distribution_size(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def size(distribution: torch.distributions.Distribution, sample_shape: Any = ()) -> Any:
+            sizes: tuple[Any, ...] = (sample_shape, distribution.batch_shape, distribution.event_shape)
+            if self.suspended or next(proxies_in(sizes), None) is None:
+                return original(distribution, sample_shape)
+            return tuple(part[axis] for part in sizes for axis in range(builtins.len(value_of(part))))
+
+        return size
 
     def _constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -20,6 +20,9 @@ from fxqat.utils.torch_compat import forward_hooks
 NOT_USERS = ("torch", "fxqat", "builtins", "functools")
 """Packages whose objects keep nothing of forward."""
 
+KEPT = "forward keeps a tensor in {}: it is as before"
+"""What is told of a place in which forward keeps a value of the trace."""
+
 PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
@@ -28,8 +31,8 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """Restore the state that forward keeps in Python after the block.
 
     That is the attributes of all modules that are plain or of a class with slots, Python's and numpy's random numbers,
-    and global names and attributes of other objects (which modules hold, or whose methods are hooks) that hold a value
-    of the trace.
+    and what holds a value of the trace: global names, attributes of other objects (which modules hold, or whose methods
+    are hooks), and objects that forward makes and keeps in a module.
 
     Args:
         root: the model that is traced in the block.
@@ -43,6 +46,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
     namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
+    modules = [(vars(module), dict(vars(module))) for module in root.modules()]
     try:
         yield changes
     finally:
@@ -52,7 +56,13 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                 changes.append(f"forward changes {f'{path}.' if path else ''}{name}: it stays as it was while tracing")
                 vars(root.get_submodule(path))[name] = value
         for namespace, contents in namespaces:
-            changes += [f"forward keeps a tensor in {name}: it is as before" for name in _restored(namespace, contents)]
+            changes += map(KEPT.format, _restored(namespace, contents))
+        for attributes, earlier in modules:
+            made = [n for n, v in attributes.items() if v is not earlier.get(n) and _is_made_of_proxies(v)]
+            changes += map(KEPT.format, made)
+            attributes |= {name: earlier[name] for name in made if name in earlier}
+            for name in set(made) - earlier.keys():
+                del attributes[name]
         if random.getstate() != of_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(of_numpy):
             changes.append("forward draws random numbers of Python or numpy: they stay as they were while tracing")
             random.setstate(of_python)
@@ -115,7 +125,8 @@ def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -
     for name, value in list(namespace.items()):
         items = items_of(value) if type(value) in CONTAINERS else []
         items += list(value) if isinstance(value, dict) else []  # its keys
-        if not any(issubclass(type(item), fx.Proxy) for item in (value, *items)):
+        is_new = name not in contents or contents[name][0] is not value
+        if not any(map(_is_proxy, (value, *items))) and not (is_new and _is_made_of_proxies(value)):
             continue
         found.append(name)
         if name not in contents:
@@ -126,6 +137,18 @@ def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -
         if content is not None:
             restore_content(old, content)
     return found
+
+
+def _is_proxy(value: Any) -> bool:
+    return issubclass(type(value), fx.Proxy)
+
+
+def _is_made_of_proxies(value: Any, depth: int = 3) -> bool:
+    """Whether an object, such as a distribution of ``torch.distributions``, has values of the trace as attributes."""
+    if depth == 0 or _is_proxy(value) or isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__"):
+        return False
+    held = [item for attribute in vars(value).values() for item in (attribute, *items_of(attribute))]
+    return any(_is_proxy(item) or _is_made_of_proxies(item, depth - 1) for item in held)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -27,6 +27,10 @@ CAUSAL_CHECK = (nn.modules.transformer, "_detect_is_causal_mask")
 """The function by which TransformerEncoder and TransformerDecoder check the values of a mask for a causal one."""
 
 
+DISTRIBUTION_SIZE = (torch.distributions.Distribution, "_extended_shape")
+"""The method by which distributions get the size of what they draw; it makes numbers of sizes."""
+
+
 CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL2D = torch.ops.aten._adaptive_avg_pool2d.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default

@@ -9,14 +9,15 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
+from torch.nn import functional as F
 
-from fxqat import enable_calibration, enable_quantization, prepare_by_platform
+from fxqat import calibrate, convert_export, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.errors import TraceError
 from fxqat.tracing.patches import CONSTRUCTORS, Patches
 from fxqat.tracing.trace import trace
 from fxqat.tracing.value_proxy import TrainingFlag
-from fxqat.utils.torch_compat import CAUSAL_CHECK, WRAPPER
+from fxqat.utils.torch_compat import CAUSAL_CHECK, DISTRIBUTION_SIZE, WRAPPER
 from tests.tracing import patched_functions
 from tests.value_models import CASES, Base, build, inputs_of
 
@@ -30,6 +31,8 @@ def now():
         "variable": torch.autograd.Variable.__new__,
         "wrapper": getattr(*WRAPPER),
         "causal_check": getattr(*CAUSAL_CHECK),
+        "distribution": torch.distributions.Distribution.__init__,
+        "distribution_size": getattr(*DISTRIBUTION_SIZE),
         **{name: getattr(torch, name) for name in CONSTRUCTORS},
         "setattr": nn.Module.__setattr__,
         "getattr": nn.Module.__getattr__,
@@ -442,3 +445,59 @@ def test_a_tensor_without_dimensions_has_no_length():
 
     with pytest.raises(TraceError, match="len"):
         prepare_by_platform(Scalar(), example_inputs=(image(),))
+
+
+class Policy(nn.Module):
+    """A layer, and what a distribution gives of its output."""
+
+    def __init__(self, ask):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.ask = nn.Linear(6, 4), ask
+
+    def forward(self, x):
+        return self.ask(self.layer(x))
+
+
+def normal(y):
+    return distributions.Normal(y, F.softplus(y) + 1)
+
+
+ASKED = {
+    "Normal": lambda y: (normal(y).mean, normal(y).log_prob(y + 1), normal(y).entropy()),
+    "Independent": lambda y: (distributions.Independent(normal(y), 1).log_prob(y + 1), y),
+    "Categorical": lambda y: (distributions.Categorical(logits=y).probs, distributions.Categorical(logits=y).entropy()),
+    "Bernoulli": lambda y: (
+        distributions.Bernoulli(logits=y).mode,
+        distributions.Bernoulli(logits=y).log_prob((y > 0).float()),
+    ),
+    "divergence": lambda y: distributions.kl_divergence(normal(y), distributions.Normal(torch.zeros(4), torch.ones(4))),
+    "transformed": lambda y: distributions.TransformedDistribution(normal(y), [distributions.TanhTransform()]).log_prob(
+        y.sigmoid() * 0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_distributions_are_traced_and_exported(name, tmp_path):
+    """Their checks of values would be branches on values."""
+    x = torch.randn(4, 6)
+    gm = prepare_by_platform(Policy(ASKED[name]), "TSQAT", example_inputs=(x,))
+    assert gm.quant_report.sameness[1] == "equal to the model on a batch of another size"
+    assert not [node for node in gm.graph.nodes if node.name.endswith("_leaf")]
+    calibrate(gm, [(x,)], progress=False)
+    enable_quantization(gm)
+    assert convert_export(gm, (x,), tmp_path / "policy.onnx").certificate.passed
+    with pytest.raises(ValueError, match="Expected parameter scale"):
+        distributions.Normal(torch.zeros(2), -torch.ones(2))
+
+
+@pytest.mark.parametrize("draw", ["sample", "rsample"])
+def test_distributions_draw_as_many_numbers_as_there_are_samples(draw):
+    policy = Policy(lambda y: getattr(normal(y), draw)())
+    gm = prepare_by_platform(policy, "TSQAT", example_inputs=(torch.randn(4, 6),))
+    assert gm.quant_report.sameness[3] == "equal to the model in training"
+    x = torch.randn(7, 6)
+    drawn = [gm(x) for _ in range(2)]
+    assert drawn[0].shape == (7, 4)
+    assert not torch.equal(*drawn)

@@ -174,3 +174,44 @@ def test_an_object_with_slots_that_was_made_of_values_of_the_trace_is_undone():
     assert gm.quant_report.state_changes == ("forward changes part: it stays as it was while tracing",)
     assert model.part == Fraction(1, 2)
     torch.testing.assert_close(gm(x), model(x))
+
+
+class Result:
+    """What an object of a policy keeps of a call, as in the distributions of stable-baselines3."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+
+class Holder:
+    def __init__(self):
+        self.recent = None
+
+
+class Keeping(nn.Module):
+    """Keeps objects that hold a tensor: in itself, in an object that it holds, and under a new name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.holder, self.last = nn.Linear(4, 4), Holder(), None
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.holder.recent, self.last, self.new = Result(Result(y)), Result(y), Result(y)
+        return self.holder.recent.values[0].values[0] + self.last.values[0] * self.new.values[0]
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["never called", "called before"])
+def test_objects_that_forward_makes_and_keeps_are_as_before(called):
+    model, x = Keeping(), torch.randn(2, 4)
+    if called:
+        with torch.no_grad():
+            model(x)
+    kept = (model.holder.recent, model.last, vars(model).get("new"))
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert sorted(gm.quant_report.state_changes) == [
+        f"forward keeps a tensor in {name}: it is as before" for name in ("last", "new", "recent")
+    ]
+    assert (model.holder.recent, model.last, vars(model).get("new")) == kept
+    torch.testing.assert_close(gm(x), model(x))
+    assert isinstance(model.new.values[0], torch.Tensor)
