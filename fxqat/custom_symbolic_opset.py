@@ -224,8 +224,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
     opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16;
-    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; and those of
-    :mod:`fxqat.onnx.stacks`.
+    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat
+    and Unsqueeze, opset 13.
     """
     return {
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
@@ -256,7 +256,14 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         # torch has none, and would trace the whole graph once more to decompose these
         torch.ops.aten.batch_norm.default: _batch_norm,
         torch.ops.aten.to.dtype: _to,
-        **stacks.translations(),
+        torch.ops.aten.concat.default: stacks.concat,
+        torch.ops.aten.concatenate.default: stacks.concat,
+        torch.ops.aten.stack.default: stacks.stack,
+        torch.ops.aten.hstack.default: stacks.hstack,
+        torch.ops.aten.vstack.default: stacks.vstack,
+        torch.ops.aten.row_stack.default: stacks.vstack,
+        torch.ops.aten.dstack.default: stacks.dstack,
+        torch.ops.aten.column_stack.default: stacks.column_stack,
     }
 
 

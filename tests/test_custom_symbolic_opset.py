@@ -162,6 +162,8 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.conv_transpose3d.input,
         torch.ops.aten.batch_norm.default,
         torch.ops.aten.to.dtype,
+        *(getattr(torch.ops.aten, name).default for name in ("concat", "concatenate", "stack", "hstack", "vstack")),
+        *(getattr(torch.ops.aten, name).default for name in ("row_stack", "dstack", "column_stack")),
     }
     first.clear()
     assert set(translation_table()) == set(second)

@@ -9,7 +9,8 @@ its value:
    it gets that of the example inputs, and this is recorded. So are the lengths and keys of lists and dicts among the
    inputs, and the memory layout of a tensor;
 3. where Python code needs the values of a tensor, also by way of numpy or a list, :class:`DataDependent` is raised. An
-   ``assert`` of them is checked on the example inputs, and recorded: the graph does not have it.
+   ``assert`` of them is checked on the example inputs, and recorded: the graph does not have it. So is the truth of a
+   trained parameter, as in ``if self.alpha:``, which in general asks whether there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from fxqat.tracing.asserts import is_asserted
@@ -278,10 +279,14 @@ class ValueProxy(DataProxy):
 
     def __bool__(self) -> bool:
         traced, frame = self.fxqat_value, inspect.currentframe()
-        if traced is None or not traced.depends_on_values() or frame is None or not is_asserted(frame.f_back):
+        if traced is None or not traced.depends_on_values():
+            return bool(self._number("branches on"))
+        is_trained = isinstance(traced.data, nn.Parameter) and traced.data.requires_grad
+        if not is_trained and (frame is None or not is_asserted(frame.f_back)):
             return bool(self._number("branches on"))
         found = bool(traced.data)
-        self.tracer.record_forced(f"assert {self.node}", found)  # type: ignore[attr-defined]
+        what = f"bool({self.node})" if is_trained else f"assert {self.node}"
+        self.tracer.record_forced(what, found)  # type: ignore[attr-defined]
         return found
 
     def __int__(self) -> int:

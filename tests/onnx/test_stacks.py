@@ -1,5 +1,7 @@
 """Concatenation of tensors of several ranks and types: the file computes it, and has no sequences of tensors."""
 
+import itertools
+
 import onnx
 import onnxruntime
 import pytest
@@ -72,3 +74,20 @@ def test_numbers_without_dimensions_and_other_dimensions_are_joined(tmp_path):
     found, expected = exported(Joined(step, 1), inputs, tmp_path / "joined.onnx")
     torch.testing.assert_close(found, expected)
     assert found.numel() == 24 + 24 + 24 + 5 * 2
+
+
+def test_two_types_become_the_one_that_torch_gives(tmp_path):
+    types = [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
+
+    def step(tensors):
+        x, numbers = tensors
+        given = [(numbers > 2) if dtype is torch.bool else numbers.to(dtype) for dtype in types]
+        joined = [torch.stack([a, b]) for a, b in itertools.combinations(given, 2)]
+        assert [each.dtype for each in joined] == [torch.promote_types(a, b) for a, b in pairs]
+        return torch.cat([x.flatten(), *(each.float().flatten() for each in joined)])
+
+    pairs = list(itertools.combinations(types, 2))
+    inputs = (torch.randn(1, 4), torch.tensor([[0, 3, 7, 100]]))
+    found, expected = exported(Joined(step, 1), inputs, tmp_path / "joined.onnx")
+    torch.testing.assert_close(found, expected)
+    assert found.numel() == 4 + len(pairs) * 8

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat import calibrate, prepare_by_platform
+from fxqat.errors import TraceError
 from fxqat.tracing.value_proxy import DataDependent, TracedValue, TrainingFlag, ValueProxy, proxies_in, value_of
 from fxqat.utils.train_eval_graph import follows_mode
 
@@ -283,3 +284,43 @@ def test_items_that_forward_writes_into_its_inputs_are_read_later():
     torch.testing.assert_close(found, expected)
     calibrate(gm, [given], progress=False)
     assert list(given[1]) == ["x"]
+
+
+class OptionalScale(nn.Module):
+    """Asks for the truth of a parameter, as the RepVGG block of PP-YOLOE+ does."""
+
+    def __init__(self, alpha):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alpha = None if alpha is None else nn.Parameter(torch.tensor([alpha]))
+
+    def forward(self, x):
+        if self.alpha:
+            return self.first(x) + self.alpha * self.second(x)
+        return self.first(x) + self.second(x)
+
+
+@pytest.mark.parametrize(("alpha", "fixed"), [(0.5, [True]), (None, [])])
+def test_the_truth_of_a_parameter_is_fixed_and_reported(alpha, fixed):
+    model, x = OptionalScale(alpha), torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert [(forced.expression, forced.value) for forced in gm.quant_report.forced] == [
+        ("bool(alpha)", v) for v in fixed
+    ]
+    torch.testing.assert_close(gm(x), model(x))
+    assert sum(node.op == "call_module" and node.target in ("first", "second") for node in gm.graph.nodes) == 2
+
+
+def test_a_model_whose_parameter_is_zero_now_is_refused():
+    """With another value it takes the other branch."""
+    with pytest.raises(TraceError, match="computes something else than the model on inputs with other values"):
+        prepare_by_platform(OptionalScale(0.0), "TSQAT", example_inputs=(torch.randn(3, 4),))
+
+
+def test_the_truth_of_what_is_computed_from_a_parameter_is_none():
+    class Computed(OptionalScale):
+        def forward(self, x):
+            return self.first(x) if self.alpha - 1 else self.second(x)
+
+    with pytest.raises(TraceError, match="which depends on alpha, and this changes"):
+        prepare_by_platform(Computed(0.5), "TSQAT", example_inputs=(torch.randn(3, 4),))
