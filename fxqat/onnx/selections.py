@@ -2,12 +2,13 @@
 
 Step by step, the readers of TopK (also of a sort), ArgMax and ArgMin get the indices of the fake-quant model, as the
 readers of a quantized tensor get its integers. The indices themselves are judged by the values that they select: an
-index may differ if both values are equal, up to ``TIE_VALUES`` of the largest value.
+index may differ if both values are equal, up to ``TIE_VALUES`` of the largest value, or of the largest addend of them:
+a distance that is computed as ``x * x - 2 * x * y + y * y`` is much smaller than what rounds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,10 @@ import onnx
 TIE_VALUES = 1e-5
 INDICES = {"TopK": 1, "ArgMax": 0, "ArgMin": 0}
 """Which output of each operator has the indices."""
+
+SUMS = ("Add", "Sub")
+MOVES = ("Neg", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand")
+"""Operators that change nothing in the sizes of values."""
 
 DATA = ":data"
 """Ending of a copy of the tensor that is selected from."""
@@ -68,8 +73,30 @@ def match_selections(model: onnx.ModelProto, given: Mapping[str, Sequence[np.nda
     return found
 
 
+def addends_of(model: onnx.ModelProto, indices: Container[str]) -> dict[str, list[str]]:
+    """The computed tensors whose sums and differences are what a node selects from, by the name of its indices."""
+    makers = {output: node for node in model.graph.node for output in node.output}
+    result = {}
+    for node in model.graph.node:
+        if (name := indices_of(node)) not in indices:
+            continue
+        found, names = dict[str, None](), [node.input[0]]
+        while names:
+            maker = makers.get(names.pop())
+            if maker is not None and maker.op_type in (*SUMS, *MOVES):
+                sources = [source for source in maker.input if source in makers and source not in found]
+                names += sources
+                found |= dict.fromkeys(sources if maker.op_type in SUMS else ())
+        result[name] = list(found)
+    return result
+
+
 def compare_selection(
-    node: onnx.NodeProto, data: np.ndarray, found: np.ndarray, expected: np.ndarray
+    node: onnx.NodeProto,
+    data: np.ndarray,
+    found: np.ndarray,
+    expected: np.ndarray,
+    addends: Iterable[np.ndarray] = (),
 ) -> SelectionParity:
     """Compare the indices of a node by the values that they select.
 
@@ -78,6 +105,7 @@ def compare_selection(
         data: what it selects from.
         found: the indices of the file.
         expected: the indices of the fake-quant model.
+        addends: the tensors of which ``data`` is the sum, see :func:`addends_of`.
     """
     name, differs = indices_of(node), found != expected
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -87,7 +115,7 @@ def compare_selection(
     if not differs.any():
         return SelectionParity(name, expected.size, 0, 0)
     a, b = (np.take_along_axis(data, indices, axis).astype(np.float64) for indices in (found, expected))
-    finite = np.abs(data[np.isfinite(data)]).max(initial=0.0)
+    finite = max(float(np.abs(each[np.isfinite(each)]).max(initial=0.0)) for each in (data, *addends))
     with np.errstate(invalid="ignore"):  # equal infinities
         same = (a == b) | (np.abs(a - b) <= TIE_VALUES * finite) | (np.isnan(a) & np.isnan(b))
     wrong = int((~same).sum())

@@ -49,7 +49,14 @@ from fxqat.onnx.ort_runs import (
     with_reals_out,
 )
 from fxqat.onnx.output_parity import OutputParity, compare
-from fxqat.onnx.selections import DATA, SelectionParity, compare_selection, indices_of, match_selections
+from fxqat.onnx.selections import (
+    DATA,
+    SelectionParity,
+    addends_of,
+    compare_selection,
+    indices_of,
+    match_selections,
+)
 
 MAX_OFF_BY_ONE = 0.005
 MIN_OPTIMIZED = 0.99
@@ -254,6 +261,10 @@ def verify(
     free = run(with_integers_out(model, quantizers, indices), feeds, plain)
     indices = {name: array for name, array in indices.items() if array.shape == free[name + COMPUTED].shape}
     step_model, step_feeds = with_integers_in(model, quantizers, integers, indices)
+    addends = addends_of(model, indices)
+    given_out = {value.name for value in step_model.graph.output}
+    further = {name for names in addends.values() for name in names} - given_out
+    step_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(further))
     step = run(step_model, feeds | step_feeds, plain)
     optimized = run_optimized(model, feeds)
     tensors = _compare_tensors(model, step, free, integers, indices, {})
@@ -276,7 +287,9 @@ def verify(
         first_diverging=next((t.name for t in tensors if t.free.off > 0), None),
         onnxruntime_version=ort.__version__,
         selections=tuple(
-            compare_selection(node, step[name + DATA], step[name + COMPUTED], indices[name])
+            compare_selection(
+                node, step[name + DATA], step[name + COMPUTED], indices[name], [step[each] for each in addends[name]]
+            )
             for node in model.graph.node
             if (name := indices_of(node)) in indices
         ),

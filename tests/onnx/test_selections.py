@@ -6,7 +6,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from fxqat.errors import ParityError
-from fxqat.onnx.selections import compare_selection, indices_of, match_selections
+from fxqat.onnx.selections import addends_of, compare_selection, indices_of, match_selections
 from fxqat.onnx.verify import require_parity, verify
 
 DATA = np.array([[3.0, 1.0, 3.0, 2.0], [5.0, 5.0, 5.0, 0.0]], np.float32)
@@ -73,3 +73,43 @@ def test_values_that_differ_by_rounding_are_equal_and_infinities_too() -> None:
     found, expected = np.array([[3, 1]]), np.array([[4, 0]])
     assert compare_selection(node, data, found, expected).passed
     assert compare_selection(node, data, found, np.array([[4, 2]])).wrong == 1
+
+
+def nearest() -> onnx.ModelProto:
+    """The two points nearest to each of (1, 3, 8), the distances as ``x * x - 2 * x * y + y * y``."""
+    square = helper.make_node("Mul", ["x", "x"], ["squares"])
+    sums = helper.make_node("ReduceSum", ["squares", "last"], ["rows"], keepdims=1)
+    turn = helper.make_node("Transpose", ["x"], ["x_t"], perm=[0, 2, 1])
+    product = helper.make_node("MatMul", ["x", "x_t"], ["product"])
+    twice = helper.make_node("Mul", ["product", "two"], ["twice"])
+    columns = helper.make_node("Transpose", ["rows"], ["columns"], perm=[0, 2, 1])
+    less = helper.make_node("Sub", ["rows", "twice"], ["less"])
+    distance = helper.make_node("Add", ["less", "columns"], ["distance"])
+    turned = helper.make_node("Neg", ["distance"], ["near"])
+    select = helper.make_node("TopK", ["near", "k"], ["values", "places"])
+    nodes = [square, sums, turn, product, twice, columns, less, distance, turned, select]
+    held = {"last": np.array([2]), "k": np.array([2]), "two": np.array(2.0, np.float32)}
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 8])
+    outputs = [helper.make_tensor_value_info("places", TensorProto.INT64, None)]
+    initializers = [numpy_helper.from_array(array, name) for name, array in held.items()]
+    graph = helper.make_graph(nodes, "graph", [x], outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def test_small_differences_of_large_values_are_equal_up_to_what_rounds_there() -> None:
+    """Points 1 and 2 are as far from point 0 but for the last digits of its square."""
+    rng = np.random.default_rng(0)
+    x = np.repeat(rng.uniform(1.0, 2.0, (1, 1, 8)), 3, axis=1)
+    x[0, 1, 0] += 1e-2
+    x[0, 2, 1] -= 1e-2
+    model, points = nearest(), x.astype(np.float32)
+    assert addends_of(model, {"places"}) == {"places": ["less", "columns", "rows", "twice"]}
+    for second in (1, 2):
+        places = np.array([[[0, second], [1, 0], [2, 0]]])
+        (selection,) = verify(model, [points], {}, [places], {"TopK": [places]}).selections
+        assert selection.wrong == 0
+    far = np.array([[[0, 1], [1, 2], [2, 0]]])  # twice as far as point 0
+    (selection,) = verify(
+        model, [(points + [[[0], [0.1], [-0.1]]]).astype(np.float32)], {}, [far], {"TopK": [far]}
+    ).selections
+    assert selection.wrong == 1
