@@ -2,13 +2,13 @@
 
 Step by step, the readers of TopK (also of a sort), ArgMax and ArgMin get the indices of the fake-quant model, as the
 readers of a quantized tensor get its integers. The indices themselves are judged by the values that they select: an
-index may differ if both values are equal, up to ``TIE_VALUES`` of the largest value, or of the largest addend of them:
-a distance that is computed as ``x * x - 2 * x * y + y * y`` is much smaller than what rounds there.
+index may differ if both values are equal, up to ``TIE_VALUES`` of the largest value, or of what is added up to the
+value: a distance that is computed as ``x * x - 2 * x * y + y * y`` is much smaller than what rounds there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,9 @@ MOVES = ("Neg", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Exp
 
 DATA = ":data"
 """Ending of a copy of the tensor that is selected from."""
+
+SIZE = ":size"
+"""Ending of a tensor's values, their addends taken by their absolute values."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,37 @@ def match_selections(model: onnx.ModelProto, given: Mapping[str, Sequence[np.nda
     return found
 
 
-def addends_of(model: onnx.ModelProto, indices: Container[str]) -> dict[str, list[str]]:
-    """The computed tensors whose sums and differences are what a node selects from, by the name of its indices."""
+def add_sizes(model: onnx.ModelProto, names: Iterable[str]) -> None:
+    """Add outputs to a model: tensors that are sums, each addend taken by its absolute value, as ``:size``.
+
+    Args:
+        model: the model; changed.
+        names: of tensors; those that are no sums get no output.
+    """
     makers = {output: node for node in model.graph.node for output in node.output}
-    result = {}
-    for node in model.graph.node:
-        if (name := indices_of(node)) not in indices:
-            continue
-        found, names = dict[str, None](), [node.input[0]]
-        while names:
-            maker = makers.get(names.pop())
-            if maker is not None and maker.op_type in (*SUMS, *MOVES):
-                sources = [source for source in maker.input if source in makers and source not in found]
-                names += sources
-                found |= dict.fromkeys(sources if maker.op_type in SUMS else ())
-        result[name] = list(found)
-    return result
+    made = set[str]()
+
+    def size_of(name: str) -> str:
+        maker, size = makers.get(name), name + SIZE
+        if size in made:
+            return size
+        made.add(size)
+        if maker is None or maker.op_type not in (*SUMS, *MOVES):
+            node = onnx.helper.make_node("Abs", [name], [size])
+        elif maker.op_type in SUMS:
+            node = onnx.helper.make_node("Add", [size_of(source) for source in maker.input], [size])
+        else:
+            node = onnx.NodeProto()
+            node.CopyFrom(maker)
+            node.op_type = "Identity" if maker.op_type == "Neg" else maker.op_type
+            node.input[0], node.output[0] = size_of(maker.input[0]), size
+        model.graph.node.append(node)
+        return size
+
+    for name in names:
+        maker = makers.get(name)
+        if maker is not None and maker.op_type in (*SUMS, *MOVES) and name + SIZE not in made:
+            model.graph.output.append(onnx.ValueInfoProto(name=size_of(name)))
 
 
 def compare_selection(
@@ -96,7 +114,7 @@ def compare_selection(
     data: np.ndarray,
     found: np.ndarray,
     expected: np.ndarray,
-    addends: Iterable[np.ndarray] = (),
+    sizes: np.ndarray | None = None,
 ) -> SelectionParity:
     """Compare the indices of a node by the values that they select.
 
@@ -105,7 +123,7 @@ def compare_selection(
         data: what it selects from.
         found: the indices of the file.
         expected: the indices of the fake-quant model.
-        addends: the tensors of which ``data`` is the sum, see :func:`addends_of`.
+        sizes: of each value the sum of its addends' absolute values, see :func:`add_sizes`; None for its own.
     """
     name, differs = indices_of(node), found != expected
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -115,8 +133,10 @@ def compare_selection(
     if not differs.any():
         return SelectionParity(name, expected.size, 0, 0)
     a, b = (np.take_along_axis(data, indices, axis).astype(np.float64) for indices in (found, expected))
-    finite = max(float(np.abs(each[np.isfinite(each)]).max(initial=0.0)) for each in (data, *addends))
+    limit = np.abs(data[np.isfinite(data)]).max(initial=0.0)
+    if sizes is not None:
+        limit = np.maximum(limit, np.take_along_axis(sizes, expected, axis))
     with np.errstate(invalid="ignore"):  # equal infinities
-        same = (a == b) | (np.abs(a - b) <= TIE_VALUES * finite) | (np.isnan(a) & np.isnan(b))
+        same = (a == b) | (np.abs(a - b) <= TIE_VALUES * limit) | (np.isnan(a) & np.isnan(b))
     wrong = int((~same).sum())
     return SelectionParity(name, expected.size, int(differs.sum()) - wrong, wrong)

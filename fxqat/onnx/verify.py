@@ -51,8 +51,9 @@ from fxqat.onnx.ort_runs import (
 from fxqat.onnx.output_parity import OutputParity, compare
 from fxqat.onnx.selections import (
     DATA,
+    SIZE,
     SelectionParity,
-    addends_of,
+    add_sizes,
     compare_selection,
     indices_of,
     match_selections,
@@ -261,10 +262,7 @@ def verify(
     free = run(with_integers_out(model, quantizers, indices), feeds, plain)
     indices = {name: array for name, array in indices.items() if array.shape == free[name + COMPUTED].shape}
     step_model, step_feeds = with_integers_in(model, quantizers, integers, indices)
-    addends = addends_of(model, indices)
-    given_out = {value.name for value in step_model.graph.output}
-    further = {name for names in addends.values() for name in names} - given_out
-    step_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(further))
+    add_sizes(step_model, (node.input[0] for node in model.graph.node if indices_of(node) in indices))
     step = run(step_model, feeds | step_feeds, plain)
     optimized = run_optimized(model, feeds)
     tensors = _compare_tensors(model, step, free, integers, indices, {})
@@ -288,7 +286,7 @@ def verify(
         onnxruntime_version=ort.__version__,
         selections=tuple(
             compare_selection(
-                node, step[name + DATA], step[name + COMPUTED], indices[name], [step[each] for each in addends[name]]
+                node, step[name + DATA], step[name + COMPUTED], indices[name], step.get(node.input[0] + SIZE)
             )
             for node in model.graph.node
             if (name := indices_of(node)) in indices

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
     namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
-    modules = [(vars(module), dict(vars(module))) for module in root.modules()]
+    modules = [(f"{path}." if path else "", vars(module), dict(vars(module))) for path, module in root.named_modules()]
     try:
         yield changes
     finally:
@@ -57,9 +58,9 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                 vars(root.get_submodule(path))[name] = value
         for namespace, contents in namespaces:
             changes += map(KEPT.format, _restored(namespace, contents))
-        for attributes, earlier in modules:
+        for owner, attributes, earlier in modules:
             made = [n for n, v in attributes.items() if v is not earlier.get(n) and _is_made_of_proxies(v)]
-            changes += map(KEPT.format, made)
+            changes += [KEPT.format(owner + name) for name in made]
             attributes |= {name: earlier[name] for name in made if name in earlier}
             for name in set(made) - earlier.keys():
                 del attributes[name]
@@ -145,7 +146,9 @@ def _is_proxy(value: Any) -> bool:
 
 def _is_made_of_proxies(value: Any, depth: int = 3) -> bool:
     """Whether an object, such as a distribution of ``torch.distributions``, has values of the trace as attributes."""
-    if depth == 0 or _is_proxy(value) or isinstance(value, (nn.Module, type)) or not hasattr(value, "__dict__"):
+    if depth == 0 or _is_proxy(value) or isinstance(value, (nn.Module, type, ModuleType)):
+        return False
+    if not hasattr(value, "__dict__"):
         return False
     held = [item for attribute in vars(value).values() for item in (attribute, *items_of(attribute))]
     return any(_is_proxy(item) or _is_made_of_proxies(item, depth - 1) for item in held)

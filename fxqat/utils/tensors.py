@@ -67,7 +67,7 @@ def call_with_tensors(
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     tied = {id(tensor): tensors[name] for name, tensor in own.items() if name in tensors}
     first = {place(name): name for name in reversed(own)}
-    given = {name: tensors.get(name, tied.get(id(own[name]), own[name])) for name in first.values()}
+    given = {name: tensors.get(name, tied[id(own[name])]) for name in first.values() if id(own[name]) in tied}
     result = functional_call(model, given, args, kwargs, tie_weights=False)
     tensors.update({name: given[first[place(name)]] for name in own if name in tensors})
     return result

@@ -2,11 +2,12 @@
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from fxqat.errors import ParityError
-from fxqat.onnx.selections import addends_of, compare_selection, indices_of, match_selections
+from fxqat.onnx.selections import SIZE, add_sizes, compare_selection, indices_of, match_selections
 from fxqat.onnx.verify import require_parity, verify
 
 DATA = np.array([[3.0, 1.0, 3.0, 2.0], [5.0, 5.0, 5.0, 0.0]], np.float32)
@@ -103,7 +104,6 @@ def test_small_differences_of_large_values_are_equal_up_to_what_rounds_there() -
     x[0, 1, 0] += 1e-2
     x[0, 2, 1] -= 1e-2
     model, points = nearest(), x.astype(np.float32)
-    assert addends_of(model, {"places"}) == {"places": ["less", "columns", "rows", "twice"]}
     for second in (1, 2):
         places = np.array([[[0, second], [1, 0], [2, 0]]])
         (selection,) = verify(model, [points], {}, [places], {"TopK": [places]}).selections
@@ -113,3 +113,20 @@ def test_small_differences_of_large_values_are_equal_up_to_what_rounds_there() -
         model, [(points + [[[0], [0.1], [-0.1]]]).astype(np.float32)], {}, [far], {"TopK": [far]}
     ).selections
     assert selection.wrong == 1
+
+
+def test_the_size_of_a_sum_is_that_of_its_addends() -> None:
+    model, x = nearest(), np.random.default_rng(0).normal(size=(1, 3, 8)).astype(np.float32)
+    add_sizes(model, ["near", "near", "product"])
+    assert [value.name for value in model.graph.output] == ["places", f"near{SIZE}"]
+    (size,) = onnxruntime.InferenceSession(model.SerializeToString()).run([f"near{SIZE}"], {"x": x})
+    squares = (x * x).sum(-1, keepdims=True)
+    np.testing.assert_allclose(size, squares + np.abs(2 * x @ x.swapaxes(1, 2)) + squares.swapaxes(1, 2), rtol=1e-5)
+
+
+def test_a_masked_value_makes_no_other_value_equal() -> None:
+    """A mask adds a huge number to one value: the others are compared as without it."""
+    node = picks().graph.node[0]
+    data, sizes = np.array([[1.0, 1.1, 0.5, 0.2]]), np.array([[1.0, 1.1, 0.5, 1e9]])
+    assert compare_selection(node, data, np.array([[1, 0]]), np.array([[0, 1]]), sizes).wrong == 2
+    assert compare_selection(node, data, np.array([[1, 2]]), np.array([[1, 3]]), sizes).wrong == 0

@@ -203,14 +203,15 @@ class Keeping(nn.Module):
 
 @pytest.mark.parametrize("called", [False, True], ids=["never called", "called before"])
 def test_objects_that_forward_makes_and_keeps_are_as_before(called):
-    model, x = Keeping(), torch.randn(2, 4)
+    outer, x = nn.Sequential(Keeping()), torch.randn(2, 4)
+    (model,) = outer
     if called:
         with torch.no_grad():
             model(x)
     kept = (model.holder.recent, model.last, vars(model).get("new"))
-    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    gm = fxqat.prepare_by_platform(outer, "TSQAT", example_inputs=(x,))
     assert sorted(gm.quant_report.state_changes) == [
-        f"forward keeps a tensor in {name}: it is as before" for name in ("last", "new", "recent")
+        f"forward keeps a tensor in {name}: it is as before" for name in ("0.last", "0.new", "recent")
     ]
     assert (model.holder.recent, model.last, vars(model).get("new")) == kept
     torch.testing.assert_close(gm(x), model(x))
