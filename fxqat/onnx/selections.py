@@ -98,7 +98,7 @@ def add_sizes(model: onnx.ModelProto, names: Iterable[str]) -> None:
         else:
             node = onnx.NodeProto()
             node.CopyFrom(maker)
-            node.op_type = "Identity" if maker.op_type == "Neg" else maker.op_type
+            node.name, node.op_type = "", "Identity" if maker.op_type == "Neg" else maker.op_type
             node.input[0], node.output[0] = size_of(maker.input[0]), size
         model.graph.node.append(node)
         return size

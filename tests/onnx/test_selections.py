@@ -83,7 +83,7 @@ def nearest() -> onnx.ModelProto:
     turn = helper.make_node("Transpose", ["x"], ["x_t"], perm=[0, 2, 1])
     product = helper.make_node("MatMul", ["x", "x_t"], ["product"])
     twice = helper.make_node("Mul", ["product", "two"], ["twice"])
-    columns = helper.make_node("Transpose", ["rows"], ["columns"], perm=[0, 2, 1])
+    columns = helper.make_node("Transpose", ["rows"], ["columns"], "turn", perm=[0, 2, 1])
     less = helper.make_node("Sub", ["rows", "twice"], ["less"])
     distance = helper.make_node("Add", ["less", "columns"], ["distance"])
     turned = helper.make_node("Neg", ["distance"], ["near"])
