@@ -26,8 +26,8 @@ class TrainEvalTracer(ValueTracer):
     1. A module without parameters (drop path, noise) is kept whole, and follows ``train()`` and ``eval()``; if its
        arguments do not fit into a node of the graph, 2. holds.
     2. The forward of any other module is traced in eval mode and in training. The graph holds both
-       (``fxqat.utils.train_eval_graph``) if training only adds something, such as an auxiliary head. If training uses
-       the same layers in another way, or needs more inputs, the graph holds eval mode only.
+       (``fxqat.utils.train_eval_graph``) if training adds something, such as an auxiliary head, or changes what layers
+       get. If training uses the same layers in another order, or needs more inputs, the graph holds eval mode only.
 
     Attributes:
         eval_only: the modules of which the graph holds eval mode only.
@@ -130,7 +130,7 @@ class TrainEvalTracer(ValueTracer):
             place = self.mark_position()
             self.patches.undo_assignments(assigned)
             self.attribute_proxies = dict(read)
-            fork = TrainEvalFork(self.graph, start)
+            fork = TrainEvalFork(self.graph, start, self.root)
             with collected_kept():
                 in_training = self._in_training(fork, forward)
             if written.restore() and in_training is not NO_RESULT:  # the graph can write one of the two
@@ -152,7 +152,7 @@ class TrainEvalTracer(ValueTracer):
         return make() if self._fork is None else self._fork.node(kind, target, args, kwargs, make)
 
     def _in_training(self, fork: TrainEvalFork, forward: Callable[[], Any]) -> Any:
-        """The result in training; NO_RESULT if that cannot be traced, or uses the same layers in another way."""
+        """The result in training; NO_RESULT if that cannot be traced, or uses the same layers in another order."""
         self._fork, untraceable = fork, self.untraceable
         self.untraceable = "error"
         try:
@@ -161,7 +161,7 @@ class TrainEvalTracer(ValueTracer):
             result = NO_RESULT
         finally:
             self._fork, self.untraceable, self.path_of_failure = None, untraceable, ""
-        if result is NO_RESULT or fork.shares_parameters(self.root):
+        if result is NO_RESULT or fork.shares_parameters():
             fork.undo()
             return NO_RESULT
         return result

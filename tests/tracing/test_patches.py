@@ -489,7 +489,7 @@ def test_distributions_are_traced_and_exported(name, tmp_path):
     enable_quantization(gm)
     assert convert_export(gm, (x,), tmp_path / "policy.onnx").certificate.passed
     with pytest.raises(ValueError, match="Expected parameter scale"):
-        distributions.Normal(torch.zeros(2), -torch.ones(2))
+        distributions.Normal(torch.zeros(2), -torch.ones(2), validate_args=True)
 
 
 @pytest.mark.parametrize("draw", ["sample", "rsample"])
