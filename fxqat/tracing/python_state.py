@@ -46,6 +46,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
     """
     changes: list[str] = []
     before, of_python, of_numpy = _attributes(root), random.getstate(), np.random.get_state(legacy=False)
+    drawn = random_state()
     namespaces = [(namespace, _contents(namespace)) for namespace in (*_globals(root), *held_objects(root))]
     modules = [(f"{path}." if path else "", vars(module), dict(vars(module))) for path, module in root.named_modules()]
     try:
@@ -64,7 +65,7 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
             attributes |= {name: earlier[name] for name in made if name in earlier}
             for name in set(made) - earlier.keys():
                 del attributes[name]
-        if random.getstate() != of_python or pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(of_numpy):
+        if random_state() != drawn:
             changes.append("forward draws random numbers of Python or numpy: they stay as they were while tracing")
             random.setstate(of_python)
             np.random.set_state(of_numpy)
@@ -76,6 +77,11 @@ def python_state_kept(root: nn.Module) -> Iterator[list[str]]:
                     f"forward assigns a tensor to {f'{path}.' if path else ''}{name}, which the graph cannot hold. "
                     "Give example_inputs: with them, buffers that forward assigns are updated as in the model."
                 )
+
+
+def random_state() -> tuple[Any, bytes]:
+    """The state of Python's and numpy's random numbers, to compare: another one means that numbers were drawn."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
 def _has_slots(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from fxqat.tracing.hooks_once import collected_kept
 from fxqat.tracing.leaf_tracer import TypeNotInGraph
+from fxqat.tracing.python_state import random_state
 from fxqat.tracing.train_eval_fork import TrainEvalFork
 from fxqat.tracing.value_proxy import ValueProxy
 from fxqat.tracing.value_tracer import ValueTracer
@@ -27,7 +28,8 @@ class TrainEvalTracer(ValueTracer):
        arguments do not fit into a node of the graph, 2. holds.
     2. The forward of any other module is traced in eval mode and in training. The graph holds both
        (``fxqat.utils.train_eval_graph``) if training adds something, such as an auxiliary head, or changes what layers
-       get. If training uses the same layers in another order, or needs more inputs, the graph holds eval mode only.
+       get. If training uses the same layers in another order, needs more inputs, or draws random numbers of Python or
+       numpy, the graph holds eval mode only.
 
     Attributes:
         eval_only: the modules of which the graph holds eval mode only.
@@ -152,8 +154,11 @@ class TrainEvalTracer(ValueTracer):
         return make() if self._fork is None else self._fork.node(kind, target, args, kwargs, make)
 
     def _in_training(self, fork: TrainEvalFork, forward: Callable[[], Any]) -> Any:
-        """The result in training; NO_RESULT if that cannot be traced, or uses the same layers in another order."""
-        self._fork, untraceable = fork, self.untraceable
+        """The result in training; NO_RESULT if that cannot be traced, or uses the same layers in another order.
+
+        The random numbers of Python and numpy that it draws would be the same in every step: that is no result either.
+        """
+        self._fork, untraceable, drawn = fork, self.untraceable, random_state()
         self.untraceable = "error"
         try:
             result = forward()
@@ -161,7 +166,7 @@ class TrainEvalTracer(ValueTracer):
             result = NO_RESULT
         finally:
             self._fork, self.untraceable, self.path_of_failure = None, untraceable, ""
-        if result is NO_RESULT or fork.shares_parameters():
+        if result is NO_RESULT or random_state() != drawn or fork.shares_parameters():
             fork.undo()
             return NO_RESULT
         return result

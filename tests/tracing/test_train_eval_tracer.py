@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from collections import namedtuple
 from dataclasses import dataclass
 
@@ -317,6 +318,16 @@ class Swapped(Body):
         return self.fc(nn.Sequential(self.first, *layers)(x).mean((2, 3)))
 
 
+class Augmented(Body):
+    """Training draws a number of Python or numpy, which would be the same in every step."""
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.training:
+            x = x * (random.random() + 0.5) + float(np.random.uniform())
+        return self.fc(self.second(x).mean((2, 3)))
+
+
 class NeedsTargets(Body):
     def forward(self, x, targets=None):
         logits = self.fc(self.second(self.first(x)).mean((2, 3)))
@@ -325,7 +336,7 @@ class NeedsTargets(Body):
         return logits
 
 
-@pytest.mark.parametrize("kind", [Swapped, NeedsTargets])
+@pytest.mark.parametrize("kind", [Swapped, Augmented, NeedsTargets])
 def test_modules_that_train_in_another_way_compute_as_in_eval_mode(kind):
     model = kind().train()
     gm = prepare_by_platform(model, example_inputs=(image(),))
@@ -335,6 +346,21 @@ def test_modules_that_train_in_another_way_compute_as_in_eval_mode(kind):
     torch.testing.assert_close(gm.eval()(image()), model.eval()(image()))
     assert {row.target for row in gm.quant_report if row.weight} >= {"first.0", "second.0", "fc"}
     assert type(gm.train()(image())) is Tensor
+
+
+def test_random_numbers_of_torch_are_drawn_anew_in_each_step():
+    class Masked(Plain):
+        def forward(self, x):
+            x = self.first(x)
+            if self.training:
+                x = x * (torch.rand_like(x[:, :1]) > 0.2)
+            return self.fc(self.second(x).mean((2, 3)))
+
+    x = image()
+    gm = prepare_by_platform(Masked().train(), example_inputs=(x,))
+    assert gm.quant_report.eval_only == ()
+    assert not torch.equal(gm(x), gm(x))
+    assert torch.equal(gm.eval()(x), gm(x))
 
 
 def test_a_model_that_does_the_same_in_both_modes_has_no_modes():
