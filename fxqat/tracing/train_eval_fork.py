@@ -65,12 +65,10 @@ class TrainEvalFork:
     def node(self, op: str, target: Any, args: Any, kwargs: Any, make: Callable[[], fx.Node]) -> fx.Node:
         """The node of the run in eval mode by cases 1 to 3, if it comes after those found before; else a new node."""
         found = self._search(self._positions, op, _key(op, target, args, kwargs))
-        if found is None and op in ("call_function", "call_method"):
+        if found is None and op in ("call_function", "call_method", "call_module"):
             found = self._search(self._similar, op, _key(op, target, *_without_numbers(args, kwargs)))
-            if found is not None:
-                self._follow_mode(self.in_eval[found], args, kwargs)
-        if found is None and op.startswith("call"):
-            found = self._search(self._with_parameters, op, _key(op, target, *_without_values(args, kwargs)))
+            if found is None:
+                found = self._search(self._with_parameters, op, _key(op, target, *_without_values(args, kwargs)))
             if found is not None:
                 self._follow_mode(self.in_eval[found], args, kwargs)
         if found is None:
@@ -160,8 +158,15 @@ def _without_numbers(*arguments: Any) -> list[Any]:
 
 def _without_values(*arguments: Any) -> list[Any]:
     """The same, with a placeholder for each computed value, too: parameters and buffers are kept."""
-    computed: Any = lambda node: node if node.op == "get_attr" else ANY_VALUE  # noqa: E731  torch's types are narrower
-    return [fx.node.map_arg(argument, computed) for argument in _without_numbers(*arguments)]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(replaced, value)]
+        if isinstance(value, dict):
+            return {name: replaced(item) for name, item in value.items()}
+        return ANY_VALUE if isinstance(value, fx.Node) and value.op != "get_attr" else value
+
+    return [replaced(value) for value in _without_numbers(*arguments)]
 
 
 def _parameters(nodes: list[fx.Node], root: nn.Module) -> set[str]:
