@@ -39,7 +39,7 @@ from fxqat.utils.fx_graph import copy_modes
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf, ForcedNumber, describe
 from fxqat.utils.source import UNKNOWN_LINE, line_of_failure
 from fxqat.utils.tensors import copies_by_hand, copy_by_hand
-from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks
+from fxqat.utils.torch_compat import copy_tensor_hooks, has_accumulation_hooks, without_compiler
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule
 from fxqat.utils.training_only import mark_if_idle
 
@@ -135,7 +135,13 @@ def trace(
         fixed = defaults | fixed
         tracers.insert(0, TrainEvalTracer(copy.deepcopy(given), leaf_modules, untraceable))
     remedies = partial(_remedies, model, concrete_args or {}, example_inputs is not None, custom_tracer is not None)
-    with ONE_TRACE, buffers_kept(root), functions_as_calls() as checkpointed, python_state_kept(root) as state_changes:
+    with (
+        ONE_TRACE,
+        without_compiler(),
+        buffers_kept(root),
+        functions_as_calls() as checkpointed,
+        python_state_kept(root) as state_changes,
+    ):
         graph, tracer = _first_success(model, root, tracers, fixed, remedies)
     _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)

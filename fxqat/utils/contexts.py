@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.utils.containers import content_of, restore_content
-from fxqat.utils.torch_compat import EqualRandomNumbers
+from fxqat.utils.torch_compat import EqualRandomNumbers, without_compiler
 
 FAST_PATH = threading.RLock()
 """Held while the fast path of torch's transformers is switched off."""
@@ -71,7 +71,7 @@ def equal_random_numbers(model: nn.Module) -> Iterator[EqualRandomNumbers]:
         model: the model that runs in the block; tells which accelerators' generators are used.
     """
     accelerators = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(list(accelerators)), EqualRandomNumbers() as numbers:
+    with without_compiler(), torch.random.fork_rng(list(accelerators)), EqualRandomNumbers() as numbers:
         yield numbers
 
 

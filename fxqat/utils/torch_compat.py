@@ -105,6 +105,13 @@ def load_compiler() -> None:
     import torch._dynamo.polyfills.loader  # noqa: F401
 
 
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Functions and modules compiled by ``torch.compile`` run in the block, and are traced, as the Python they are."""
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield
+
+
 _EXPORTING = threading.RLock()
 _TRANSLATIONS: dict[Any, Any] = {}
 

@@ -326,3 +326,53 @@ def test_hooks_after_a_gradient_was_added_are_reported(caplog):
     line = "register_post_accumulate_grad_hook of 0.weight is not kept: register it on the prepared model"
     assert gm.quant_report.state_changes == (line,)
     assert line in caplog.text
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def compiled_gelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+class CallsCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return compiled_gelu(self.fc(x))
+
+
+class IsCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def forward(self, x):
+        return self.fc(x).relu()
+
+
+class HoldsCompiled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.body = torch.compile(self.in_python, backend="eager")
+
+    def in_python(self, x):
+        return self.fc(x) * 2
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("kind", [CallsCompiled, IsCompiled, HoldsCompiled])
+def test_compiled_functions_are_traced_as_python(kind, inside, with_inputs):
+    model = nn.Sequential(nn.Linear(4, 4), kind()) if inside else kind()
+    x = torch.randn(3, 4)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None)
+    torch.testing.assert_close(gm(x), model(x))
+    assert gm.quant_report.leaves == ()
+    layers = [row for row in gm.quant_report if row.op == "linear" or row.op.startswith("linear_")]
+    assert [row.status for row in layers] == ["quantized"] * (1 + inside)
