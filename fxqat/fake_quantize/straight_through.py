@@ -111,6 +111,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        if grad.is_sparse:  # of a lookup with sparse=True; the scale's gradient is a sum over all rows
+            grad = grad.to_dense()
         # once_differentiable costs time at every call and matters only under create_graph
         return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, grad)
 

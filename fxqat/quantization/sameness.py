@@ -428,13 +428,14 @@ def _outputs(outputs: Any) -> dict[str, Tensor]:
 
 
 def _gradients(outputs: Any, leaves: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The gradient of each leaf that has one, by its ``id``; in the loss each output value has its own weight."""
+    """The gradient of each leaf that has one, by its ``id``, dense; in the loss each output has its own weight."""
     losses = [_weighted_sum(tensor) for tensor in flatten_tensors(outputs) if tensor.requires_grad]
     trained = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
     if not losses or not trained:
         return {}
     found = torch.autograd.grad(torch.stack(losses).sum(), trained, allow_unused=True)
-    return {id(leaf): gradient for leaf, gradient in zip(trained, found, strict=True) if gradient is not None}
+    pairs = zip(trained, found, strict=True)
+    return {id(leaf): of.to_dense() if of.is_sparse else of for leaf, of in pairs if of is not None}
 
 
 def _weighted_sum(tensor: Tensor) -> Tensor:

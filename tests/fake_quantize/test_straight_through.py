@@ -314,3 +314,15 @@ def test_forward_is_the_pure_function() -> None:
     with torch.no_grad():
         again = FakeQuantizeSTE.apply(x, scale, zero_point, None, None, -128, 127, 0, 1.0)
     assert torch.equal(again, output)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("axis", "channels"), [(None, None), (0, 9)])
+def test_a_sparse_gradient_is_taken_as_the_dense_one(axis: int | None, channels: int | None, kept: bool) -> None:
+    x, scale, zero_point, grad = problem((9, 4), axis, channels, (-128, 127))
+    grad[[1, 5]] = 0
+    (_, dense), (_, sparse) = (
+        run(x, scale, zero_point, (-128, 127), given, axis=axis, input_kept=kept) for given in (grad, grad.to_sparse(1))
+    )
+    for expected, found in zip(dense, sparse, strict=True):
+        assert torch.equal(expected, found)

@@ -437,3 +437,24 @@ def test_the_module_that_differs_in_training_is_named():
     reference.model.inner = nn.Sequential(nn.Tanh(), Louder())
     with pytest.raises(TraceError, match=r"in training: output 0.*they begin to differ in 'inner' \(Sequential\)"):
         check_sameness(gm, reference, ((torch.randn(3, 6),), {}))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_with_sparse_gradients_is_compared_and_keeps_them(kind):
+    class Recommender(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.fc = kind(9, 4, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, i):
+            found = self.table(i)
+            return self.fc(found if found.dim() == 2 else found.mean(1))
+
+    model, i = Recommender(), torch.randint(0, 9, (3, 5))
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(i,))
+    assert gm.quant_report.sameness[-1] == "equal to the model in training"
+    for holder in (gm, model):
+        holder(i).sum().backward()
+    gradient = gm.get_parameter("table.weight").grad
+    assert gradient.is_sparse
+    torch.testing.assert_close(gradient.to_dense(), model.table.weight.grad.to_dense())
