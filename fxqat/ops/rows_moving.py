@@ -127,7 +127,7 @@ VALUELESS: tuple[Op, ...] = (
         "constructor",
         CONSTRUCTOR,
         (),
-        named(torch, f"zeros ones full empty rand randn eye linspace tensor as_tensor {LIKE}"),
+        named(torch, f"zeros ones full fill empty rand randn eye linspace tensor as_tensor {LIKE}"),
         methods("new_zeros new_ones new_full new_empty new_tensor"),
     ),
     Op("argmax", NOT_FLOAT, (), named(torch, "argmax argmin argsort"), methods("argmax argmin argsort")),

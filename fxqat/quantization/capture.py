@@ -172,9 +172,12 @@ class _Selections(TorchFunctionMode):
     ) -> Any:
         """Run one function and record its indices."""
         result = func(*args, **(kwargs or {}))
-        kind = SELECTING.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        kind = SELECTING.get(name)
         indices = getattr(result, "indices", None) if isinstance(result, tuple) else result
-        if kind is not None and isinstance(indices, Tensor) and (indices.dtype == torch.int64 or func is torch.msort):
+        if name == "msort":  # it gives values only, and becomes the same operator
+            indices = torch.sort(*args, **(kwargs or {}), dim=0).indices
+        if kind is not None and isinstance(indices, Tensor) and indices.dtype == torch.int64:
             self.found[kind].append(indices.detach().numpy().copy())
         return result
 

@@ -16,6 +16,7 @@ READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "device": lambda t, z: t.to(z.device),
     "type_as": lambda t, z: t.type_as(z),
     "zeros_like": lambda t, z: torch.zeros_like(z).sum(),
+    "fill": lambda t, z: torch.fill(z, 2.0).sum(),
     "new_zeros": lambda t, z: z.new_zeros(4),
     "expand_as": lambda t, z: t[:, 1:].expand_as(z).sum(),
     "reshape_as": lambda t, z: t[:, 1:].reshape_as(z).sum(),

@@ -188,7 +188,7 @@ class Selecting(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return y.topk(2)[1], torch.argsort(y, dim=0), y.argmax(1), y.max(1)[0], y.min(dim=0).indices, y.amax()
+        return y.topk(2)[1], torch.argsort(y, 0), y.argmax(1), y.max(1)[0], y.min(dim=0).indices, y.amax(), y.msort()
 
 
 def test_selected_indices_are_recorded_in_order():
@@ -197,11 +197,12 @@ def test_selected_indices_are_recorded_in_order():
     gm = calibrate(prepare_by_platform(Selecting().eval(), example_inputs=(x,)), (x,))
     captured = capture(gm, (x,))
     found = captured.selections
-    assert [len(found[kind]) for kind in ("TopK", "ArgMax", "ArgMin")] == [2, 2, 1]
+    assert [len(found[kind]) for kind in ("TopK", "ArgMax", "ArgMin")] == [3, 2, 1]
     assert np.array_equal(found["TopK"][0], list(captured.outputs.values())[0])
     assert np.array_equal(found["TopK"][1], list(captured.outputs.values())[1])
     assert np.array_equal(found["ArgMax"][0], list(captured.outputs.values())[2])
     assert np.array_equal(found["ArgMin"][0], list(captured.outputs.values())[4])
+    assert np.array_equal(found["TopK"][2], found["TopK"][1])  # msort gives values only
 
 
 def test_a_complex_output_is_refused():
