@@ -26,6 +26,7 @@ from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
 from fxqat.onnx import stacks
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
+from fxqat.onnx.closed_queries import attention
 from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.exported_parts import ExportedParts
 from fxqat.quantization.grouped_children import grouped_children, without_groups
@@ -223,8 +224,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
     Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
-    opset 1; ReduceMax, ReduceMin, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu, opset 16;
-    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat
+    opset 1; ReduceMax, ReduceMin, ReduceMean, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
+    opset 16; BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat
     and Unsqueeze, opset 13.
     """
     return {
@@ -235,6 +236,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.amax.default: _amax,
         torch.ops.aten.amin.default: _amin,
         torch.ops.aten.aminmax.default: _aminmax,
+        # torch's own writes an empty name for dim=None
+        torch.ops.aten.mean.dim: _mean,
         # torch's own fails for an index that is smaller than the source
         torch.ops.aten.scatter.src: _scatter,
         torch.ops.aten.sort.stable: _sort,
@@ -242,6 +245,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         torch.ops.prims.prod.default: _prod,  # what the exporter makes of cumprod
         CDIST: _cdist,
+        # torch's own averages over closed keys, or gives NaN, where a mask leaves no key
+        torch.ops.aten.scaled_dot_product_attention.default: attention,
         ADAPTIVE_AVG_POOL2D: adaptive_avg_pool,
         ADAPTIVE_AVG_POOL3D: adaptive_avg_pool,
         torch.ops.aten.adaptive_max_pool2d.default: adaptive_max_pool,
@@ -336,6 +341,11 @@ def _amax(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
 
 def _amin(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
     return op.ReduceMin(x, *_axes(dim), keepdims=keepdim)
+
+
+def _mean(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False, dtype: int | None = None) -> Any:
+    values: Any = x if dtype is None else op.Cast(x, to=dtype)
+    return op.ReduceMean(values, *_axes(dim or ()), keepdims=keepdim)
 
 
 def _prod(x: Any, dims: Sequence[int] = (), output_dtype: int | None = None) -> Any:

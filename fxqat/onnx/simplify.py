@@ -1,9 +1,11 @@
 """Simplify: fold constants and remove what no one reads.
 
-1. shape arithmetic on constants is folded; a Squeeze leaves out the axes that are not 1, which torch's exporter writes
-   for ``x.squeeze(dim)`` although torch leaves such a dimension as it is and ONNX does not allow it;
-2. identities, unread nodes and unread initializers are removed. An identity by which a branch of an If or the body of a
-   Loop returns a value from outside is kept, because each graph must compute what it returns;
+1. shape arithmetic on constants is folded. Two forms of torch's exporter that ONNX does not allow are mended: a Squeeze
+   leaves out the axes that are not 1, as torch does for ``x.squeeze(dim)``; int32 indices of GatherND and ScatterND
+   become int64;
+2. a Where that always takes its first value, as for a constant attention mask that leaves each query a key, is an
+   identity; identities, unread nodes and unread initializers are removed. An identity by which a branch of an If or the
+   body of a Loop returns a value from outside is kept, because each graph must compute what it returns;
 3. the exporter's notes are removed: they name paths of the exporting machine, and are often longer than the graph.
 
 Initializers are not merged: two tensors of equal scale keep a scale each, under their own names.
@@ -28,8 +30,13 @@ class Simplify(ir.passes.InPlacePass):
         for node in model.graph:
             if node.op_type == "Squeeze":
                 _squeeze_ones(model.graph, node)  # case 1
+            elif node.op_type in ("GatherND", "ScatterND"):
+                _index_by_int64(model.graph, node)  # case 1
         with _without_warnings():
             optimizer.fold_constants(model)  # case 1
+        for node in model.graph:
+            if node.op_type == "Where":
+                _without_choice(node)  # case 2
         kept = [node for node in model.graph.all_nodes() if _returns_from_outside(node)]
         for node in kept:
             node.domain = "kept"  # hidden from the next pass, which would leave the branch without a value to return
@@ -81,3 +88,35 @@ def _squeeze_ones(graph: ir.Graph, node: ir.Node) -> None:
     else:
         node.resize_inputs(1)
         node.op_type = "Identity"
+
+
+def _without_choice(node: ir.Node) -> None:
+    condition, first, second = node.inputs
+    assert condition is not None
+    assert first is not None
+    assert second is not None
+    known = ir.convenience.get_const_tensor(condition)
+    if known is not None and known.numpy().all() and _fits(condition, first) and _fits(second, first):
+        node.replace_input_with(0, first)
+        node.resize_inputs(1)
+        node.op_type = "Identity"
+
+
+def _fits(value: ir.Value, other: ir.Value) -> bool:
+    """Whether a value broadcasts to the shape of another one, which is known."""
+    held = ir.convenience.get_const_tensor(value)
+    shape = value.shape if held is None else held.shape
+    if shape is None or other.shape is None or len(shape) > len(other.shape):
+        return False
+    sizes = other.shape[len(other.shape) - len(shape) :]
+    return all(size in (1, expected) for size, expected in zip(shape, sizes, strict=True))
+
+
+def _index_by_int64(graph: ir.Graph, node: ir.Node) -> None:
+    indices = source = node.inputs[1]
+    while source is not None and source.dtype is None and (maker := source.producer()) is not None:
+        source = maker.inputs[0]  # of a node that moves or joins: the exporter notes no type there
+    if source is not None and source.dtype == ir.DataType.INT32:
+        cast = ir.node("Cast", [indices], {"to": ir.DataType.INT64})
+        graph.insert_before(node, cast)
+        node.replace_input_with(1, cast.outputs[0])

@@ -18,6 +18,8 @@ Cases:
 9. ``x + 0``, as ``sum`` begins, and ``x * 1`` are ``x``, if the example inputs show that ``x`` is a tensor of floats.
 10. ``torch.cat([torch.tensor([]), x])`` is ``x``: the caches of language models begin with an empty tensor.
 11. ``torch.empty`` and its kin become ``torch.zeros``: what the memory happens to hold has no range.
+12. Numbers that torch's exporter cannot write: of the bounds in ``clamp(x, 0, 0.5)`` both become floats, and a pool's
+    ``[3]``, which torch takes for all axes, becomes ``3``.
 """
 
 from __future__ import annotations
@@ -67,6 +69,10 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     for node in list(gm.graph.nodes):
         _fill_with_zeros(node)  # case 11
         op = identify(node)
+        if op.name == "clamp":
+            _bounds_of_one_type(node)  # case 12
+        elif op.name.endswith(("pool2d", "pool3d")):
+            _number_for_all_axes(node)  # case 12
         if node.op == "call_function" and op.family == WEIGHTED:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
             _weighted_to_module(gm, node, kind, made)  # case 1
@@ -260,6 +266,24 @@ def _fill_with_zeros(node: fx.Node) -> None:
             arranged = node.graph.call_method("contiguous", (node,), {"memory_format": layout})
         arranged.meta = dict(node.meta)
         node.replace_all_uses_with(arranged, delete_user_cb=lambda user: user is not arranged)
+
+
+def _bounds_of_one_type(node: fx.Node) -> None:
+    first, *bounds = node.args or (None,)
+    if any(isinstance(bound, float) for bound in (*bounds, *node.kwargs.values())):
+        node.args = (first, *(float(bound) if isinstance(bound, int) else bound for bound in bounds))
+        node.kwargs = {name: float(b) if isinstance(b, int) else b for name, b in node.kwargs.items()}
+
+
+def _number_for_all_axes(node: fx.Node) -> None:
+    if node.op == "call_function":
+        alone = (list, tuple)
+        node.args = tuple(a[0] if isinstance(a, alone) and len(a) == 1 else a for a in node.args)
+        node.kwargs = {name: a[0] if isinstance(a, alone) and len(a) == 1 else a for name, a in node.kwargs.items()}
+    elif (pool := called_module(node)) is not None:
+        for name in ("kernel_size", "stride", "padding", "dilation"):
+            if isinstance(given := getattr(pool, name, None), (list, tuple)) and len(given) == 1:
+                setattr(pool, name, given[0])
 
 
 EMPTY_CONSTANTS = (torch.tensor, torch.zeros, "new_tensor", "new_zeros")

@@ -143,3 +143,44 @@ def test_a_branch_that_returns_a_value_from_outside_keeps_its_identity() -> None
     for x in (torch.ones(2, 6), torch.zeros(2, 6)):
         expected = -x if bool(x.any()) else torch.exp(-x)
         assert np.array_equal(run_session(session(proto), [x])[0], expected.numpy())
+
+
+@pytest.mark.parametrize("kind", ["GatherND", "ScatterND"])
+def test_indices_become_int64_as_onnx_wants_them(kind: str) -> None:
+    nodes = [helper.make_node("Unsqueeze", ["picked", "last"], ["indices"])]
+    if kind == "GatherND":
+        nodes.append(helper.make_node("GatherND", ["x", "indices"], ["y"]))
+    else:
+        nodes.append(helper.make_node("ScatterND", ["x", "indices", "rows"], ["y"]))
+    held = {"picked": np.array([1, 0], np.int32), "last": np.array([-1]), "rows": np.zeros((2, 6), np.float32)}
+    proto = ir.to_proto(Simplify()(model_of(nodes, held)).model)
+    onnx.checker.check_model(proto, full_check=True)
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    found = run_session(session(proto), (torch.as_tensor(x),))[0]
+    assert np.array_equal(found, x[[1, 0]] if kind == "GatherND" else np.zeros_like(x))
+
+
+@pytest.mark.parametrize(
+    ("condition", "second", "chooses"),
+    [
+        (np.ones((2, 1), bool), np.float32(0), False),
+        (np.array([[True], [False]]), np.float32(0), True),
+        (np.ones((1, 2, 1), bool), np.float32(0), True),  # the result has another rank
+        (np.ones(1, bool), np.zeros((1, 2, 6), np.float32), True),
+    ],
+)
+def test_a_where_without_a_choice_is_removed(condition: np.ndarray, second: np.ndarray, chooses: bool) -> None:
+    nodes = [
+        helper.make_node("Neg", ["x"], ["a"]),
+        helper.make_node("Where", ["condition", "a", "second"], ["b"]),
+        helper.make_node("Reshape", ["b", "back"], ["y"]),
+    ]
+    held = {"condition": condition, "second": np.asarray(second), "back": np.array([2, 6])}
+    model = model_of(nodes, held)
+    next(iter(model.graph)).outputs[0].shape = ir.Shape([2, 6])
+    proto = ir.to_proto(Simplify()(model).model)
+    onnx.checker.check_model(proto, full_check=True)
+    x = np.arange(1, 13, dtype=np.float32).reshape(2, 6)
+    found = run_session(session(proto), (torch.as_tensor(x),))[0]
+    assert np.array_equal(found, np.where(condition, -x, second).reshape(2, 6))
+    assert ("Where" in node_types(proto)) == chooses

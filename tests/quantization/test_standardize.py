@@ -404,3 +404,31 @@ def test_new_memory_holds_zeros_so_that_it_has_no_effect_on_ranges(name, monkeyp
     assert len(scales) > 2
     assert max(scales) < 1
     assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
+
+
+NUMBERS = {
+    "clamp": lambda x: torch.clamp(x, 0, 0.5),
+    "clamp by name": lambda x: torch.clamp(x, max=float("inf"), min=-1),
+    "clip": lambda x: x.clip(-1, 0.5),
+    "average": lambda x: F.avg_pool2d(x, [3], stride=(2,), padding=[1]),
+    "maximum": lambda x: F.max_pool2d(x, 3, [2], (1,), [1]),
+    "average of a module": nn.AvgPool2d((3,), (2,)),
+    "maximum of a module": nn.MaxPool2d([3], dilation=(2,)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_written_as_the_exporter_takes_them(name, tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.function = nn.Conv2d(3, 4, 1), NUMBERS[name]
+
+        def forward(self, x):
+            return self.function(self.conv(x))
+
+    x = torch.randn(2, 3, 8, 8)
+    gm = prepare_by_platform(Net().eval(), example_inputs=(x,))
+    calibrate(gm, [(x,)], progress=False)
+    enable_quantization(gm)
+    assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
