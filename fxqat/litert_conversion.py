@@ -13,7 +13,8 @@ of torch's PT2E quantization:
 6. each reader of a quantized value gets a dequantizing operator of its own, as PT2E has it: the converter's layout pass
    forgets the layout of one with several readers;
 7. an input in the layout ``(N, ..., C)`` is first permuted to torch's;
-8. the layout pass is the greedy one where a value is expanded: the other one takes sizes in the wrong order.
+8. the layout pass is the greedy one where a value is expanded: the other one takes sizes in the wrong order;
+9. attention gives 0 where its mask leaves a query no key, as in torch: the converter averages over closed keys.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ExportError
-from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor
+from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor, attention, attention_or_zero
 from fxqat.ops.families import (
     ACTIVATION,
     BINARY,
@@ -195,7 +196,7 @@ COMPUTING = (MATMUL, BINARY, POOL, ACTIVATION, NORM, MATH, RESIZE)
 
 @torch.no_grad()
 def _to_pt2e(lowered: Lowered, on_integers: Container[str]) -> fx.GraphModule:
-    """Cases 1 to 6."""
+    """Cases 1 to 6 and 9."""
     check_schemes(lowered.tensors.values())
     for path in lowered.tensors:
         module = lowered.module.get_submodule(path)
@@ -216,6 +217,8 @@ def _to_pt2e(lowered: Lowered, on_integers: Container[str]) -> fx.GraphModule:
         if op.name == "pow" and tuple(node.args[1:]) == (2,):
             node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
     for node in list(lowered.module.graph.nodes):
+        if node.target is attention:
+            node.target = attention_or_zero  # case 9
         if node.op == "call_module" and node.target in lowered.tensors and len(node.users) > 1:
             _split_readers(node)  # case 6
     lowered.module.recompile()

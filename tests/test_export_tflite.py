@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from fxqat import export_tflite, prepare_by_platform
 from fxqat.errors import CalibrationError, ExportError, ParityError
@@ -184,3 +185,33 @@ def test_limited_values_that_others_read_unlimited(tmp_path):
     assert certificate.passed
     names = {tensor.name for tensor in certificate.kernels["default"].tensors}
     assert {"relu", "masked_fill", "relu_1"} <= names
+
+
+class Attending(nn.Module):
+    """Attention with a mask that is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.projected, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        heads = [part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.projected(x).chunk(3, -1)]
+        return self.out(F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("kind", ["booleans", "floats"])
+def test_a_query_without_a_key_gets_zero_from_a_file_that_was_exported_without_one(kind, tmp_path):
+    needs_litert()
+    x, mask = torch.randn(2, 5, 8), torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[..., 4:] = False
+    closed = mask.clone()
+    closed[1, :, 3] = False
+    if kind == "floats":
+        mask, closed = (torch.zeros(m.shape).masked_fill(~m, float("-inf")) for m in (mask, closed))
+    gm = calibrate(prepare_by_platform(Attending().eval(), "LiteRT", example_inputs=(x, mask)), (x, mask))
+    report = export_tflite(gm, (x, mask), tmp_path / "m.tflite")
+    step = gm.out_act_fake_quant.qparams()[0].item()
+    with torch.no_grad():
+        for given in (mask, closed):
+            [found] = run_tflite(report.tflite_path.read_bytes(), [x.numpy(), given.numpy()])
+            np.testing.assert_allclose(found, gm(x, given).numpy(), atol=1.01 * step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -272,6 +273,17 @@ def attention(
     query, key, value = (tensor.reshape(1, -1, *tensor.shape[-2:]) for tensor in (query, key, value))
     result = F.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **options)
     return result.reshape(*lead, *result.shape[-2:])
+
+
+def attention_or_zero(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """:func:`attention`, with the zeros that torch gives to a query without a key written out."""
+    result = attention(query, key, value, attn_mask, *rest, **options)
+    if attn_mask is None:
+        return result
+    is_closed = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
+    return result.masked_fill(is_closed.all(-1, keepdim=True), 0.0)
 
 
 def spread(values: Tensor, dim: int, axis: int | None, block_size: int | None) -> Tensor:
