@@ -115,7 +115,7 @@ def _fits(value: ir.Value, other: ir.Value) -> bool:
 def _index_by_int64(graph: ir.Graph, node: ir.Node) -> None:
     indices = source = node.inputs[1]
     while source is not None and source.dtype is None and (maker := source.producer()) is not None:
-        source = maker.inputs[0]  # of a node that moves or joins: the exporter notes no type there
+        source = next(iter(maker.inputs), None)  # of a node that moves or joins: the exporter notes no type there
     if source is not None and source.dtype == ir.DataType.INT32:
         cast = ir.node("Cast", [indices], {"to": ir.DataType.INT64})
         graph.insert_before(node, cast)

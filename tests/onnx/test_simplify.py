@@ -184,3 +184,16 @@ def test_a_where_without_a_choice_is_removed(condition: np.ndarray, second: np.n
     found = run_session(session(proto), (torch.as_tensor(x),))[0]
     assert np.array_equal(found, np.where(condition, -x, second).reshape(2, 6))
     assert ("Where" in node_types(proto)) == chooses
+
+
+def test_indices_of_a_node_without_inputs_stay_as_they_are() -> None:
+    rows = numpy_helper.from_array(np.array([[1], [0]]), "rows")
+    nodes = [
+        helper.make_node("Constant", [], ["indices"], value=rows),
+        helper.make_node("GatherND", ["x", "indices"], ["y"]),
+    ]
+    model = model_of(nodes, {})
+    next(iter(model.graph)).outputs[0].type = None
+    proto = ir.to_proto(Simplify()(model).model)
+    onnx.checker.check_model(proto, full_check=True)
+    assert "Cast" not in node_types(proto)
