@@ -63,6 +63,9 @@ NO_TENSOR = re.compile(r"'(\w+)' object has no attribute 'name'\n.*\n?Error when
 GROUPED_PRODUCT = re.compile("grouped_mm|Expected mat_a to be BFloat16")
 """What it says of ``torch.nn.functional.grouped_mm``, which it computes in half precision only."""
 
+PACKED = re.compile(r"packed_sequence|PackedSequence")
+"""What its messages name where a model packs sequences."""
+
 NATIVE_OPSET = 18
 """The opset that the translations are written in, and the oldest that torch's exporter writes."""
 
@@ -178,6 +181,11 @@ def _remedy(why: str) -> str:
         )
     if given := NO_TENSOR.search(why):
         return f"The model returns a value of the type {given[1]}, a file returns tensors only: leave out that value."
+    if PACKED.search(why):
+        return (
+            "A packed sequence has no ONNX: pad the sequences, and mask what follows their ends instead of calling "
+            "pack_padded_sequence."
+        )
     if GROUPED_PRODUCT.search(why):
         return (
             "Torch's exporter cannot write the grouped products of a mixture of experts. Prepare the model without "

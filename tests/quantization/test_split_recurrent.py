@@ -6,7 +6,7 @@ from torch import nn
 
 from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
 from fxqat.config.effective import effective_config
-from fxqat.errors import ConfigError
+from fxqat.errors import ConfigError, ExportError
 
 UNROLL = {"match": {"module": "rnn"}, "recurrent": "unrolled"}
 
@@ -135,6 +135,14 @@ def test_what_is_no_operator_stays_whole_with_the_reason(model, reason):
     row = prepare_by_platform(model.eval(), "TSQAT", example_inputs=(torch.randn(4, 3, 5),)).quant_report.row("rnn")
     assert row.status == "float"
     assert reason in row.reason
+
+
+def test_the_export_of_a_packed_sequence_ends_with_the_remedy(tmp_path):
+    x = torch.randn(4, 3, 5)
+    gm = quantized(Packed(), x)
+    with pytest.raises(ExportError, match="mask what follows their ends instead of calling pack_padded_sequence"):
+        convert_export(gm, x, tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
