@@ -4,13 +4,14 @@
 2. ``leaky_relu`` with a slope of 0 to 1: ``maximum(x, slope * x)``. At 0, where both are equal, each gets half of the
    gradient. With other slopes it stays.
 3. ``adaptive_avg_pool2d`` to one value per channel: the mean over the image. To other sizes it stays.
-4. ``scaled_dot_product_attention``: two products, with a softmax between them (Vaswani et al. 2017, equation 1). A
-   boolean mask is also applied after the softmax: torch gives 0 where it leaves no key. A mask of floats that leaves no
-   key, all -inf, gives NaN.
+4. ``scaled_dot_product_attention``: two products, with a softmax between them (Vaswani et al. 2017, equation 1). What
+   the mask closes is also closed after the softmax: torch gives 0 where it leaves no key. A mask of floats closes where
+   it is -inf; one that holds no infinity on the example inputs, as a bias by position, is only added.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -108,6 +109,8 @@ def _attention(node: fx.Node, proxy: Callable[[Any], Any]) -> Any:
         closed = _noted(torch.triu(_noted(torch.ones_like(scores, dtype=torch.bool), "tensor"), 1), "tensor")
     elif kind == "float":
         scores = torch.add(scores, proxy(mask))
+        if isinstance(mask, fx.Node) and mask.meta.get(IS_MASK):
+            closed = _noted(torch.eq(proxy(mask), -math.inf), "tensor")
     elif mask is not None:
         closed = _noted(torch.logical_not(proxy(mask)), "tensor")
     if closed is not None:

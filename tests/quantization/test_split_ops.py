@@ -112,6 +112,7 @@ ATTENTIONS = {
     "plain": (Attention(), []),
     "causal": (Attention(is_causal=True), []),
     "a boolean mask": (Attention(), [OPEN]),
+    "a mask of infinities": (Attention(), [torch.zeros(5, 5).masked_fill(OPEN[0, 0].logical_not(), float("-inf"))]),
     "a mask to add": (Attention(), [torch.zeros(5, 5).masked_fill(OPEN[1, 0].logical_not(), -1e9)]),
     "a learned bias, another scale": (Attention(scale=0.3), []),
     "shared keys": (Attention(key_heads=1, enable_gqa=True), []),
