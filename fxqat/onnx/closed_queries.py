@@ -29,6 +29,7 @@ def attention(
     if attn_mask is None:
         return result
     result.shape = ir.Shape([*query.shape[:-1], value.shape[-1]])  # so that Simplify can see that no choice is left
+    result.dtype = query.dtype
     last: Any = op.Constant(value_ints=[-1])
     if attn_mask.dtype == ir.DataType.BOOL:
         number: Any = op.Cast(attn_mask, to=ir.DataType.INT32)

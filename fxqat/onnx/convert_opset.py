@@ -2,8 +2,9 @@
 
 A model that has this opset already stays as it is. Elsewhere the converter needs help:
 
-1. it reads what used to be attributes (axes) from Constant nodes only: small integer initializers become such nodes,
-   and those that it leaves become initializers again, as later passes expect them;
+1. it reads what used to be attributes (axes) from Constant nodes only, which must hold a tensor: small integer
+   initializers become such nodes, and those that it leaves become initializers again, as later passes expect them;
+   numbers and lists of numbers in Constant nodes become tensors;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
 3. it has no step down for operators that only take more types since then: it does not see them;
 4. it keeps the IR version: older opsets get the one that runtimes of their time read;
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import numpy_helper, version_converter
@@ -27,6 +29,9 @@ WIDENED = {"Add": 14, "Div": 14, "Identity": 16, "Mul": 14, "Relu": 14, "Sub": 1
 
 HIDDEN = "fxqat.hidden"
 """Domain of the nodes that the converter must not see."""
+
+NUMBERS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
+"""Attributes of Constant that hold numbers, with their types."""
 
 SMALL = 16
 """The most elements of an initializer that becomes a Constant node."""
@@ -83,6 +88,10 @@ def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
 def _write_constants(model: onnx.ModelProto) -> set[str]:
     """Case 1, in place: the names of the initializers that are Constant nodes now."""
     graph = model.graph
+    for node in graph.node:
+        if node.op_type == "Constant" and (kind := NUMBERS.get(node.attribute[0].name)) is not None:
+            held = np.array(onnx.helper.get_attribute_value(node.attribute[0]), kind)
+            node.attribute[0].CopyFrom(onnx.helper.make_attribute("value", numpy_helper.from_array(held)))
     int64 = [tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT64]
     small = [tensor for tensor in int64 if numpy_helper.to_array(tensor).size <= SMALL]
     nodes = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in small]

@@ -1,5 +1,7 @@
 """ConvertOpset: a model of an older opset computes the same."""
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -33,9 +35,21 @@ def reduce_mean() -> onnx.ModelProto:
     return model_of(nodes, {"axes": np.array([2], np.int64), "scale": scale, "zero": zero}, last=1)
 
 
+def reduce_max() -> onnx.ModelProto:
+    """ReduceMax, whose axes are a list in a Constant node, plus a number in another."""
+    nodes = [
+        helper.make_node("Constant", [], ["axes"], value_ints=[2]),
+        helper.make_node("Constant", [], ["added"], value_float=0.5),
+        helper.make_node("ReduceMax", ["x", "axes"], ["most"], keepdims=1, noop_with_empty_axes=0),
+        helper.make_node("Add", ["most", "added"], ["y"]),
+    ]
+    return model_of(nodes, {}, last=1)
+
+
+@pytest.mark.parametrize("make", [reduce_mean, reduce_max])
 @pytest.mark.parametrize("opset", [13, 14, 15, 16, 17])
-def test_a_converted_model_computes_the_same(opset: int) -> None:
-    model, x = reduce_mean(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+def test_a_converted_model_computes_the_same(make: Callable[[], onnx.ModelProto], opset: int) -> None:
+    model, x = make(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     onnx.checker.check_model(model, full_check=True)
     older = after(model, ConvertOpset(opset))
     onnx.checker.check_model(older, full_check=True)
