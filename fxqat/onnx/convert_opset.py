@@ -6,7 +6,8 @@ A model that has this opset already stays as it is. Elsewhere the converter need
    initializers become such nodes, and those that it leaves become initializers again, as later passes expect them;
    numbers and lists of numbers in Constant nodes become tensors;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
-3. it has no step down for operators that only take more types since then: it does not see them;
+3. it has no step down for operators that only take more types since then: it does not see them. Nor has it one for
+   Split (opset 18) and Reshape (14), which compute the same without what came with these versions;
 4. it keeps the IR version: older opsets get the one that runtimes of their time read;
 5. torch's exporter writes operators (DeformConv) that are newer than the opset it declares: it does not see them.
 """
@@ -21,11 +22,15 @@ import onnx_ir as ir
 from onnx import numpy_helper, version_converter
 
 from fxqat.errors import ExportError
+from fxqat.onnx.older_opset import without_allowzero, without_number_of_parts
 from fxqat.onnx.opset import newer_operators
 from fxqat.scheme import STORAGE_OPSETS
 
 WIDENED = {"Add": 14, "Div": 14, "Identity": 16, "Mul": 14, "Relu": 14, "Sub": 14}
 """Operators that take more types since an opset (integers, values that are no tensors) and did not change otherwise."""
+
+EXTENDED = {"Split": (18, "num_outputs"), "Reshape": (14, "allowzero")}
+"""Operators that have an attribute since an opset, and did not change otherwise."""
 
 HIDDEN = "fxqat.hidden"
 """Domain of the nodes that the converter must not see."""
@@ -54,6 +59,9 @@ class ConvertOpset(ir.passes.InPlacePass):
         """Convert the model in place."""
         if model.opset_imports[""] == self.opset_version:
             return ir.passes.PassResult(model, modified=False)
+        for node in model.graph if self.opset_version < model.opset_imports[""] else ():
+            without_allowzero(node)  # case 3
+            without_number_of_parts(node)  # case 3
         converted = ir.from_proto(_convert(ir.to_proto(model), self.opset_version))
         for value in converted.graph.initializers.values():
             tensor = value.const_value
@@ -70,6 +78,10 @@ def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:
     declared = next(entry.version for entry in model.opset_import if entry.domain == "")
     hidden = {*newer_operators({node.op_type for node in model.graph.node}, declared)}
     hidden |= {op_type for op_type, widened in WIDENED.items() if opset_version < widened}
+    for op_type, (opset, attribute) in EXTENDED.items():
+        nodes = [node for node in model.graph.node if node.op_type == op_type]
+        if opset_version < opset and all(each.name != attribute for node in nodes for each in node.attribute):
+            hidden.add(op_type)
     _move(model, hidden, "", HIDDEN)
     try:
         converted = version_converter.convert_version(model, opset_version)

@@ -64,10 +64,7 @@ def _as_before(node: ir.Node, graph: ir.Graph, opset: int) -> None:
     has_later = any(value is not None for value in node.inputs[inputs:]) or any(
         a in node.attributes for a in attributes
     )
-    if name == "Reshape" and "allowzero" in node.attributes:
-        sizes = None if node.inputs[1] is None else node.inputs[1].const_value
-        if sizes is not None and 0 not in sizes.numpy():
-            node.attributes.pop("allowzero")
+    without_allowzero(node)
     if name.startswith("Reduce") and name != "ReduceSum":
         axes = node.inputs[1] if len(node.inputs) > 1 else None
         if axes is not None and axes.const_value is None:
@@ -77,13 +74,30 @@ def _as_before(node: ir.Node, graph: ir.Graph, opset: int) -> None:
             node.resize_inputs(1)
         node.attributes.pop("noop_with_empty_axes", None)
     elif name == "Split" and "num_outputs" in node.attributes:
-        node.attributes.pop("num_outputs")
-        size = None if node.inputs[0] is None or node.inputs[0].shape is None else node.inputs[0].shape
-        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
-        if size is None or not isinstance(size[axis], int) or size[axis] % len(node.outputs):
+        without_number_of_parts(node)
+        if "num_outputs" in node.attributes:
             raise NotImplementedError("Split into parts of unequal or unknown size")
     elif since > NEWEST and (name not in SAME or has_later) and name != "Split":
         raise NotImplementedError(f"{name} of opset {since}")
+
+
+def without_allowzero(node: ir.Node) -> None:
+    """Remove the ``allowzero`` of a Reshape (opset 14) that has no effect: no size is 0."""
+    if node.op_type == "Reshape" and "allowzero" in node.attributes:
+        sizes = None if node.inputs[1] is None else ir.convenience.get_const_tensor(node.inputs[1])
+        if node.attributes["allowzero"].as_int() == 0 or (sizes is not None and 0 not in sizes.numpy()):
+            node.attributes.pop("allowzero")
+
+
+def without_number_of_parts(node: ir.Node) -> None:
+    """Remove the ``num_outputs`` of a Split (opset 18) into equal parts, as it splits without."""
+    if node.op_type == "Split" and "num_outputs" in node.attributes:
+        axis = node.attributes["axis"].as_int() if "axis" in node.attributes else 0
+        whole = None if node.inputs[0] is None or node.inputs[0].shape is None else node.inputs[0].shape[axis]
+        parts = {None if part.shape is None else part.shape[axis] for part in node.outputs}
+        is_even = isinstance(whole, int) and whole % len(node.outputs) == 0
+        if is_even or (len(parts) == 1 and isinstance(parts.pop(), int)):
+            node.attributes.pop("num_outputs")
 
 
 def _write_gelu(node: ir.Node, graph: ir.Graph) -> None:

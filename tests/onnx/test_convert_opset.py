@@ -46,7 +46,17 @@ def reduce_max() -> onnx.ModelProto:
     return model_of(nodes, {}, last=1)
 
 
-@pytest.mark.parametrize("make", [reduce_mean, reduce_max])
+def split() -> onnx.ModelProto:
+    """Split into as many parts as it has outputs, and a Reshape in which a size of 0 would be 0, but there is none."""
+    nodes = [
+        helper.make_node("Split", ["x", ""], ["a", "b"], axis=-1, num_outputs=2),
+        helper.make_node("Sub", ["a", "b"], ["c"]),
+        helper.make_node("Reshape", ["c", "sizes"], ["y"], allowzero=1),
+    ]
+    return model_of(nodes, {"sizes": np.array([2, 3, 2])}, last=2)
+
+
+@pytest.mark.parametrize("make", [reduce_mean, reduce_max, split])
 @pytest.mark.parametrize("opset", [13, 14, 15, 16, 17])
 def test_a_converted_model_computes_the_same(make: Callable[[], onnx.ModelProto], opset: int) -> None:
     model, x = make(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
@@ -58,6 +68,22 @@ def test_a_converted_model_computes_the_same(make: Callable[[], onnx.ModelProto]
     expected, found = run_session(session(model), [x])[0], run_session(session(older), [x])[0]
     assert np.array_equal(expected, found)
     assert np.abs(expected).max() > 0
+
+
+@pytest.mark.parametrize("opset", [19, 21])
+def test_the_number_of_parts_stays_in_newer_opsets(opset: int) -> None:
+    newer = after(split(), ConvertOpset(opset))
+    onnx.checker.check_model(newer, full_check=True)
+    assert opset_of(newer) == opset
+
+
+def test_a_split_into_parts_of_several_sizes_is_refused() -> None:
+    nodes = [
+        helper.make_node("Split", ["x"], ["a", "b", "c"], axis=2, num_outputs=3),  # 2, 2 and 0 of 4
+        helper.make_node("Concat", ["a", "b", "c"], ["y"], axis=2),
+    ]
+    with pytest.raises(ExportError, match="No Adapter From Version.*Split"):
+        after(model_of(nodes, {}), ConvertOpset(13))
 
 
 def test_arithmetic_goes_to_opset_13_as_it_is() -> None:
