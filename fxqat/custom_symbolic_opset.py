@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxscript
@@ -24,7 +23,7 @@ from torch import fx, nn
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
-from fxqat.onnx import stacks
+from fxqat.onnx import scatters, stacks
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.onnx.closed_queries import attention
 from fxqat.quantization.dynamic_sizes import OpenSizes
@@ -232,9 +231,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
     Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
-    opset 1; ReduceMax, ReduceMin, ReduceMean, ReduceProd, ReduceL1, ReduceL2 and ScatterElements, opset 18; LeakyRelu,
-    opset 16; BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat
-    and Unsqueeze, opset 13.
+    opset 1; ReduceMax, ReduceMin, ReduceMean, ReduceProd, ReduceL1 and ReduceL2, opset 18; LeakyRelu, opset 16;
+    BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat and
+    Unsqueeze, opset 13; and those of ``fxqat.onnx``.
     """
     return {
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
@@ -246,8 +245,8 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.aminmax.default: _aminmax,
         # torch's own writes an empty name for dim=None
         torch.ops.aten.mean.dim: _mean,
-        # torch's own fails for an index that is smaller than the source
-        torch.ops.aten.scatter.src: _scatter,
+        torch.ops.aten.scatter.src: scatters.scatter,
+        torch.ops.aten.scatter_reduce.two: scatters.scatter_reduce,
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
@@ -367,12 +366,6 @@ def _aminmax(x: Any, dim: int | None = None, keepdim: bool = False) -> tuple[Any
 
 def _axes(dims: Sequence[int]) -> tuple[Any, ...]:
     return (op.Constant(value_ints=list(dims)),) if dims else ()
-
-
-def _scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
-    shape: Any = op.Shape(index)
-    origin = op.ConstantOfShape(op.Shape(shape), value=onnx.numpy_helper.from_array(np.zeros(1, np.int64)))
-    return op.ScatterElements(x, index, op.Slice(src, origin, shape), axis=dim)
 
 
 def _sort(x: Any, dim: int = -1, descending: bool = False, stable: bool | None = None) -> tuple[Any, Any]:

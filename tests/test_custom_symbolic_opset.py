@@ -147,6 +147,7 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.mean.dim,
         torch.ops.aten.scaled_dot_product_attention.default,
         torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter_reduce.two,
         torch.ops.aten.hypot.default,
         torch.ops.aten.rrelu_with_noise_functional.default,
         torch.ops.aten.sort.stable,
@@ -197,6 +198,9 @@ def normalized(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return torch.nn.functional.batch_norm(x, mean, variance, weight, bias)
 
 
+FALLING = torch.tensor([0, 2, 0]).view(1, 3, 1).expand(2, 3, 4)
+"""Places along the second dimension: two values fall together, one place gets none."""
+
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.amax(),
     lambda x: x.amin(keepdim=True),
@@ -211,6 +215,11 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda x: scattered(x, 1, 2, 3, 4),
     lambda x: scattered(x, 2, 1, 2, 3),
     lambda x: scattered(x, -1, 2, 1, 2),
+    *(
+        lambda x, how=how, own=own: x.scatter_reduce(1, FALLING, x * 3 + 1, how, include_self=own) + 9
+        for how in ("mean", "sum", "amax")
+        for own in (True, False)
+    ),
     lambda x: torch.sort(x.round(), dim=1, stable=True)[0],
     lambda x: torch.argsort((x / 4).round(), stable=True, descending=True),
     lambda x: torch.argsort((x / 4).long(), dim=0, stable=True),
