@@ -86,9 +86,16 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, content in kept:
                 if not buffer.is_leaf and content.is_leaf:  # forward wrote what has a gradient
                     buffer.detach_()
-                buffer.copy_(content)
+                if not _is_expanded(buffer):  # torch writes to none that is
+                    buffer.copy_(content)
                 if getattr(module, name) is not buffer:  # forward assigned another tensor
                     setattr(module, name, buffer)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor are one number in memory, as of ``torch.ones(1).expand(4)``."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout is torch.strided else ()
+    return any(stride == 0 and size > 1 for stride, size in pairs)
 
 
 def users_modules(model: nn.Module) -> list[nn.Module]:

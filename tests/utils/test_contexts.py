@@ -194,3 +194,17 @@ def test_dropout_of_a_gpu_draws_the_numbers_of_dropout_in_place() -> None:
     assert torch.equal(found, expected)
     assert torch.equal(mask, expected != 0)
     assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)))
+
+
+def test_an_expanded_buffer_is_left_as_it_is():
+    model = nn.Module()
+    model.register_buffer("index", torch.tensor([0, 2]).expand(3, 2))
+    model.register_buffer("listed", torch.eye(2).to_sparse())
+    model.register_buffer("count", torch.zeros(2))
+    held = dict(model.named_buffers())
+    with buffers_kept(model):
+        model.count += 1
+        model.index = torch.zeros(3, 2)
+    assert all(model.get_buffer(name) is tensor for name, tensor in held.items())
+    assert model.index.tolist() == [[0, 2]] * 3
+    assert model.count.tolist() == [0, 0]
