@@ -18,6 +18,7 @@ import onnxscript
 import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_mean_dim
 from torch import fx, nn
 
 from fxqat.errors import ExportError
@@ -351,8 +352,11 @@ def _amin(x: Any, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
 
 
 def _mean(x: Any, dim: Sequence[int] | None = None, keepdim: bool = False, dtype: int | None = None) -> Any:
-    values: Any = x if dtype is None else op.Cast(x, to=dtype)
-    return op.ReduceMean(values, *_axes(dim or ()), keepdims=keepdim)
+    if dtype is not None:  # torch's own converts the mean of integers, which is one, too
+        shape = x.shape
+        x = op.Cast(x, to=dtype)
+        x.shape, x.dtype = shape, ir.DataType(dtype)
+    return aten_mean_dim(x, dim, keepdim) if dim else op.ReduceMean(x, keepdims=keepdim)
 
 
 def _prod(x: Any, dims: Sequence[int] = (), output_dtype: int | None = None) -> Any:
