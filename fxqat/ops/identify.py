@@ -18,7 +18,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
-from fxqat.utils.fx_graph import called_module
+from fxqat.utils.fx_graph import argument, called_module
 from fxqat.utils.node_meta import INFINITE, kind_of
 from fxqat.utils.own_forward import type_of
 from fxqat.utils.training_only import is_idle
@@ -129,7 +129,7 @@ def _attribute(node: fx.Node) -> Op:
 
 def _pad(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     position = 2 if node.target is torch.constant_pad_nd else 3
-    value = getattr(module, "value", 0) if module is not None else _argument(node, position, "value", 0)
+    value = getattr(module, "value", 0) if module is not None else argument(node, position, "value", 0)
     return op if value in (0, 0.0, None) else _bounded(UNKNOWN, value)
 
 
@@ -139,13 +139,13 @@ def _interpolate(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 def _max_pool(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     position = 2 if op.name.startswith("adaptive") else 6
-    return UNKNOWN if getattr(module, "return_indices", False) or _argument(node, position, "return_indices", 0) else op
+    return UNKNOWN if getattr(module, "return_indices", False) or argument(node, position, "return_indices", 0) else op
 
 
 def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     if node.target not in (torch.max, torch.min, "max", "min"):
         return op  # amax and amin return values only
-    second = _argument(node, 1, "dim", None)
+    second = argument(node, 1, "dim")
     is_tensor = isinstance(second, fx.Node) and kind_of(second) != "plain"
     if is_tensor or "other" in node.kwargs:
         return _BY_NAME[f"{op.name}imum"]
@@ -164,7 +164,7 @@ def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 
 def _fill(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
-    value = _argument(node, 2, "value", None)
+    value = argument(node, 2, "value")
     if value in (0, 0.0) and not isinstance(value, fx.Node):
         return replace(op, family=PASS_THROUGH)
     return _bounded(op, value)
@@ -188,7 +188,7 @@ def _mul(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
 
 def _constructor(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     if node.target in (torch.full, torch.full_like, "new_full"):
-        return _bounded(op, _argument(node, 2 if node.op == "call_method" else 1, "fill_value", None))
+        return _bounded(op, argument(node, 2 if node.op == "call_method" else 1, "fill_value"))
     return op
 
 
@@ -229,12 +229,6 @@ def gives_indices(op: Op) -> bool:
     return op.gives_tuple and op.family != RECURRENT and op.name != "split"
 
 
-def _argument(node: fx.Node, position: int, keyword: str, default: Any) -> Any:
-    if keyword in node.kwargs:
-        return node.kwargs[keyword]
-    return node.args[position] if len(node.args) > position else default
-
-
 def operands(node: fx.Node, op: Op) -> list[Any]:
     """The arguments of a call that can be quantized values, positional or keyword, in the order of the op."""
     found = list(node.args[: op.inputs])
@@ -253,7 +247,7 @@ def poles(node: fx.Node, op: Op) -> list[Any]:
 def interpolation_mode(node: fx.Node) -> str:
     """The mode of a call of ``interpolate`` or of a module ``Upsample``."""
     module = called_module(node)
-    return str(module.mode if isinstance(module, nn.Upsample) else _argument(node, 3, "mode", "nearest"))
+    return str(module.mode if isinstance(module, nn.Upsample) else argument(node, 3, "mode", "nearest"))
 
 
 NO_WRITES = (

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import PackedSequence
 from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer
 from fxqat.nn.unrolled import linear_of, unroll
-from fxqat.utils.fx_graph import called_module, set_module
+from fxqat.utils.fx_graph import argument, called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
 from fxqat.utils.torch_compat import has_hooks
@@ -82,13 +82,9 @@ def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
         return PROJECTS
     if has_hooks(module):
         return why_hooks_forbid(module)
-    x = _argument(node, 0, "input")
+    x = argument(node, 0, "input")
     is_tensor = isinstance(x, fx.Node) and kind_of(x) in (None, "float") and x.target is not PackedSequence
     return "" if is_tensor else NOT_A_TENSOR
-
-
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def _layers(module: nn.RNNBase) -> nn.Module:
@@ -150,7 +146,7 @@ class _Splitter:
 
     def split(self) -> None:
         """Replace the call."""
-        x: fx.Node = _argument(self.node, 0, "input")
+        x: fx.Node = argument(self.node, 0, "input")
         has_batch = len(x.meta.get(SHAPE, (0, 0, 0))) == 3
         time_first = self.module.batch_first is False or not has_batch
         with self.gm.graph.inserting_before(self.node):
@@ -181,7 +177,7 @@ class _Splitter:
         return made
 
     def _initial_states(self) -> list[fx.Node]:
-        given = _argument(self.node, 1, "hx")
+        given = argument(self.node, 1, "hx")
         if given is None:
             return []
         if CELLS[self.module.mode].num_states == 1:
@@ -216,7 +212,7 @@ class _Splitter:
     @property
     def steps(self) -> int:
         """The number of steps on the example inputs."""
-        shape = _argument(self.node, 0, "input").meta.get(SHAPE)
+        shape = argument(self.node, 0, "input").meta.get(SHAPE)
         if shape is None:
             raise ConfigError(f"{self.node.target} is to be unrolled: prepare with example_inputs, which fix its steps")
         return int(shape[1 if len(shape) == 3 and self.module.batch_first else 0])

@@ -118,6 +118,11 @@ def calls_of(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
     return calls
 
 
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, which may be passed by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
 def only_user(node: fx.Node) -> fx.Node | None:
     """The only node that reads this node, None if there are none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None

@@ -28,7 +28,7 @@ from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.equalize import by_input, check_not_calibrated, multiply_inputs
 from fxqat.utils.batches import check_batches, read_batch
 from fxqat.utils.contexts import eval_mode, hooked
-from fxqat.utils.fx_graph import attribute_of, called_module, calls_of, only_user
+from fxqat.utils.fx_graph import argument, attribute_of, called_module, calls_of, only_user
 from fxqat.utils.node_meta import SHAPE, Kind
 from fxqat.utils.train_eval_graph import eval_or_train
 
@@ -216,7 +216,7 @@ def _of_norm(gm: QuantGraphModule, node: fx.Node) -> tuple[Tensor, ...]:
     if module is not None:
         given = [getattr(module, name, None) for name in ("weight", "bias")]
     else:
-        read = [_argument(node, 2, "weight"), _argument(node, 3, "bias")]
+        read = [argument(node, 2, "weight"), argument(node, 3, "bias")]
         given = [
             attribute_of(gm, each) if isinstance(each, fx.Node) and each.op == "get_attr" else each for each in read
         ]
@@ -258,10 +258,10 @@ def _keeps_last(node: fx.Node, channels: int) -> bool:
     if name == "reshape":
         return True
     if name == "pad":
-        amounts, value = _argument(node, 1, "pad"), _argument(node, 3, "value")
-        return list(amounts or ())[:2] == [0, 0] and not value and _argument(node, 2, "mode") in (None, "constant")
+        amounts, value = argument(node, 1, "pad"), argument(node, 3, "value")
+        return list(amounts or ())[:2] == [0, 0] and not value and argument(node, 2, "mode") in (None, "constant")
     if name == "roll":
-        dims = _argument(node, 2, "dims")
+        dims = argument(node, 2, "dims")
         return dims is not None and last.isdisjoint(dims if isinstance(dims, (tuple, list)) else (dims,))
     if name != "permute" or node.kwargs:
         return False
@@ -269,7 +269,3 @@ def _keeps_last(node: fx.Node, channels: int) -> bool:
     if getattr(node.target, "__name__", node.target) == "permute":
         return dims[-1] in last
     return len(dims) == 2 and last.isdisjoint(dims)
-
-
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)
