@@ -20,11 +20,12 @@ import torchvision  # noqa: F401  defines torch.ops.torchvision
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops.core import aten_mean_dim
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
-from fxqat.onnx import scatters, stacks
+from fxqat.onnx import recurrent_layers, scatters, stacks
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.onnx.closed_queries import attention
 from fxqat.quantization.dynamic_sizes import OpenSizes
@@ -32,7 +33,7 @@ from fxqat.quantization.exported_parts import ExportedParts
 from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
 from fxqat.utils.contexts import collector_paused
-from fxqat.utils.fx_graph import called_module
+from fxqat.utils.fx_graph import called_module, nodes_in
 from fxqat.utils.torch_compat import (
     ADAPTIVE_AVG_POOL2D,
     ADAPTIVE_AVG_POOL3D,
@@ -111,15 +112,17 @@ def run_exporter(
                 model = export(module)
         except Exception as cause:  # the exporter wraps every kind of failure
             leaves, why = leaf_calls(module), without_groups(_reason(cause))
+            remedy = _remedy(why, module)
             called = ", ".join(dict.fromkeys(str(leaf.target) for leaf in leaves))
             pool = next((error for error in _chain(cause) if isinstance(error, OpenWindowsError)), None)
             if pool is not None:
                 raise ExportError(f"{' or '.join(_pools(module, pool.kind)) or 'a pool'}: {pool}") from cause
             if sizes is not None:
-                remedy = _remedy(why) or sizes.cause
-                raise ExportError(f"torch.onnx.export failed with open sizes: {why}\n{remedy}") from cause
+                raise ExportError(
+                    f"torch.onnx.export failed with open sizes: {why}\n{remedy or sizes.cause}"
+                ) from cause
             if not leaves:
-                raise ExportError(f"torch.onnx.export failed: {why}\n{_remedy(why)}".rstrip()) from cause
+                raise ExportError(f"torch.onnx.export failed: {why}\n{remedy}".rstrip()) from cause
             try:
                 model = export(torch.export.export(fix_leaf_sizes(module, inputs), inputs, strict=True))
             except Exception:  # noqa: BLE001  the first failure says more
@@ -171,8 +174,8 @@ def _reason(cause: Exception) -> str:
     return CLASS.sub("", "\n".join(lines)) if title else message
 
 
-def _remedy(why: str) -> str:
-    """What helps against the known failures; empty for any other."""
+def _remedy(why: str, module: nn.Module) -> str:
+    """What helps against the known failures to write a module; empty for any other."""
     if missing := NO_TRANSLATION.search(why):
         name = f"torch.ops.{'.'.join(missing.groups())}"
         return (
@@ -181,10 +184,11 @@ def _remedy(why: str) -> str:
         )
     if given := NO_TENSOR.search(why):
         return f"The model returns a value of the type {given[1]}, a file returns tensors only: leave out that value."
-    if PACKED.search(why):
+    packs = any(node.target in (PackedSequence, pack_padded_sequence) for node in nodes_in(module))
+    if packs or PACKED.search(why):
         return (
-            "A packed sequence has no ONNX: pad the sequences, and mask what follows their ends instead of calling "
-            "pack_padded_sequence."
+            "A packed sequence has no ONNX: let only nn.LSTM, nn.GRU, nn.RNN and pad_packed_sequence read what "
+            "pack_padded_sequence returns, or pad the sequences and mask what follows their ends."
         )
     if GROUPED_PRODUCT.search(why):
         return (
@@ -231,14 +235,15 @@ def _is_noise(warning: warnings.WarningMessage) -> bool:
 def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
     """A fresh table for ``torch.onnx.export(custom_translation_table=...)``.
 
-    Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; LSTM, GRU and RNN, opset 14; MaxRoiPool,
+    Source: ONNX DequantizeLinear, opset 13; DynamicQuantizeLinear, opset 11; MaxRoiPool,
     opset 1; ReduceMax, ReduceMin, ReduceMean, ReduceProd, ReduceL1 and ReduceL2, opset 18; LeakyRelu, opset 16;
     BatchNormalization, opset 15; Cast, opset 13; AveragePool, Conv, ConvTranspose and TopK, opset 11; Concat and
     Unsqueeze, opset 13; and those of ``fxqat.onnx``.
     """
     return {
         torch.ops.fxqat.dynamic_quantize_dequantize.default: _dynamic_quantize_dequantize,
-        torch.ops.fxqat.recurrent.default: _recurrent,
+        torch.ops.fxqat.recurrent.default: recurrent_layers.recurrent,
+        torch.ops.fxqat.up_to_longest.default: recurrent_layers.up_to_longest,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
         # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
@@ -307,26 +312,6 @@ def user_translations(given: Mapping[Any, Callable[..., Any]] | None) -> dict[Ca
 def _dynamic_quantize_dequantize(x: onnxscript.onnx_types.FLOAT) -> Any:
     q, scale, zero_point = op.DynamicQuantizeLinear(x)
     return op.DequantizeLinear(q, scale, zero_point)
-
-
-def _recurrent(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any, mode: str, directions: int) -> tuple[Any, Any, Any]:
-    hidden, rows = int(r.shape[-1]), [directions, -1]
-    w, r = (_as_shape(t, [*rows, int(t.shape[-1])]) if len(t.shape) == 2 else t for t in (w, r))
-    b = _as_shape(b, rows) if b is not None and len(b.shape) == 1 else b
-    options: dict[str, Any] = {"hidden_size": hidden, "direction": ("forward", "bidirectional")[directions - 1]}
-    if mode == "LSTM":
-        return op.LSTM(x, w, r, b, None, h, c, **options)
-    if mode == "GRU":
-        y, last = op.GRU(x, w, r, b, None, h, linear_before_reset=1, **options)
-    else:
-        activation = {"RNN_TANH": "Tanh", "RNN_RELU": "Relu"}[mode]
-        y, last = op.RNN(x, w, r, b, None, h, activations=[activation] * directions, **options)
-    return y, last, last
-
-
-def _as_shape(x: Any, shape: Sequence[int]) -> Any:
-    sizes: Any = op.Constant(value_ints=list(shape))
-    return op.Reshape(x, sizes)
 
 
 def _roi_pool(

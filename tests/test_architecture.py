@@ -277,6 +277,7 @@ GRAPH_PASSES = (
     "quantization.standardize",
     "quantization.in_place",
     "quantization.split_ops",
+    "quantization.packed_sequences",
     "quantization.split_recurrent",
     "quantization.fuse",
     "quantization.insert",

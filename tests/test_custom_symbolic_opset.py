@@ -140,6 +140,7 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
     assert set(first) == {
         torch.ops.fxqat.dynamic_quantize_dequantize.default,
         torch.ops.fxqat.recurrent.default,
+        torch.ops.fxqat.up_to_longest.default,
         torch.ops.torchvision.roi_pool.default,
         torch.ops.aten.amax.default,
         torch.ops.aten.amin.default,

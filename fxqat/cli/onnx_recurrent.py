@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 """The number of each of torch's gates among those of ONNX."""
@@ -33,19 +34,29 @@ class Recurrent(nn.Module):
         layer: a layer of one or both directions.
         is_reverse: whether its one direction is the reverse one.
         outputs: number of outputs of the operator that are in use, from the first.
+        has_lengths: whether it is called with the number of steps of each sample.
     """
 
-    def __init__(self, layer: nn.RNNBase, is_reverse: bool, outputs: int) -> None:
+    def __init__(self, layer: nn.RNNBase, is_reverse: bool, outputs: int, has_lengths: bool) -> None:
         super().__init__()
-        self.layer, self.is_reverse, self.outputs = layer, is_reverse, outputs
+        self.layer, self.is_reverse, self.outputs, self.has_lengths = layer, is_reverse, outputs, has_lengths
 
-    def forward(
-        self, x: Tensor, initial_h: Tensor | None = None, initial_c: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Values ``(T, N, C)`` to outputs ``(T, directions, N, H)``, and the last states ``(directions, N, H)``."""
-        state: Any = initial_h if initial_c is None else (initial_h, initial_c)
-        y, last = self.layer(x.flip(0) if self.is_reverse else x, state)
-        y = y.flip(0) if self.is_reverse else y
+    def forward(self, x: Tensor, *given: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Values ``(T, N, C)`` to outputs ``(T, directions, N, H)``, and the last states ``(directions, N, H)``.
+
+        Args:
+            x: the values.
+            given: the lengths, ``(N,)``, if it has them, then the states at the start.
+        """
+        states = given[1:] if self.has_lengths else given
+        state: Any = states if len(states) == 2 else next(iter(states), None)
+        if self.has_lengths:
+            packed = pack_padded_sequence(x, given[0].cpu(), enforce_sorted=False)
+            y, last = self.layer(packed, state)
+            y, _ = pad_packed_sequence(y, total_length=x.shape[0])
+        else:
+            y, last = self.layer(x.flip(0) if self.is_reverse else x, state)
+            y = y.flip(0) if self.is_reverse else y
         y = y.unflatten(-1, (2 if self.layer.bidirectional else 1, self.layer.hidden_size)).transpose(1, 2)
         return y if self.outputs == 1 else (y, *(last if isinstance(last, tuple) else (last,)))[: self.outputs]
 
@@ -71,7 +82,7 @@ def _convert(node: Any, graph: Any) -> Any:
     number = 2 if direction == "bidirectional" else 1
     functions = attributes.get("activations", ACTIVATIONS[kind][0] * number)
     refused = [key for key, value in REFUSED.items() if attributes.get(key, value) != value]
-    refused += ["sequence_lens"] if lengths else []
+    refused += ["sequence_lens and direction='reverse'"] if lengths and direction == "reverse" else []
     refused += ["peepholes"] if peepholes else []
     refused += ["activations"] if functions not in [each * number for each in ACTIVATIONS[kind]] else []
     refused += ["linear_before_reset=0"] if kind == "GRU" and not attributes.get("linear_before_reset", 0) else []
@@ -94,7 +105,8 @@ def _convert(node: Any, graph: Any) -> Any:
     states = [initial_h, *([initial_c] if kind == "LSTM" else [])]
     states = [] if all(_is_zero(name, graph) for name in states) else states
     return OperationConverterResult(
-        Recurrent(layer, direction == "reverse", len(node.output_values)), OnnxMapping((x, *states), node.output_values)
+        Recurrent(layer, direction == "reverse", len(node.output_values), bool(lengths)),
+        OnnxMapping((x, *([lengths] if lengths else []), *states), node.output_values),
     )
 
 

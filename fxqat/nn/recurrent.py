@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
@@ -88,18 +89,20 @@ class RecurrentLayer(nn.Module):
         """LSTM, GRU or RNN."""
         return CELLS[self.mode]
 
-    def forward(self, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *states: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
         """Apply the layer.
 
         Args:
             x: ``(T, N, I)``.
             states: hidden state and, for an LSTM, cell state at the start, each ``(D, N, H)``; zeros by default.
+            lengths: the number of steps of each sample, integers ``(N,)``; T by default.
 
         Returns:
-            The hidden states of all steps, ``(T, D, N, H)``, and the states at the end, each ``(D, N, H)``.
+            The hidden states of all steps, ``(T, D, N, H)``, and the states at the end, each ``(D, N, H)``. After the
+            end of a sample its hidden states are zeros.
         """
         self._check(x)
-        return run_layer(self.mode, x, states, self._given(), self.training)
+        return run_layer(self.mode, x, states, self._given(), self.training, lengths)
 
     def stacked(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters as ONNX takes them, ``W``, ``R`` and ``B`` (None without bias), in at least float32."""
@@ -152,6 +155,7 @@ class QATRecurrentLayer(RecurrentLayer):
         self,
         x: Tensor,
         *states: Tensor,
+        lengths: Tensor | None = None,
         input_fake_quant: FakeQuantizeBase | None = None,
         dynamic_input: str | None = None,
     ) -> tuple[Tensor, ...]:
@@ -160,20 +164,21 @@ class QATRecurrentLayer(RecurrentLayer):
         Args:
             x: the input, quantized or not.
             states: the states at the start.
+            lengths: the number of steps of each sample.
             input_fake_quant: the fake-quant that produced x, None if x is float; the bias scale depends on it.
             dynamic_input: not None if an LSTM quantizes the input and the hidden state of each step at run time.
         """
         self._check(x)
         self._observe()
         if not (self.weight_ih_fake_quant.fake_quant_enabled or self.weight_hh_fake_quant.fake_quant_enabled):
-            return super().forward(x, *states)
+            return super().forward(x, *states, lengths=lengths)
         quants = (*self.weight_fake_quants(), input_fake_quant)
         w, r, b = deployed(self, quants, lambda: self.deployed_tensors(input_fake_quant))
         w, r, b = w.to(x.dtype), r.to(x.dtype), b if b is None else b.to(x.dtype)
         if dynamic_input is not None:
-            return dynamic_lstm(x, states, w, r, b)
+            return dynamic_lstm(x, states, w, r, b, lengths)
         given = unstacked(self.mode, len(self.names), w, r, b)
-        return run_layer(self.mode, x, states, given, self.training)
+        return run_layer(self.mode, x, states, given, self.training, lengths)
 
     def weight_fake_quants(self) -> list[FakeQuantizeBase]:
         """The fake-quants of the layer's weights, ``W`` and ``R``."""
@@ -230,6 +235,25 @@ class QATRecurrentLayer(RecurrentLayer):
                     quant.observed_state = state
 
 
+class StepDropout(nn.Dropout):
+    """Dropout between two layers. Of samples of several lengths it drops values of their own steps, as torch does.
+
+    torch draws a number for each value of the packed sequence, sorted by the lengths.
+    """
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Drop values in training.
+
+        Args:
+            x: ``(T, N, ...)``, zeros after the end of a sample.
+            lengths: the number of steps of each sample, ``(N,)``; None if all have T.
+        """
+        if lengths is None or not self.training:
+            return super().forward(x)
+        packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        return _padded(packed, super().forward(packed.data), x.shape[0])
+
+
 def _reordered(tensor: Tensor, gates: Sequence[int]) -> Tensor:
     """A parameter of one direction with its gates in another order."""
     parts = tensor.chunk(len(gates))
@@ -247,7 +271,12 @@ def unstacked(mode: str, directions: int, w: Tensor, r: Tensor, b: Tensor | None
 
 
 def run_layer(
-    mode: str, x: Tensor, states: Sequence[Tensor], given: Sequence[Sequence[Tensor]], training: bool = False
+    mode: str,
+    x: Tensor,
+    states: Sequence[Tensor],
+    given: Sequence[Sequence[Tensor]],
+    training: bool = False,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """One recurrent layer of torch.
 
@@ -257,23 +286,67 @@ def run_layer(
         states: ``(D, N, H)`` each; empty for zeros.
         given: for each direction the two weights, then the two biases if it has any.
         training: whether the layer is trained.
+        lengths: the number of steps of each sample, ``(N,)``; None if all have T.
 
     Returns:
         As :meth:`RecurrentLayer.forward`.
     """
     cell, directions, hidden = CELLS[mode], len(given), given[0][1].shape[1]
     states = states or [x.new_zeros(directions, x.shape[1], hidden)] * cell.num_states
-    first: Any = list(states) if cell.num_states == 2 else states[0]
-    options = (len(given[0]) == 4, 1, 0.0, training, directions == 2, False)
-    y, *last = cell.function(x, first, list(chain(*given)), *options)
+    options = (len(given[0]) == 4, 1, 0.0, training, directions == 2)
+    parameters = list(chain(*given))
+    if lengths is None:
+        y, *last = cell.function(x, _as_given(states), parameters, *options, False)
+    else:
+        packed = pack_padded_sequence(x, lengths.cpu(), enforce_sorted=False)
+        order, back = packed.sorted_indices, packed.unsorted_indices
+        assert order is not None  # as enforce_sorted is False
+        assert back is not None
+        first = _as_given([state.index_select(1, order) for state in states])
+        y, *last = cell.function(packed.data, packed.batch_sizes, first, parameters, *options)
+        y = _padded(packed, y, x.shape[0])
+        last = [state.index_select(1, back) for state in last]
     return y.unflatten(2, (directions, hidden)).transpose(1, 2), *last
 
 
-def dynamic_lstm(x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None) -> tuple[Tensor, ...]:
+def _padded(packed: PackedSequence, values: Tensor, steps: int) -> Tensor:
+    """Other values of a packed sequence, padded with zeros, ``(steps, N, ...)``."""
+    sequence = PackedSequence(values, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+    return pad_packed_sequence(sequence, total_length=steps)[0]
+
+
+def _as_given(states: Sequence[Tensor]) -> Any:
+    """The states at the start as torch's functions take them."""
+    return list(states) if len(states) == 2 else states[0]
+
+
+def has_step(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Whether a sample has a step, ``(T, N)``.
+
+    Args:
+        x: ``(T, N, ...)``.
+        lengths: the number of steps of each sample, ``(N,)``; None if all have T.
+    """
+    numbers = torch.arange(x.shape[0], device=x.device).unsqueeze(1).expand(x.shape[:2])
+    return numbers < (x.shape[0] if lengths is None else lengths.to(x.device))
+
+
+def _backwards(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """The steps of each sample in the opposite order, ``(T, N, C)``; what follows their end is not defined."""
+    if lengths is None:
+        return x.flip(0)
+    steps = torch.arange(x.shape[0], device=x.device).unsqueeze(1)
+    return x.gather(0, (lengths.to(x.device) - 1 - steps).clamp_min(0).unsqueeze(2).expand_as(x))
+
+
+def dynamic_lstm(
+    x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: Tensor | None, lengths: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """An LSTM that quantizes at run time, as ONNX Runtime's DynamicQuantizeLSTM computes it.
 
-    The input of all steps has one range, and the hidden states of all samples have one in each step. (With several
-    threads ONNX Runtime gives each thread's samples their own.)
+    The input has one range, of the steps up to the longest sample's, and the hidden states of all samples have one in
+    each step; after the end of a sample they are zeros, as in the operator that writes the output of all steps. (With
+    several threads ONNX Runtime gives each thread's samples their own.)
 
     Args:
         x: ``(T, N, I)``.
@@ -281,35 +354,54 @@ def dynamic_lstm(x: Tensor, states: Sequence[Tensor], w: Tensor, r: Tensor, b: T
         w: ``(D * 4 * H, I)``, its values rounded; gates in ONNX's order.
         r: ``(D * 4 * H, H)``, the same.
         b: ``(D * 8 * H,)``, or None.
+        lengths: the number of steps of each sample, ``(N,)``; None if all have T.
 
     Returns:
         As :meth:`RecurrentLayer.forward`.
 
     Source: ONNX Runtime, contrib operator com.microsoft.DynamicQuantizeLSTM, version 1.
     """
-    hidden = r.shape[1]
+    hidden, num_steps = r.shape[1], x.shape[0]
     directions = r.shape[0] // (4 * hidden)
     h, c = states or [x.new_zeros(directions, x.shape[1], hidden)] * 2
-    rounded = DynamicQuantizeSTE.apply(x)
+    x = x if lengths is None else x[: int(lengths.max())]
+    rounded, runs = DynamicQuantizeSTE.apply(x), has_step(x, lengths).unsqueeze(2)
     outputs, last = [], []
     for d in range(directions):
         w_d, r_d = w.chunk(directions)[d], r.chunk(directions)[d]
         bias = None if b is None else b.chunk(directions)[d].unflatten(0, (2, -1)).sum(0)
         products = F.linear(rounded, w_d, bias)
-        state, cell, steps = h[d], c[d], list(products.flip(0) if d else products)
-        for t, product in enumerate(steps):
-            gates = product + F.linear(DynamicQuantizeSTE.apply(state), r_d)
+        state, cell = h[d], c[d]
+        steps: list[Tensor] = []
+        for t, product in enumerate(_backwards(products, lengths) if d else products):
+            gates = product + F.linear(DynamicQuantizeSTE.apply(steps[-1] if steps else state), r_d)
             i, o, f, new = gates.chunk(4, -1)
-            cell = f.sigmoid() * cell + i.sigmoid() * new.tanh()
-            steps[t] = state = o.sigmoid() * cell.tanh()
-        outputs.append(torch.stack(steps[::-1] if d else steps))
+            next_cell = f.sigmoid() * cell + i.sigmoid() * new.tanh()
+            output = o.sigmoid() * next_cell.tanh()
+            if lengths is None:
+                state, cell = output, next_cell
+            else:
+                state, cell = torch.where(runs[t], output, state), torch.where(runs[t], next_cell, cell)
+                output = output.where(runs[t], 0)
+            steps.append(output)
+        y = torch.stack(steps)
+        outputs.append(_backwards(y, lengths).where(runs, 0) if d else y)
         last.append((state, cell))
-    return torch.stack(outputs, 1), *(torch.stack(states) for states in zip(*last, strict=True))
+    y = F.pad(torch.stack(outputs, 1), (0, 0, 0, 0, 0, 0, 0, num_steps - x.shape[0]))
+    return y, *(torch.stack(states) for states in zip(*last, strict=True))
 
 
 @torch.library.custom_op("fxqat::recurrent", mutates_args=())
 def recurrent(
-    x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, h: Tensor | None, c: Tensor | None, mode: str, directions: int
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    mode: str,
+    directions: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ONNX's operator for a recurrent layer, with its arguments and its results.
 
@@ -318,6 +410,7 @@ def recurrent(
         w: ``(D, G * H, I)`` or ``(D * G * H, I)``.
         r: ``(D, G * H, H)`` or ``(D * G * H, H)``.
         b: ``(D, 2 * G * H)`` or ``(D * 2 * G * H,)``; None for zeros.
+        lengths: the number of steps of each sample, integers ``(N,)``; None for T.
         h: the hidden state at the start, ``(D, N, H)``; None for zeros.
         c: the same for the cell state.
         mode: key of :data:`CELLS`.
@@ -328,13 +421,51 @@ def recurrent(
     """
     w, r = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (w, r))
     given = unstacked(mode, directions, w, r, None if b is None else b.flatten())
-    y, *last = run_layer(mode, x, [state for state in (h, c) if state is not None], given)
+    y, *last = run_layer(mode, x, [state for state in (h, c) if state is not None], given, lengths=lengths)
     return y.contiguous(), last[0].clone(), last[-1].clone()
 
 
 @recurrent.register_fake
 def _(
-    x: Tensor, w: Tensor, r: Tensor, b: Tensor | None, h: Tensor | None, c: Tensor | None, mode: str, directions: int
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    mode: str,
+    directions: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     last = x.new_empty(directions, x.shape[1], r.shape[-1])
     return x.new_empty(x.shape[0], directions, x.shape[1], r.shape[-1]), last, torch.empty_like(last)
+
+
+@torch.library.custom_op("fxqat::up_to_longest", mutates_args=())
+def up_to_longest(x: Tensor, lengths: Tensor) -> Tensor:
+    """The steps that at least one sample has.
+
+    Args:
+        x: ``(T, N, ...)``.
+        lengths: the number of steps of each sample, integers ``(N,)``.
+
+    Returns:
+        The first of the T steps, as many as the longest sample has.
+    """
+    return x[: int(lengths.max())].clone()
+
+
+@up_to_longest.register_fake
+def _(x: Tensor, lengths: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), *x.shape[1:])
+
+
+def _keep_steps(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.left_out = inputs[0].shape[0] - output.shape[0]
+
+
+def _steps_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.cat([grad, grad.new_zeros(ctx.left_out, *grad.shape[1:])]), None
+
+
+up_to_longest.register_autograd(_steps_backward, setup_context=_keep_steps)

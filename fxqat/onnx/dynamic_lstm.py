@@ -5,7 +5,9 @@ quantizes its input and the hidden state of each step itself:
 
 1. it reads the input before DynamicQuantizeLinear, which vanishes;
 2. its weights are transposed, ``(directions, inputs, 4 * hidden)``, and their scales and zero points are ``(directions,
-   4 * hidden)``, or ``(directions,)`` for one scale.
+   4 * hidden)``, or ``(directions,)`` for one scale;
+3. its output is written even if nothing reads it, if it has lengths: without the output, the range of the hidden states
+   includes the last ones of the samples that have ended.
 
 Source: ONNX Runtime, contrib operator com.microsoft.DynamicQuantizeLSTM, version 1.
 """
@@ -55,6 +57,8 @@ def _replace(graph: ir.Graph, node: ir.Node) -> None:
     for old, value in zip(node.outputs, new.outputs, strict=True):
         value.name, value.type, value.shape = old.name, old.type, old.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], [new], node.outputs, new.outputs)
+    if inputs[4] is not None and not new.outputs[0].name:  # case 3
+        new.outputs[0].name = f"{new.outputs[1].name or new.outputs[2].name}_of_all_steps"
     remove_unread(graph, unread)
 
 

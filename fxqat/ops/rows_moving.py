@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torchvision.ops import RoIPool, StochasticDepth, roi_pool
 
+from fxqat.nn.recurrent import StepDropout
 from fxqat.ops.assign_item import assign_item
 from fxqat.ops.families import (
     CONCAT,
@@ -87,6 +88,7 @@ SELECTING: tuple[Op, ...] = (
     _move("select", functions="select narrow", tensor="select narrow"),
     _move("index_select", functions="index_select", tensor="index_select"),
     _move("gather", functions="gather take_along_dim take", tensor="gather take_along_dim take"),
+    Op("up_to_longest", PASS_THROUGH, (), (torch.ops.fxqat.up_to_longest,)),
     _move("masked_select", functions="masked_select", tensor="masked_select"),
     _move(
         "split",
@@ -109,7 +111,7 @@ NOTHING: tuple[Op, ...] = (
     Op("to", IDENTITY, (), (), methods("to float type_as")),
     Op("identity", IDENTITY, (nn.Identity,)),
     Op("eval_or_train", IDENTITY, (), (eval_or_train,)),
-    Op("dropout", IDENTITY, (nn.Dropout,), (F.dropout,)),
+    Op("dropout", IDENTITY, (nn.Dropout, StepDropout), (F.dropout,)),
     Op("dropout1d", IDENTITY, (nn.Dropout1d,), (F.dropout1d,)),
     Op("dropout2d", IDENTITY, (nn.Dropout2d,), (F.dropout2d,)),
     Op("dropout3d", IDENTITY, (nn.Dropout3d,), (F.dropout3d,)),

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.tracing.function_leaf import NOT_USER_PACKAGES, FunctionLeaf
-from fxqat.utils.fx_graph import called_module
+from fxqat.utils.fx_graph import called_module, nodes_in
 from fxqat.utils.torch_compat import CHECK
 
 
 def leaf_calls(module: nn.Module) -> list[fx.Node]:
     """The calls of functions and modules that were not traced; none if the module is no graph."""
-    graph = module.graph if isinstance(module, fx.GraphModule) else fx.Graph()
-    return [node for node in graph.nodes if _is_leaf(called_module(node))]
+    return [node for node in nodes_in(module) if _is_leaf(called_module(node))]
 
 
 def fix_leaf_sizes(gm: nn.Module, inputs: tuple[Any, ...]) -> fx.GraphModule:

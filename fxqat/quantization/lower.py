@@ -287,7 +287,7 @@ class _Lowering:
             stored.append(self._bias(path, bias, b_scale, axis))
         with self.gm.graph.inserting_before(node):
             tensors = [*map(self.gm.graph.call_module, stored), None][:3]
-            arguments = (x, *tensors, h, c, layer.mode, directions)
+            arguments = (x, *tensors, node.kwargs.get("lengths"), h, c, layer.mode, directions)
             result = self.gm.graph.call_function(torch.ops.fxqat.recurrent.default, arguments)
         self._replace(node, result)
         self.replaced.add(path)

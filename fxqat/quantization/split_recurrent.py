@@ -6,7 +6,8 @@ only move values bring its input, states and outputs into the layout of torch:
 1. ``batch_first`` is a ``transpose`` before and behind, an input without a batch gets one;
 2. each layer gets its part of the states at the start, if the module is called with states;
 3. the two directions of a bidirectional layer are joined; dropout runs between two layers;
-4. who reads the state at the end of one layer reads it there; who reads all of them reads a ``cat``.
+4. who reads the state at the end of one layer reads it there; who reads all of them reads a ``cat``;
+5. a packed input is read padded, with the number of steps of each sample (``fxqat.quantization.packed_sequences``).
 
 On request a layer is unrolled instead over the steps of the example inputs (``fxqat.nn.unrolled``): then its
 operations are quantized one by one, and the graph is right for this number of steps only.
@@ -22,20 +23,21 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.proxy import GraphAppendingTracer
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from fxqat.errors import ConfigError
-from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer
+from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer, StepDropout
 from fxqat.nn.unrolled import linear_of, unroll
-from fxqat.utils.fx_graph import argument, called_module, set_module
+from fxqat.quantization.packed_sequences import gather_packing, packed_by, pad_directly
+from fxqat.utils.fx_graph import NodeTracer, argument, called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.weight_hooks import why_hooks_forbid
 
 PROJECTS = "has projections (proj_size), which ONNX's LSTM has not: unroll it"
-NOT_A_TENSOR = "its input is no tensor (a packed sequence): pad the sequences instead, pack_padded_sequence has no ONNX"
+NOT_A_TENSOR = "its input is no tensor, and was not packed by pack_padded_sequence"
+SEVERAL_LENGTHS = "its input is packed: it cannot be unrolled over the steps of all samples"
 LINEAR_LAYERS = {"ih": "of_input", "hh": "of_state", "hr": "projection"}
 """The names of the linear layers of an unrolled module, by the names of their weights."""
 
@@ -47,7 +49,8 @@ def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tu
 
     Args:
         gm: a standardized graph module.
-        form_of: for a call of a recurrent module, ``LAYER``, ``UNROLLED``, or ``WHOLE`` to leave it alone.
+        form_of: for a call of a recurrent module, ``LAYER``, ``UNROLLED``, or ``WHOLE`` to leave it alone unless its
+            input is packed, which only the layers can read without.
 
     Returns:
         The numbers of steps over which layers were unrolled.
@@ -55,13 +58,16 @@ def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tu
     Raises:
         ConfigError: a module is to be unrolled, and its number of steps is not known.
     """
+    gather_packing(gm.graph)
     made: dict[tuple[int, str], nn.Module] = {}
     forced: list[ForcedNumber] = []
     calls = [(node, module) for node in gm.graph.nodes if type(module := called_module(node)) in RECURRENT_TYPES]
     for node, module, form in [(node, module, form_of(node)) for node, module in calls]:
         assert isinstance(module, nn.RNNBase)
         if form == WHOLE:
-            continue
+            if packed_by(argument(node, 0, "input")) is None:
+                continue
+            form = LAYER  # case 5
         reason = why_whole(node, module, form)
         if reason:
             node.meta[KEPT_WHOLE] = reason
@@ -72,6 +78,7 @@ def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tu
         if form == UNROLLED:
             forced.append(ForcedNumber(f"steps of {node.target}", splitter.steps, line_of_node(node)))
         splitter.split()
+    pad_directly(gm.graph)
     gm.graph.lint()
     return tuple(forced)
 
@@ -83,8 +90,9 @@ def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
     if has_hooks(module):
         return why_hooks_forbid(module)
     x = argument(node, 0, "input")
-    is_tensor = isinstance(x, fx.Node) and kind_of(x) in (None, "float") and x.target is not PackedSequence
-    return "" if is_tensor else NOT_A_TENSOR
+    if packed_by(x) is not None:
+        return SEVERAL_LENGTHS if form == UNROLLED else ""
+    return "" if isinstance(x, fx.Node) and kind_of(x) in (None, "float") else NOT_A_TENSOR
 
 
 def _layers(module: nn.RNNBase) -> nn.Module:
@@ -95,7 +103,7 @@ def _layers(module: nn.RNNBase) -> nn.Module:
     for number in range(module.num_layers):
         parts[f"layer_{number}"] = RecurrentLayer(module, number)
         if module.dropout and number + 1 < module.num_layers:
-            parts[f"dropout_{number}"] = nn.Dropout(module.dropout).train(module.training)
+            parts[f"dropout_{number}"] = StepDropout(module.dropout).train(module.training)
     return nn.ModuleDict(parts).train(module.training)
 
 
@@ -113,17 +121,6 @@ def _unrolled_layers(module: nn.RNNBase) -> nn.Module:
     return nn.ModuleDict(parts).train(module.training)
 
 
-class _Tracer(GraphAppendingTracer):
-    """Appends nodes to a graph, each of which passes through a function."""
-
-    def __init__(self, graph: fx.Graph, meant: Callable[[fx.Node], fx.Node]) -> None:
-        super().__init__(graph)
-        self.meant = meant
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.meant(super().create_node(*args, **kwargs))
-
-
 class _Splitter:
     """Writes the nodes of one call of a recurrent module, before it.
 
@@ -139,6 +136,8 @@ class _Splitter:
         self.node = node
         self.module = module
         self.form = form
+        self.packed = packed_by(argument(node, 0, "input"))
+        self.lengths: dict[str, Any] = {} if self.packed is None else {"lengths": self.packed.lengths}
         self.directions = 2 if module.bidirectional else 1
         self.meta = {k: v for k, v in node.meta.items() if k not in (VALUE, SHAPE)}
         self.made: list[fx.Node] = []
@@ -146,9 +145,10 @@ class _Splitter:
 
     def split(self) -> None:
         """Replace the call."""
-        x: fx.Node = argument(self.node, 0, "input")
+        x: fx.Node = self.packed.values if self.packed is not None else argument(self.node, 0, "input")
         has_batch = len(x.meta.get(SHAPE, (0, 0, 0))) == 3
-        time_first = self.module.batch_first is False or not has_batch
+        batch_first = self.module.batch_first if self.packed is None else self.packed.batch_first
+        time_first = not batch_first or not has_batch
         with self.gm.graph.inserting_before(self.node):
             states = self._initial_states()
             if not has_batch:
@@ -159,7 +159,10 @@ class _Splitter:
             for number in range(self.module.num_layers):
                 x, final = self._layer(number, x, states)
                 finals.append(final)
-            if not time_first:
+            if self.packed is not None:
+                x = self._call(pack_padded_sequence, x, self.packed.lengths, False, self.packed.enforce_sorted)
+                x.meta[VALUE] = "object"
+            elif not time_first:
                 x = self._call(torch.transpose, x, 0, 1)
             if not has_batch:
                 x = self._call(torch.squeeze, x, 1)
@@ -191,7 +194,7 @@ class _Splitter:
         path = str(self.node.target)
         y, final = (self._unrolled if self.form == UNROLLED else self._operator)(number, x, states)
         if self.module.dropout and number + 1 < self.module.num_layers:
-            y = self._meant(self.gm.graph.call_module(f"{path}.dropout_{number}", (y,)))
+            y = self._meant(self.gm.graph.call_module(f"{path}.dropout_{number}", (y,), self.lengths))
         return y, final
 
     def _operator(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
@@ -200,7 +203,7 @@ class _Splitter:
             rows = slice(number * self.directions, (number + 1) * self.directions)
             states = [self._call(operator.getitem, state, rows) for state in states]
         target = path if is_alone else f"{path}.layer_{number}"
-        call = self._meant(self.gm.graph.call_module(target, (x, *states)))
+        call = self._meant(self.gm.graph.call_module(target, (x, *states), self.lengths))
         call.meta[VALUE] = "tuple"
         y, *final = (self._item(call, place) for place in range(1 + CELLS[self.module.mode].num_states))
         if self.directions == 1:
@@ -219,7 +222,7 @@ class _Splitter:
 
     def _unrolled(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
         graph, module, path = self.gm.graph, self.module, str(self.node.target)
-        tracer = _Tracer(graph, self._meant)
+        tracer = NodeTracer(graph, self._meant)
 
         def layer(name: str) -> Callable[[fx.Proxy], fx.Proxy]:
             return lambda value: fx.Proxy(self._meant(graph.call_module(f"{path}.{name}", (value.node,))), tracer)

@@ -204,7 +204,10 @@ class _Writer:
         self.replaced.add(str(node.target))
         x, *states = (self._values[value] for value in node.args if isinstance(value, fx.Node))
         given = [[self._read(node, getattr(layer, name)) for name in names] for names in layer.names]
-        return self._create(node, "call_function", run_layer, (layer.mode, x, states, given, layer.training))
+        lengths = node.kwargs.get("lengths")
+        of_samples = self._values[lengths] if isinstance(lengths, fx.Node) else None
+        arguments = (layer.mode, x, states, given, layer.training, of_samples)
+        return self._create(node, "call_function", run_layer, arguments)
 
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
         user_path = self._user_path(layer, path)

@@ -150,7 +150,10 @@ class ValueProxy(DataProxy):
         elif isinstance(value, dict) and name in ("keys", "values", "items", "get"):
             self._record_structure()
             return getattr({key: self._item(key) for key in value}, name)
-        if callable(getattr(value, name)):
+        found = getattr(value, name)
+        if found is None:
+            return None  # so that "is None" works
+        if callable(found):
             return fx.proxy.Attribute(self, name)
         return self.tracer.create_proxy("call_function", builtins.getattr, (self, name), {})
 

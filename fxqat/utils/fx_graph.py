@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import GraphAppendingTracer
 
 from fxqat.utils.node_meta import MODE
 from fxqat.utils.torch_compat import OPERATORS
@@ -51,6 +52,18 @@ class Call:
 
 
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+
+
+class NodeTracer(GraphAppendingTracer):
+    """Appends the nodes of what is computed with proxies to a graph; each passes through a function first."""
+
+    def __init__(self, graph: fx.Graph, meant: Callable[[fx.Node], fx.Node]) -> None:
+        super().__init__(graph)
+        self.meant = meant
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Make a node."""
+        return self.meant(super().create_node(*args, **kwargs))
 
 
 def get_module(gm: nn.Module, path: str) -> nn.Module:
@@ -100,6 +113,11 @@ def called_module(node: fx.Node) -> nn.Module | None:
     assert owner is not None
     module: nn.Module = functools.reduce(getattr, str(node.target).split("."), owner)  # faster than get_submodule
     return module
+
+
+def nodes_in(module: nn.Module) -> list[fx.Node]:
+    """The nodes of a graph module; none of a module that is no graph."""
+    return list(module.graph.nodes) if isinstance(module, fx.GraphModule) else []
 
 
 def attribute_of(gm: nn.Module, node: fx.Node) -> object:

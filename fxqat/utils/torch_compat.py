@@ -81,6 +81,9 @@ def named_as_in_schema(operator: Any, function: Callable[..., Any]) -> Callable[
     return renamed
 
 
+PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
+"""What ``pack_padded_sequence`` and ``pad_packed_sequence`` call."""
+
 ASSERT = torch._assert
 """``assert`` as a function, which can be traced: of a condition and a text."""
 

@@ -63,7 +63,7 @@ def test_the_float_layer_and_its_stacked_tensors_compute_what_the_module_does(ki
         for d, names in enumerate(layer.names)
         for pair in zip(back[d], map(module.get_parameter, names), strict=True)
     )
-    operator = torch.ops.fxqat.recurrent(x, w, r, b, None, None, module.mode, 1 + bidirectional)
+    operator = torch.ops.fxqat.recurrent(x, w, r, b, None, None, None, module.mode, 1 + bidirectional)
     torch.testing.assert_close(operator[0], y, rtol=0, atol=1e-6)  # torch may have another kernel without gradients
 
 

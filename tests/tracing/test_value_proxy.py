@@ -217,6 +217,8 @@ def test_devices_are_nodes_with_attributes(recorder, image):
     assert isinstance(image.device, ValueProxy)
     assert image.device.type == "cpu"
     assert image.device.index is None
+    sequence = nn.utils.rnn.PackedSequence(torch.ones(2), torch.tensor([1, 1]))
+    assert recorder.input(sequence).unsorted_indices is None
 
 
 def test_values_of_structures(recorder, image):

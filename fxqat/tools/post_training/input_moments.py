@@ -149,7 +149,11 @@ def _reads(segment: Segment, path: str, place: int, batches: Sequence[Values], q
     """The values that one of a layer's weights multiplies, call by call."""
     weight = weights_of(segment.layers[path])[place]
     found: list[Tensor] = []
-    with hooked([weight.layer], lambda _, args, output: found.append(weight.read(args, output))):
+
+    def read(_: object, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+        found.append(weight.read(args, kwargs, output))
+
+    with hooked([weight.layer], read, with_kwargs=True):
         for values in batches:
             segment.set_quantized(quantized)
             segment(values)

@@ -7,7 +7,7 @@ input of every step, and that of the state, ``R``, the hidden state before every
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer, unstacked
+from fxqat.nn.recurrent import QATRecurrentLayer, has_step, unstacked
 from fxqat.nn.weighted import WeightedOp
 from fxqat.tools.post_training.layer_matrices import inputs_to_columns
 
@@ -56,11 +56,12 @@ class LayerWeight(ABC):
         """Change the layer's parameters so that :meth:`value` is ``weight``."""
 
     @abstractmethod
-    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
         """The values that the weight multiplies in one call of the layer.
 
         Args:
             args: the arguments of the call.
+            kwargs: its arguments by name.
             output: its result.
         """
 
@@ -93,7 +94,7 @@ class FoldedWeight(LayerWeight):
             weight = torch.where(factor == 0, self.layer.weight, weight / factor)
         self.layer.weight.copy_(weight)
 
-    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
         return args[0]  # type: ignore[no-any-return]
 
@@ -140,9 +141,10 @@ class InputWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_ih_fake_quant")
 
-    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
-        columns: Tensor = args[0].flatten(0, 1).T
+        x: Tensor = args[0]
+        columns = x[has_step(x, kwargs.get("lengths"))].T
         return columns.expand(len(self.layer.names), *columns.shape)
 
 
@@ -154,14 +156,16 @@ class StateWeight(RecurrentWeight):
     def __init__(self, layer: QATRecurrentLayer) -> None:
         super().__init__(layer, "weight_hh_fake_quant")
 
-    def read(self, args: tuple[Any, ...], output: Any) -> Tensor:
+    def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
         y: Tensor = output[0]
         start = args[1] if len(args) > 1 else torch.zeros_like(y[0])
         before = [torch.cat([start[:1], y[:-1, 0]])]
+        steps = has_step(args[0], kwargs.get("lengths"))
         if y.shape[1] == 2:  # the second direction starts at the last step
-            before.append(torch.cat([y[1:, 1], start[1:]]))
-        return torch.stack(before).flatten(1, 2).mT
+            has_next = torch.cat([steps[1:], torch.zeros_like(steps[:1])]).unsqueeze(-1)
+            before.append(torch.where(has_next, y[:, 1].roll(-1, 0), start[1]))
+        return torch.stack([states[steps] for states in before]).mT
 
 
 def weights_of(layer: Layer) -> list[LayerWeight]:

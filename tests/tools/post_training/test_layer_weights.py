@@ -10,7 +10,7 @@ from torch import nn
 
 import fxqat
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, has_step
 from fxqat.tools import Reconstruction, correct_bias, reconstruct
 from fxqat.tools.post_training.gptq import gptq_weight
 from fxqat.tools.post_training.layer_matrices import weight_to_matrices
@@ -75,10 +75,10 @@ def test_columns_of_recurrent_layers_give_the_next_state(kind, bidirectional):
     args, output = one_call(gm, layer, batches[0])
     w, r = weights_of(layer)
     # (D, G * H, T * N)
-    products = [weight_to_matrices(x.op, x.value()) @ x.columns(x.read(args, output)) for x in (w, r)]
+    products = [weight_to_matrices(x.op, x.value()) @ x.columns(x.read(args, {}, output)) for x in (w, r)]
     bias = layer.stacked()[2].reshape(len(layer.names), 2, -1, 1)
     products = [(p + bias[:, i]).mT.unflatten(1, (STEPS, BATCH)) for i, p in enumerate(products)]  # (D, T, N, G * H)
-    before = r.columns(r.read(args, output)).mT.unflatten(1, (STEPS, BATCH))
+    before = r.columns(r.read(args, {}, output)).mT.unflatten(1, (STEPS, BATCH))
     if kind == "rnn":
         y = (products[0] + products[1]).tanh()
     elif kind == "gru":
@@ -95,6 +95,25 @@ def test_columns_of_recurrent_layers_give_the_next_state(kind, bidirectional):
                 cell = f[d, t].sigmoid() * cell + i[d, t].sigmoid() * c[d, t].tanh()
                 y[d, t] = o[d, t].sigmoid() * cell.tanh()
     torch.testing.assert_close(y.transpose(0, 1), output[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_columns_of_samples_of_several_lengths_are_those_of_each_sample(bidirectional):
+    _, gm, _ = prepared("lstm", bidirectional)
+    fxqat.disable_all(gm)
+    layer = next(module for module in gm.modules() if isinstance(module, QATRecurrentLayer))
+    assert not layer.weight_hh_fake_quant.fake_quant_enabled
+    x, lengths = torch.randn(STEPS, BATCH, FEATURES), torch.tensor([STEPS, 1, 3, 4])
+    states = [torch.randn(1 + bidirectional, BATCH, HIDDEN) for _ in range(2)]
+    samples = [sample for steps in has_step(x, lengths) for sample in range(BATCH) if steps[sample]]
+    for weight in weights_of(layer):
+        found = weight.read((x, *states), {"lengths": lengths}, layer(x, *states, lengths=lengths))
+        assert found.shape[-1] == len(samples) == lengths.sum()
+        for sample, steps in enumerate(lengths.tolist()):
+            alone = (x[:steps, [sample]], *(state[:, [sample]] for state in states))
+            expected = weight.read(alone, {}, layer(*alone))
+            places = [place for place, number in enumerate(samples) if number == sample]
+            torch.testing.assert_close(found[..., places], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
