@@ -14,7 +14,8 @@ of torch's PT2E quantization:
    forgets the layout of one with several readers;
 7. an input in the layout ``(N, ..., C)`` is first permuted to torch's;
 8. the layout pass is the greedy one where a value is expanded: the other one takes sizes in the wrong order;
-9. attention gives 0 where its mask leaves a query no key, as in torch: the converter averages over closed keys.
+9. attention gives 0 where its mask leaves a query no key, as in torch: the converter averages over closed keys;
+10. recurrent layers are unrolled: the converter does not know fxqat's operator for them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ExportError
 from fxqat.nn.deployed import QuantizeDequantize, RoundedTensor, StoredTensor, attention, attention_or_zero
+from fxqat.nn.unrolled import unrolled_layer
 from fxqat.ops.families import (
     ACTIVATION,
     BINARY,
@@ -189,6 +191,12 @@ FORMS: Mapping[type, Callable[[Any], nn.Module]] = {
 }
 
 
+OTHER_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    attention: attention_or_zero,  # case 9
+    torch.ops.fxqat.recurrent.default: unrolled_layer,  # case 10
+}
+
+
 CALLS = ("call_module", "call_function", "call_method")
 COMPUTING = (MATMUL, BINARY, POOL, ACTIVATION, NORM, MATH, RESIZE)
 """Families of operators that compute new values."""
@@ -196,7 +204,7 @@ COMPUTING = (MATMUL, BINARY, POOL, ACTIVATION, NORM, MATH, RESIZE)
 
 @torch.no_grad()
 def _to_pt2e(lowered: Lowered, on_integers: Container[str]) -> fx.GraphModule:
-    """Cases 1 to 6 and 9."""
+    """Cases 1 to 6, 9 and 10."""
     check_schemes(lowered.tensors.values())
     for path in lowered.tensors:
         module = lowered.module.get_submodule(path)
@@ -217,8 +225,12 @@ def _to_pt2e(lowered: Lowered, on_integers: Container[str]) -> fx.GraphModule:
         if op.name == "pow" and tuple(node.args[1:]) == (2,):
             node.op, node.target, node.args = "call_function", torch.mul, (node.args[0], node.args[0])  # case 5
     for node in list(lowered.module.graph.nodes):
-        if node.target is attention:
-            node.target = attention_or_zero  # case 9
+        if node.target is torch.ops.fxqat.up_to_longest:
+            raise ExportError(
+                f"{node.name}: LiteRT needs sizes that are fixed, and pad_packed_sequence gives as many steps as the "
+                "longest sample has. Give it total_length, such as x.size(1)."
+            )
+        node.target = OTHER_FUNCTIONS.get(node.target, node.target)
         if node.op == "call_module" and node.target in lowered.tensors and len(node.users) > 1:
             _split_readers(node)  # case 6
     lowered.module.recompile()

@@ -17,6 +17,7 @@ from fxqat.litert_conversion import check_schemes, litert_versions
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizedTensor, QuantizeScheme
 from fxqat.tflite.flatbuffer import graph_of, operators, quantization_of, read_model
+from fxqat.tflite.run_tflite import run_tflite
 from tests.litert_models import converted, needs_litert, small
 from tests.models import calibrate, calibrated
 
@@ -179,3 +180,34 @@ def test_a_leaky_relu_is_a_maximum_of_integers(tmp_path):
     assert report.float_operators == {}
     names = [operator.name for operator in operators(read_model((tmp_path / "a.tflite").read_bytes()))]
     assert (names.count("MUL"), names.count("MAXIMUM"), names.count("LEAKY_RELU")) == (4, 4, 0)
+
+
+class Sequences(nn.Module):
+    """An LSTM of samples of several lengths; ``total`` is whether it always gives all steps."""
+
+    def __init__(self, total):
+        super().__init__()
+        self.rnn, self.last, self.total = nn.LSTM(8, 8, bidirectional=True), nn.Linear(16, 4), total
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], total_length=x.size(0) if self.total else None)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("total", [True, False])
+def test_samples_of_several_lengths(total, tmp_path):
+    needs_litert()
+    inputs = (torch.randn(5, 3, 8), torch.tensor([5, 2, 3]))
+    gm = calibrate(prepare_by_platform(Sequences(total).eval(), "LiteRT", example_inputs=inputs), inputs)
+    if not total:
+        with pytest.raises(ExportError, match="Give it total_length, such as x.size"):
+            export_tflite(gm, inputs, tmp_path / "a.tflite")
+        assert list(tmp_path.iterdir()) == []
+        return
+    report = export_tflite(gm, inputs, tmp_path / "a.tflite")
+    step = gm.last_act_fake_quant.qparams()[0].item()
+    with torch.no_grad():
+        for lengths in ([5, 2, 3], [1, 1, 4], [2, 2, 2]):
+            (found,) = run_tflite(report.tflite_path.read_bytes(), [inputs[0].numpy(), np.array(lengths, np.int32)])
+            np.testing.assert_allclose(found, gm(inputs[0], torch.tensor(lengths)).numpy(), atol=1.01 * step)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx, nn
 
-from fxqat.ops.families import BINARY, CONSTRUCTOR, IDENTITY, MATH, NOT_FLOAT, OPAQUE, RECURRENT
+from fxqat.ops.families import BINARY, CONSTRUCTOR, IDENTITY, MATH, NOT_FLOAT, OPAQUE, PASS_THROUGH, RECURRENT
 from fxqat.ops.identify import identify
 from fxqat.ops.unbounded import unbounded_values
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
@@ -166,6 +166,8 @@ def _kind(gm: fx.GraphModule, node: fx.Node, kinds: dict[fx.Node, Kind]) -> Kind
     source = kinds.get(first, Kind.OTHER) if first is not None else Kind.OTHER
     if op.name == "getitem":
         return Kind.FLOAT if source in (Kind.CONTAINER, Kind.UNKNOWN) else source
+    if op.family == PASS_THROUGH and source is Kind.OTHER:
+        return Kind.OTHER
     if op.family == BINARY:
         inputs = {kinds[n] for n in node_inputs((node.args, node.kwargs))}
         return Kind.FLOAT if inputs & {Kind.FLOAT, Kind.UNKNOWN} else Kind.OTHER

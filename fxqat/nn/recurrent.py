@@ -256,16 +256,21 @@ class StepDropout(nn.Dropout):
 
 def _reordered(tensor: Tensor, gates: Sequence[int]) -> Tensor:
     """A parameter of one direction with its gates in another order."""
-    parts = tensor.chunk(len(gates))
+    parts = _parts(tensor, len(gates))
     return torch.cat([parts[gate] for gate in gates]) if len(gates) > 1 else tensor
+
+
+def _parts(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Equal parts of a tensor's rows; of one part LiteRT's converter makes no list."""
+    return tensor.chunk(count) if count > 1 else [tensor]
 
 
 def unstacked(mode: str, directions: int, w: Tensor, r: Tensor, b: Tensor | None) -> list[list[Tensor]]:
     """Parameters in ONNX's layout as torch's functions take them: the inverse of :meth:`RecurrentLayer.stacked`."""
     gates = CELLS[mode].gates
     back = [gates.index(gate) for gate in range(len(gates))]
-    given = [list(pair) for pair in zip(w.chunk(directions), r.chunk(directions), strict=True)]
-    for direction, bias in enumerate([] if b is None else b.chunk(directions)):
+    given = [list(pair) for pair in zip(_parts(w, directions), _parts(r, directions), strict=True)]
+    for direction, bias in enumerate([] if b is None else _parts(b, directions)):
         given[direction] += bias.chunk(2)
     return [[_reordered(tensor, back) for tensor in tensors] for tensors in given]
 

@@ -7,10 +7,14 @@ layers, of the input and of the state, are called by all steps, so that each has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxqat.nn.recurrent import CELLS, has_step, unstacked
 
 Function = Callable[[Any], Any]
 
@@ -24,6 +28,7 @@ def unroll(
     of_state: Function,
     projection: Function = lambda h: h,
     named: Callable[[Any, str], Any] = lambda value, name: value,
+    runs: Any = None,
 ) -> tuple[Any, ...]:
     """One direction of one layer.
 
@@ -36,14 +41,17 @@ def unroll(
         of_state: the linear layer of the hidden state.
         projection: the linear layer without bias of the hidden state of an LSTM with projections.
         named: gives a name, ``"hidden"`` or ``"cell"``, to a state.
+        runs: whether a sample has a step, ``(T, N, 1)``; None if all have all.
 
     Returns:
-        The hidden states of all steps, ``(T, N, H)``, and the states at the end, each ``(N, H)``.
+        The hidden states of all steps, ``(T, N, H)``, zeros where a sample has none, and the states at the end, each
+        ``(N, H)``.
     """
     products = of_input(x)
     hidden, cell = (*states, None)[:2]
     outputs: dict[int, Any] = {}
     for step in steps:
+        before = hidden, cell
         product, of_hidden = products[step], of_state(hidden)
         if mode == "LSTM":
             i, f, g, o = _gates(product + of_hidden, 4)
@@ -56,8 +64,41 @@ def unroll(
         else:
             hidden = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[mode](product + of_hidden)
         hidden = outputs[step] = named(hidden, "hidden")
+        if runs is not None:
+            hidden = torch.where(runs[step], hidden, before[0])
+            cell = cell if cell is None else torch.where(runs[step], cell, before[1])
     stacked = torch.stack([outputs[step] for step in sorted(outputs)])
+    stacked = stacked if runs is None else stacked.masked_fill(~runs, 0)
     return (stacked, hidden) if cell is None else (stacked, hidden, cell)
+
+
+def unrolled_layer(
+    x: Tensor,
+    w: Tensor,
+    r: Tensor,
+    b: Tensor | None,
+    lengths: Tensor | None,
+    h: Tensor | None,
+    c: Tensor | None,
+    mode: str,
+    directions: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.fxqat.recurrent`` as plain operations; its arguments and results."""
+    w, r = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (w, r))
+    given = unstacked(mode, directions, w, r, None if b is None else b.flatten())
+    runs = None if lengths is None else has_step(x, lengths).unsqueeze(2)
+    outputs, finals = [], []
+    for number, (w_d, r_d, *biases) in enumerate(given):
+        pairs = zip((w_d, r_d), biases or (None, None), strict=True)
+        of_input, of_state = (partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs)
+        zeros = x.new_zeros(x.shape[1], r_d.shape[1])
+        states = [zeros if state is None else state[number] for state in (h, c)][: CELLS[mode].num_states]
+        steps = range(x.shape[0])[:: -1 if number else 1]
+        output, *final = unroll(mode, x, states, steps, of_input, of_state, runs=runs)
+        outputs.append(output)
+        finals.append(final)
+    last = [torch.stack(states) for states in zip(*finals, strict=True)]
+    return torch.stack(outputs, 1), last[0], last[-1]
 
 
 def _gates(values: Any, count: int) -> tuple[Any, ...]:

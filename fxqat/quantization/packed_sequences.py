@@ -22,7 +22,7 @@ from torch import fx
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.up_to_longest
+from fxqat.nn.recurrent import has_step
 from fxqat.utils.fx_graph import NodeTracer, argument
 from fxqat.utils.node_meta import SHAPE, VALUE
 from fxqat.utils.torch_compat import PACK, PAD
@@ -74,6 +74,13 @@ def pad_directly(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if packed_by(node) is not None and not node.users:
             graph.erase_node(node)
+
+
+def runs_of(x: fx.Proxy, lengths: fx.Proxy) -> Any:
+    """Whether a sample has a step: a proxy of ``(T, N, 1)``, of ``x`` ``(T, N, ...)`` and lengths ``(N,)``."""
+    runs = x.tracer.create_proxy("call_function", has_step, (x, lengths), {})
+    runs.node.meta[VALUE] = "tensor"
+    return runs.unsqueeze(2)
 
 
 def _gathered(node: fx.Node) -> Packed | None:
@@ -137,8 +144,7 @@ def _padded(node: fx.Node, packed: Packed, reader: fx.Node) -> fx.Node:
         total = fx.Proxy(total, tracer) if isinstance(total, fx.Node) else total
         y = F.pad(y, (0, 0, 0, 0, 0, total - y.size(0)))
     if value != 0:
-        steps = tracer.create_proxy("call_function", torch.arange, (y.size(0),), {})
-        y = y.masked_fill((steps.unsqueeze(1) >= lengths).unsqueeze(2).to(y.device), value)
+        y = y.masked_fill(~runs_of(y, lengths), value)
     made: fx.Node = (y.transpose(0, 1) if batch_first else y).node
     return made
 

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer, StepDropout
 from fxqat.nn.unrolled import linear_of, unroll
-from fxqat.quantization.packed_sequences import gather_packing, packed_by, pad_directly
+from fxqat.quantization.packed_sequences import gather_packing, packed_by, pad_directly, runs_of
 from fxqat.utils.fx_graph import NodeTracer, argument, called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
@@ -37,7 +37,6 @@ from fxqat.utils.weight_hooks import why_hooks_forbid
 
 PROJECTS = "has projections (proj_size), which ONNX's LSTM has not: unroll it"
 NOT_A_TENSOR = "its input is no tensor, and was not packed by pack_padded_sequence"
-SEVERAL_LENGTHS = "its input is packed: it cannot be unrolled over the steps of all samples"
 LINEAR_LAYERS = {"ih": "of_input", "hh": "of_state", "hr": "projection"}
 """The names of the linear layers of an unrolled module, by the names of their weights."""
 
@@ -90,9 +89,8 @@ def why_whole(node: fx.Node, module: nn.RNNBase, form: str) -> str:
     if has_hooks(module):
         return why_hooks_forbid(module)
     x = argument(node, 0, "input")
-    if packed_by(x) is not None:
-        return SEVERAL_LENGTHS if form == UNROLLED else ""
-    return "" if isinstance(x, fx.Node) and kind_of(x) in (None, "float") else NOT_A_TENSOR
+    is_tensor = isinstance(x, fx.Node) and kind_of(x) in (None, "float")
+    return "" if is_tensor or packed_by(x) is not None else NOT_A_TENSOR
 
 
 def _layers(module: nn.RNNBase) -> nn.Module:
@@ -136,7 +134,10 @@ class _Splitter:
         self.node = node
         self.module = module
         self.form = form
-        self.packed = packed_by(argument(node, 0, "input"))
+        given = argument(node, 0, "input")
+        self.packed = packed_by(given)
+        self.x: fx.Node = given if self.packed is None else self.packed.values
+        self.batch_first = module.batch_first if self.packed is None else self.packed.batch_first
         self.lengths: dict[str, Any] = {} if self.packed is None else {"lengths": self.packed.lengths}
         self.directions = 2 if module.bidirectional else 1
         self.meta = {k: v for k, v in node.meta.items() if k not in (VALUE, SHAPE)}
@@ -145,10 +146,9 @@ class _Splitter:
 
     def split(self) -> None:
         """Replace the call."""
-        x: fx.Node = self.packed.values if self.packed is not None else argument(self.node, 0, "input")
+        x = self.x
         has_batch = len(x.meta.get(SHAPE, (0, 0, 0))) == 3
-        batch_first = self.module.batch_first if self.packed is None else self.packed.batch_first
-        time_first = not batch_first or not has_batch
+        time_first = not self.batch_first or not has_batch
         with self.gm.graph.inserting_before(self.node):
             states = self._initial_states()
             if not has_batch:
@@ -215,10 +215,10 @@ class _Splitter:
     @property
     def steps(self) -> int:
         """The number of steps on the example inputs."""
-        shape = argument(self.node, 0, "input").meta.get(SHAPE)
+        shape = self.x.meta.get(SHAPE)
         if shape is None:
             raise ConfigError(f"{self.node.target} is to be unrolled: prepare with example_inputs, which fix its steps")
-        return int(shape[1 if len(shape) == 3 and self.module.batch_first else 0])
+        return int(shape[1 if len(shape) == 3 and self.batch_first else 0])
 
     def _unrolled(self, number: int, x: fx.Node, states: list[fx.Node]) -> tuple[fx.Node, list[fx.Node]]:
         graph, module, path = self.gm.graph, self.module, str(self.node.target)
@@ -235,6 +235,9 @@ class _Splitter:
             return fx.Proxy(self._meant(new), tracer)
 
         source = fx.Proxy(x, tracer)
+        runs = None
+        if self.packed is not None:
+            runs = runs_of(source, fx.Proxy(self.packed.lengths, tracer))
         widths = (module.proj_size or module.hidden_size, module.hidden_size)[: CELLS[module.mode].num_states]
         outputs: list[Any] = []
         finals: list[list[Any]] = []
@@ -246,7 +249,7 @@ class _Splitter:
             projection = {"projection": layer(names["hr"])} if module.proj_size else {}
             steps = list(range(self.steps))[:: -1 if end else 1]
             functions = (layer(names["ih"]), layer(names["hh"]))
-            output, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named)
+            output, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named, runs=runs)
             outputs.append(output)
             finals.append(final)
         y: Any = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)

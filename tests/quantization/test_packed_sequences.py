@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from fxqat import convert_export, enable_calibration, enable_quantization, prepare_by_platform
-from fxqat.errors import ConfigError, ExportError
+from fxqat.errors import ExportError
 from fxqat.tools.to_float import to_float
 
 BATCH, STEPS, FEATURES, HIDDEN = 3, 4, 5, 6
@@ -235,11 +235,15 @@ def test_what_reads_the_values_packed_computes_the_same_and_is_refused_with_the_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_layers_of_packed_sequences_are_not_unrolled():
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrolled_layers_stop_at_the_end_of_each_sample(kind, tmp_path):
     inputs = (torch.randn(BATCH, STEPS, FEATURES), LENGTHS)
-    unroll = {"match": {"module": "rnn"}, "recurrent": "unrolled"}
-    with pytest.raises(ConfigError, match="its input is packed"):
-        quantized(Reader(last_state), inputs, "TSQAT", overrides=[unroll])
+    model = Net(KINDS[kind](batch_first=True), total="as the input")
+    gm = quantized(model, inputs, "TSQAT", overrides=[{"match": {"module": "rnn"}, "recurrent": "unrolled"}])
+    assert all((a - b).abs().max() < 0.1 for a, b in zip(gm(*inputs), model(*inputs), strict=True))
+    others = [(torch.randn(BATCH, STEPS, FEATURES), torch.tensor(each)) for each in OTHERS]
+    check_file(gm, inputs, others, tmp_path / "net.onnx")
+    assert not {node.op_type for node in onnx.load(tmp_path / "net.onnx").graph.node} & {"LSTM", "GRU", "RNN"}
 
 
 @pytest.mark.parametrize(
