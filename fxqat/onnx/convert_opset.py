@@ -7,7 +7,8 @@ A model that has this opset already stays as it is. Elsewhere the converter need
    numbers and lists of numbers in Constant nodes become tensors;
 2. it keeps attributes that an older operator does not have: those with their default value are dropped;
 3. it has no step down for operators that only take more types since then: it does not see them. Nor has it one for
-   Split (opset 18) and Reshape (14), which compute the same without what came with these versions;
+   Split (opset 18), Shape (15) and Reshape (14), which compute the same without what came with these versions; the
+   sizes that a Shape takes out become a Slice;
 4. it keeps the IR version: older opsets get the one that runtimes of their time read;
 5. torch's exporter writes operators (DeformConv) that are newer than the opset it declares: it does not see them.
 """
@@ -29,7 +30,7 @@ from fxqat.scheme import STORAGE_OPSETS
 WIDENED = {"Add": 14, "Div": 14, "Identity": 16, "Mul": 14, "Relu": 14, "Sub": 14}
 """Operators that take more types since an opset (integers, values that are no tensors) and did not change otherwise."""
 
-EXTENDED = {"Split": (18, "num_outputs"), "Reshape": (14, "allowzero")}
+EXTENDED = {"Split": (18, "num_outputs"), "Shape": (15, "start"), "Reshape": (14, "allowzero")}
 """Operators that have an attribute since an opset, and did not change otherwise."""
 
 HIDDEN = "fxqat.hidden"
@@ -59,9 +60,11 @@ class ConvertOpset(ir.passes.InPlacePass):
         """Convert the model in place."""
         if model.opset_imports[""] == self.opset_version:
             return ir.passes.PassResult(model, modified=False)
-        for node in model.graph if self.opset_version < model.opset_imports[""] else ():
+        for node in list(model.graph) if self.opset_version < model.opset_imports[""] else ():
             without_allowzero(node)  # case 3
             without_number_of_parts(node)  # case 3
+            if node.op_type == "Shape" and self.opset_version < EXTENDED["Shape"][0]:
+                _take_out_by_slice(node, model.graph)  # case 3
         converted = ir.from_proto(_convert(ir.to_proto(model), self.opset_version))
         for value in converted.graph.initializers.values():
             tensor = value.const_value
@@ -70,6 +73,23 @@ class ConvertOpset(ir.passes.InPlacePass):
             value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
         model.graph, model.ir_version = converted.graph, converted.ir_version
         return ir.passes.PassResult(model, modified=True)
+
+
+def _take_out_by_slice(node: ir.Node, graph: ir.Graph) -> None:
+    """Let a Slice take out the sizes that a Shape gives (``start`` and ``end``)."""
+    ends = {"start": 0, "end": np.iinfo(np.int64).max}
+    if not ends.keys() & node.attributes.keys():
+        return
+    sizes = node.outputs[0]
+    whole = ir.node("Shape", [node.inputs[0]])
+    limits = []
+    for name, default in ends.items():
+        number = node.attributes[name].as_int() if name in node.attributes else default
+        held = ir.tensor(np.array([number], np.int64), name=f"{sizes.name}_{name}")
+        limits.append(ir.Value(name=held.name, const_value=held, shape=ir.Shape([1]), type=ir.TensorType(held.dtype)))
+        graph.register_initializer(limits[-1])
+    part = ir.node("Slice", [whole.outputs[0], *limits])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [whole, part], [sizes], part.outputs)
 
 
 def _convert(model: onnx.ModelProto, opset_version: int) -> onnx.ModelProto:

@@ -56,7 +56,23 @@ def split() -> onnx.ModelProto:
     return model_of(nodes, {"sizes": np.array([2, 3, 2])}, last=2)
 
 
-@pytest.mark.parametrize("make", [reduce_mean, reduce_max, split])
+def shape() -> onnx.ModelProto:
+    """Sizes that a Shape takes out: the second, the last two, and all but the last."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["second"], start=1, end=2),
+        helper.make_node("Shape", ["x"], ["last"], start=-2),
+        helper.make_node("Shape", ["x"], ["first"], end=-1),
+        helper.make_node("Concat", ["second", "last", "first"], ["sizes"], axis=0),
+        helper.make_node("Cast", ["sizes"], ["numbers"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceMax", ["numbers"], ["most"], keepdims=0),
+        helper.make_node("Div", ["numbers", "most"], ["parts"]),
+        helper.make_node("ReduceSum", ["parts"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["x", "sum"], ["y"]),
+    ]
+    return model_of(nodes, {})
+
+
+@pytest.mark.parametrize("make", [reduce_mean, reduce_max, split, shape])
 @pytest.mark.parametrize("opset", [13, 14, 15, 16, 17])
 def test_a_converted_model_computes_the_same(make: Callable[[], onnx.ModelProto], opset: int) -> None:
     model, x = make(), torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
