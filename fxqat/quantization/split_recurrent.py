@@ -97,12 +97,14 @@ def _layers(module: nn.RNNBase) -> nn.Module:
     """The layers of a module, and the dropout between them; the layer itself if there is one."""
     if module.num_layers == 1:
         return RecurrentLayer(module)
-    parts: dict[str, nn.Module] = {}
-    for number in range(module.num_layers):
-        parts[f"layer_{number}"] = RecurrentLayer(module, number)
-        if module.dropout and number + 1 < module.num_layers:
-            parts[f"dropout_{number}"] = StepDropout(module.dropout).train(module.training)
-    return nn.ModuleDict(parts).train(module.training)
+    parts: dict[str, nn.Module] = {f"layer_{n}": RecurrentLayer(module, n) for n in range(module.num_layers)}
+    return nn.ModuleDict(parts | _dropouts(module)).train(module.training)
+
+
+def _dropouts(module: nn.RNNBase) -> dict[str, nn.Module]:
+    """The dropout between the layers of a module."""
+    between = range(module.num_layers - 1 if module.dropout else 0)
+    return {f"dropout_{number}": StepDropout(module.dropout).train(module.training) for number in between}
 
 
 def _unrolled_layers(module: nn.RNNBase) -> nn.Module:
@@ -114,9 +116,7 @@ def _unrolled_layers(module: nn.RNNBase) -> nn.Module:
                 layer = linear_of(module, kind, f"_l{number}{end}")
                 if layer is not None:
                     parts[f"{name}_{number}{end}"] = layer
-        if module.dropout and number + 1 < module.num_layers:
-            parts[f"dropout_{number}"] = nn.Dropout(module.dropout).train(module.training)
-    return nn.ModuleDict(parts).train(module.training)
+    return nn.ModuleDict(parts | _dropouts(module)).train(module.training)
 
 
 class _Splitter:
