@@ -48,8 +48,8 @@ def split_recurrent(gm: fx.GraphModule, form_of: Callable[[fx.Node], str]) -> tu
 
     Args:
         gm: a standardized graph module.
-        form_of: for a call of a recurrent module, ``LAYER``, ``UNROLLED``, or ``WHOLE`` to leave it alone unless its
-            input is packed, which only the layers can read without.
+        form_of: for a call of a recurrent module, ``LAYER``, ``UNROLLED``, or ``WHOLE`` to leave it alone. One whose
+            input is packed becomes layers all the same, which read it padded.
 
     Returns:
         The numbers of steps over which layers were unrolled.

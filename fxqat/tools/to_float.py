@@ -205,8 +205,8 @@ class _Writer:
         x, *states = (self._values[value] for value in node.args if isinstance(value, fx.Node))
         given = [[self._read(node, getattr(layer, name)) for name in names] for names in layer.names]
         lengths = node.kwargs.get("lengths")
-        of_samples = self._values[lengths] if isinstance(lengths, fx.Node) else None
-        arguments = (layer.mode, x, states, given, layer.training, of_samples)
+        steps = self._values[lengths] if isinstance(lengths, fx.Node) else None
+        arguments = (layer.mode, x, states, given, layer.training, steps)
         return self._create(node, "call_function", run_layer, arguments)
 
     def _call_layer(self, node: fx.Node, layer: Any, path: str, value: fx.Node) -> fx.Node:
