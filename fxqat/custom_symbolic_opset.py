@@ -187,7 +187,7 @@ def _remedy(why: str, module: nn.Module) -> str:
     packs = any(node.target in (PackedSequence, pack_padded_sequence) for node in nodes_in(module))
     if packs or PACKED.search(why):
         return (
-            "A packed sequence has no ONNX: let only nn.LSTM, nn.GRU, nn.RNN and pad_packed_sequence read what "
+            "ONNX has no packed sequences: let only nn.LSTM, nn.GRU, nn.RNN and pad_packed_sequence read what "
             "pack_padded_sequence returns, or pad the sequences and mask what follows their ends."
         )
     if GROUPED_PRODUCT.search(why):

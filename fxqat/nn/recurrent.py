@@ -236,9 +236,9 @@ class QATRecurrentLayer(RecurrentLayer):
 
 
 class StepDropout(nn.Dropout):
-    """Dropout between two layers. Of samples of several lengths it drops values of their own steps, as torch does.
+    """Dropout between two layers.
 
-    torch draws a number for each value of the packed sequence, sorted by the lengths.
+    With lengths, it draws a random number for each value of the packed sequence, as torch's recurrent modules do.
     """
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -266,7 +266,12 @@ def _parts(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def unstacked(mode: str, directions: int, w: Tensor, r: Tensor, b: Tensor | None) -> list[list[Tensor]]:
-    """Parameters in ONNX's layout as torch's functions take them: the inverse of :meth:`RecurrentLayer.stacked`."""
+    """Parameters in ONNX's layout as torch's functions take them: the inverse of :meth:`RecurrentLayer.stacked`.
+
+    They may have a dimension of directions, as the arguments of ONNX's operators.
+    """
+    w, r = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (w, r))
+    b = None if b is None else b.flatten()
     gates = CELLS[mode].gates
     back = [gates.index(gate) for gate in range(len(gates))]
     given = [list(pair) for pair in zip(_parts(w, directions), _parts(r, directions), strict=True)]
@@ -325,7 +330,7 @@ def _as_given(states: Sequence[Tensor]) -> Any:
     return list(states) if len(states) == 2 else states[0]
 
 
-def has_step(x: Tensor, lengths: Tensor | None) -> Tensor:
+def step_mask(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Whether a sample has a step, ``(T, N)``.
 
     Args:
@@ -370,7 +375,7 @@ def dynamic_lstm(
     directions = r.shape[0] // (4 * hidden)
     h, c = states or [x.new_zeros(directions, x.shape[1], hidden)] * 2
     x = x if lengths is None else x[: int(lengths.max())]
-    rounded, runs = DynamicQuantizeSTE.apply(x), has_step(x, lengths).unsqueeze(2)
+    rounded, mask = DynamicQuantizeSTE.apply(x), step_mask(x, lengths).unsqueeze(2)
     outputs, last = [], []
     for d in range(directions):
         w_d, r_d = w.chunk(directions)[d], r.chunk(directions)[d]
@@ -386,11 +391,11 @@ def dynamic_lstm(
             if lengths is None:
                 state, cell = output, next_cell
             else:
-                state, cell = torch.where(runs[t], output, state), torch.where(runs[t], next_cell, cell)
-                output = output.where(runs[t], 0)
+                state, cell = torch.where(mask[t], output, state), torch.where(mask[t], next_cell, cell)
+                output = output.where(mask[t], 0)
             steps.append(output)
         y = torch.stack(steps)
-        outputs.append(_backwards(y, lengths).where(runs, 0) if d else y)
+        outputs.append(_backwards(y, lengths).where(mask, 0) if d else y)
         last.append((state, cell))
     y = F.pad(torch.stack(outputs, 1), (0, 0, 0, 0, 0, 0, 0, num_steps - x.shape[0]))
     return y, *(torch.stack(states) for states in zip(*last, strict=True))
@@ -424,24 +429,14 @@ def recurrent(
     Returns:
         As :meth:`RecurrentLayer.forward`; without a cell state, the hidden state comes twice.
     """
-    w, r = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (w, r))
-    given = unstacked(mode, directions, w, r, None if b is None else b.flatten())
+    given = unstacked(mode, directions, w, r, b)
     y, *last = run_layer(mode, x, [state for state in (h, c) if state is not None], given, lengths=lengths)
     return y.contiguous(), last[0].clone(), last[-1].clone()
 
 
 @recurrent.register_fake
-def _(
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: Tensor | None,
-    lengths: Tensor | None,
-    h: Tensor | None,
-    c: Tensor | None,
-    mode: str,
-    directions: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, w: Tensor, r: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    directions = others[-1]
     last = x.new_empty(directions, x.shape[1], r.shape[-1])
     return x.new_empty(x.shape[0], directions, x.shape[1], r.shape[-1]), last, torch.empty_like(last)
 

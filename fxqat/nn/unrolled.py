@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fxqat.nn.recurrent import CELLS, has_step, unstacked
+from fxqat.nn.recurrent import CELLS, step_mask, unstacked
 
 Function = Callable[[Any], Any]
 
@@ -28,7 +28,7 @@ def unroll(
     of_state: Function,
     projection: Function = lambda h: h,
     named: Callable[[Any, str], Any] = lambda value, name: value,
-    runs: Any = None,
+    mask: Any = None,
 ) -> tuple[Any, ...]:
     """One direction of one layer.
 
@@ -41,7 +41,7 @@ def unroll(
         of_state: the linear layer of the hidden state.
         projection: the linear layer without bias of the hidden state of an LSTM with projections.
         named: gives a name, ``"hidden"`` or ``"cell"``, to a state.
-        runs: whether a sample has a step, ``(T, N, 1)``; None if all have all.
+        mask: whether a sample has a step, ``(T, N, 1)``; None if all have all.
 
     Returns:
         The hidden states of all steps, ``(T, N, H)``, zeros where a sample has none, and the states at the end, each
@@ -64,11 +64,11 @@ def unroll(
         else:
             hidden = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}[mode](product + of_hidden)
         hidden = outputs[step] = named(hidden, "hidden")
-        if runs is not None:
-            hidden = torch.where(runs[step], hidden, before[0])
-            cell = cell if cell is None else torch.where(runs[step], cell, before[1])
+        if mask is not None:
+            hidden = torch.where(mask[step], hidden, before[0])
+            cell = cell if cell is None else torch.where(mask[step], cell, before[1])
     stacked = torch.stack([outputs[step] for step in sorted(outputs)])
-    stacked = stacked if runs is None else stacked.masked_fill(~runs, 0)
+    stacked = stacked if mask is None else stacked.masked_fill(~mask, 0)
     return (stacked, hidden) if cell is None else (stacked, hidden, cell)
 
 
@@ -84,9 +84,8 @@ def unrolled_layer(
     directions: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.fxqat.recurrent`` as plain operations; its arguments and results."""
-    w, r = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (w, r))
-    given = unstacked(mode, directions, w, r, None if b is None else b.flatten())
-    runs = None if lengths is None else has_step(x, lengths).unsqueeze(2)
+    given = unstacked(mode, directions, w, r, b)
+    mask = None if lengths is None else step_mask(x, lengths).unsqueeze(2)
     outputs, finals = [], []
     for number, (w_d, r_d, *biases) in enumerate(given):
         pairs = zip((w_d, r_d), biases or (None, None), strict=True)
@@ -94,7 +93,7 @@ def unrolled_layer(
         zeros = x.new_zeros(x.shape[1], r_d.shape[1])
         states = [zeros if state is None else state[number] for state in (h, c)][: CELLS[mode].num_states]
         steps = range(x.shape[0])[:: -1 if number else 1]
-        output, *final = unroll(mode, x, states, steps, of_input, of_state, runs=runs)
+        output, *final = unroll(mode, x, states, steps, of_input, of_state, mask=mask)
         outputs.append(output)
         finals.append(final)
     last = [torch.stack(states) for states in zip(*finals, strict=True)]

@@ -3,13 +3,13 @@
 torch's recurrent modules read samples of several lengths packed. ONNX has no packed sequence, but its recurrent
 operators take lengths. The graph of a model shows what ``pack_padded_sequence`` and ``pad_packed_sequence`` do inside:
 
-1. what packs becomes one call of ``pack_padded_sequence``;
-2. a recurrent module that reads such a call is split into layers with lengths
-   (``fxqat.quantization.split_recurrent``), and what it returns is packed by another such call;
-3. what pads such a call again becomes the padded tensor: the steps up to the longest sample's, or as many as
+1. the operations that pack become one call of ``pack_padded_sequence``;
+2. a recurrent module that reads this call is split into layers with lengths
+   (``fxqat.quantization.split_recurrent``), and another such call packs its output;
+3. the operations that pad this call become the padded tensor: with as many steps as the longest sample has, or as
    ``total_length`` says.
 
-What reads a packed sequence in another way gets it packed, and its file cannot be written.
+Any other operation still reads the packed sequence, and the model cannot be exported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from fxqat.nn.recurrent import has_step
+from fxqat.nn.recurrent import step_mask
 from fxqat.utils.fx_graph import NodeTracer, argument
 from fxqat.utils.node_meta import SHAPE, VALUE
 from fxqat.utils.torch_compat import PACK, PAD
@@ -76,11 +76,11 @@ def pad_directly(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def runs_of(x: fx.Proxy, lengths: fx.Proxy) -> Any:
+def traced_mask(x: fx.Proxy, lengths: fx.Proxy) -> Any:
     """Whether a sample has a step: a proxy of ``(T, N, 1)``, of ``x`` ``(T, N, ...)`` and lengths ``(N,)``."""
-    runs = x.tracer.create_proxy("call_function", has_step, (x, lengths), {})
-    runs.node.meta[VALUE] = "tensor"
-    return runs.unsqueeze(2)
+    mask = x.tracer.create_proxy("call_function", step_mask, (x, lengths), {})
+    mask.node.meta[VALUE] = "tensor"
+    return mask.unsqueeze(2)
 
 
 def _gathered(node: fx.Node) -> Packed | None:
@@ -144,7 +144,7 @@ def _padded(node: fx.Node, packed: Packed, reader: fx.Node) -> fx.Node:
         total = fx.Proxy(total, tracer) if isinstance(total, fx.Node) else total
         y = F.pad(y, (0, 0, 0, 0, 0, total - y.size(0)))
     if value != 0:
-        y = y.masked_fill(~runs_of(y, lengths), value)
+        y = y.masked_fill(~traced_mask(y, lengths), value)
     made: fx.Node = (y.transpose(0, 1) if batch_first else y).node
     return made
 

@@ -28,7 +28,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from fxqat.errors import ConfigError
 from fxqat.nn.recurrent import CELLS, LAYER, RECURRENT_TYPES, UNROLLED, WHOLE, RecurrentLayer, StepDropout
 from fxqat.nn.unrolled import linear_of, unroll
-from fxqat.quantization.packed_sequences import gather_packing, packed_by, pad_directly, runs_of
+from fxqat.quantization.packed_sequences import gather_packing, packed_by, pad_directly, traced_mask
 from fxqat.utils.fx_graph import NodeTracer, argument, called_module, set_module
 from fxqat.utils.node_meta import KEPT_WHOLE, PART_OF, SHAPE, VALUE, ForcedNumber, kind_of
 from fxqat.utils.source import line_of_node
@@ -235,9 +235,9 @@ class _Splitter:
             return fx.Proxy(self._meant(new), tracer)
 
         source = fx.Proxy(x, tracer)
-        runs = None
+        mask = None
         if self.packed is not None:
-            runs = runs_of(source, fx.Proxy(self.packed.lengths, tracer))
+            mask = traced_mask(source, fx.Proxy(self.packed.lengths, tracer))
         widths = (module.proj_size or module.hidden_size, module.hidden_size)[: CELLS[module.mode].num_states]
         outputs: list[Any] = []
         finals: list[list[Any]] = []
@@ -249,7 +249,7 @@ class _Splitter:
             projection = {"projection": layer(names["hr"])} if module.proj_size else {}
             steps = list(range(self.steps))[:: -1 if end else 1]
             functions = (layer(names["ih"]), layer(names["hh"]))
-            output, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named, runs=runs)
+            output, *final = unroll(module.mode, source, start, steps, *functions, **projection, named=named, mask=mask)
             outputs.append(output)
             finals.append(final)
         y: Any = outputs[0] if self.directions == 1 else torch.cat(outputs, -1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat.nn.recurrent import RecurrentLayer, has_step
+from fxqat.nn.recurrent import RecurrentLayer, step_mask
 from fxqat.nn.unrolled import unrolled_layer
 
 STEPS, BATCH, FEATURES, HIDDEN = 5, 3, 4, 6
@@ -29,4 +29,4 @@ def test_the_operations_compute_what_the_operator_does(kind, directions, bias, h
     assert [each.shape for each in found] == [each.shape for each in expected]
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, exact, atol=1e-6, rtol=1e-5)
-    assert not found[0].transpose(1, 2)[~has_step(arguments[0], lengths)].any()
+    assert not found[0].transpose(1, 2)[~step_mask(arguments[0], lengths)].any()

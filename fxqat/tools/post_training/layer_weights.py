@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer, has_step, unstacked
+from fxqat.nn.recurrent import QATRecurrentLayer, step_mask, unstacked
 from fxqat.nn.weighted import WeightedOp
 from fxqat.tools.post_training.layer_matrices import inputs_to_columns
 
@@ -144,7 +144,7 @@ class InputWeight(RecurrentWeight):
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Tensor:
         """See :class:`LayerWeight`."""
         x: Tensor = args[0]
-        columns = x[has_step(x, kwargs.get("lengths"))].T
+        columns = x[step_mask(x, kwargs.get("lengths"))].T
         return columns.expand(len(self.layer.names), *columns.shape)
 
 
@@ -161,7 +161,7 @@ class StateWeight(RecurrentWeight):
         y: Tensor = output[0]
         start = args[1] if len(args) > 1 else torch.zeros_like(y[0])
         before = [torch.cat([start[:1], y[:-1, 0]])]
-        steps = has_step(args[0], kwargs.get("lengths"))
+        steps = step_mask(args[0], kwargs.get("lengths"))
         if y.shape[1] == 2:  # the second direction starts at the last step
             has_next = torch.cat([steps[1:], torch.zeros_like(steps[:1])]).unsqueeze(-1)
             before.append(torch.where(has_next, y[:, 1].roll(-1, 0), start[1]))

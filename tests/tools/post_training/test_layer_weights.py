@@ -10,7 +10,7 @@ from torch import nn
 
 import fxqat
 from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer, has_step
+from fxqat.nn.recurrent import QATRecurrentLayer, step_mask
 from fxqat.tools import Reconstruction, correct_bias, reconstruct
 from fxqat.tools.post_training.gptq import gptq_weight
 from fxqat.tools.post_training.layer_matrices import weight_to_matrices
@@ -105,7 +105,7 @@ def test_columns_of_samples_of_several_lengths_are_those_of_each_sample(bidirect
     assert not layer.weight_hh_fake_quant.fake_quant_enabled
     x, lengths = torch.randn(STEPS, BATCH, FEATURES), torch.tensor([STEPS, 1, 3, 4])
     states = [torch.randn(1 + bidirectional, BATCH, HIDDEN) for _ in range(2)]
-    samples = [sample for steps in has_step(x, lengths) for sample in range(BATCH) if steps[sample]]
+    samples = [sample for steps in step_mask(x, lengths) for sample in range(BATCH) if steps[sample]]
     for weight in weights_of(layer):
         found = weight.read((x, *states), {"lengths": lengths}, layer(x, *states, lengths=lengths))
         assert found.shape[-1] == len(samples) == lengths.sum()
