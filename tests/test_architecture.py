@@ -285,6 +285,7 @@ GRAPH_PASSES = (
     "quantization.fold_numbers",
     "quantization.lower",
     "quantization.leaf_sizes",
+    "utils.fold_parameters",
     "litert_conversion",
     "utils.train_eval_graph",
 )

@@ -33,6 +33,7 @@ from fxqat.custom_quantizer.reasons import (
     FAMILY_REASONS,
     IS_WIDE,
     OF_MODE,
+    OF_PARAMETERS,
     READS_DYNAMIC,
     SOURCES,
     Reasons,
@@ -49,7 +50,14 @@ from fxqat.custom_quantizer.requests import (
 from fxqat.custom_quantizer.sharing import Groups, group_config, share_scales
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.custom_quantizer.unread_values import unread_values
-from fxqat.custom_quantizer.value_kinds import always_float, exact_values, returns_structure, untrained, value_kinds
+from fxqat.custom_quantizer.value_kinds import (
+    always_float,
+    constant_values,
+    exact_values,
+    returns_structure,
+    untrained,
+    value_kinds,
+)
 from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.ops.families import LOOKUP, MATMUL, NOT_FLOAT, OPAQUE, RECURRENT, WEIGHTED, WITH_WEIGHT, Op
 from fxqat.ops.identify import identify, operands
@@ -103,6 +111,7 @@ class BackendQuantizer:
         kinds = value_kinds(gm)
         excluded = always_float(gm)
         kinds |= dict.fromkeys(excluded, Kind.OTHER)
+        excluded = dict.fromkeys(constant_values(gm, kinds), OF_PARAMETERS) | excluded
         decoding = [node for node in decoding_positions(gm, kinds) if not any(m(node) for m in config.additional)]
         excluded |= dict.fromkeys(decoding, DECODES_POSITIONS)
         excluded |= unread_values(gm, kinds)

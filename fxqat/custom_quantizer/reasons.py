@@ -14,6 +14,7 @@ from fxqat.ops.families import CONSTRUCTOR, LOOKUP, NOT_FLOAT, OPAQUE, RECURRENT
 from fxqat.quantization.annotation import FLOAT, QUANTIZED, SHARES, ValueQuant
 from fxqat.utils.node_meta import Kind
 
+OF_PARAMETERS = "computed from parameters alone: a constant, quantized where a quantized operation reads it"
 DECODES_POSITIONS = "post-processing: decodes positions after the last layer with a weight"
 EXACT = "computed from constants, sizes or integers only: stays exact"
 OF_MODE = "number of eval mode or of training"

@@ -16,6 +16,7 @@ from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
 from fxqat.ops.identify import identify
 from fxqat.scheme import TensorQConfig
 from fxqat.utils.fx_graph import called_module, only_user
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
 from fxqat.utils.weight_hooks import why_hooks_forbid
 
@@ -121,7 +122,7 @@ def why_weight_stays_float(node: fx.Node) -> str:
     if module is None:
         return "its table is computed or a buffer, no parameter"
     layer = module.layer if isinstance(module, FusedLayer) else module
-    if type(layer) not in (*WEIGHTED_TYPES, *TABLES):
+    if type_of(layer) not in (*WEIGHTED_TYPES, *TABLES):
         kinds = "Conv, ConvTranspose, Linear, Embedding or EmbeddingBag of torch.nn"
         return f"{type(layer).__name__} is not a layer that fxqat quantizes ({kinds})"
     for hooked in filter(has_hooks, (module, layer)):

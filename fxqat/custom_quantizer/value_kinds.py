@@ -55,13 +55,38 @@ def exact_values(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set[fx.No
     No float input and no trained parameter reaches them: they are positions, grids, masks, and what is computed from
     them. Rounding on the way would destroy them (the cosine of a position that was rounded by one).
     """
-    reached: set[fx.Node] = set()  # by a float input, a trained parameter or a changing buffer
+    return _computed_without_inputs(gm, kinds, of_parameters=False)
+
+
+def constant_values(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> set[fx.Node]:
+    """The float tensors that are computed from parameters as well, and from nothing that changes between two inputs.
+
+    Where they are read, they are constants of the file. What only moves values that are read elsewhere is none of them:
+    the parameter is rounded, and stored as integers.
+    """
+    found = _computed_without_inputs(gm, kinds, of_parameters=True)
+    for node in reversed(gm.graph.nodes):
+        if identify(node).family == PASS_THROUGH and not found.issuperset(node.users):
+            found.discard(node)
+    return found - exact_values(gm, kinds)
+
+
+def _computed_without_inputs(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind], of_parameters: bool) -> set[fx.Node]:
+    """The float tensors that no float input, no changing buffer and no layer with parameters reaches.
+
+    Args:
+        gm: the graph.
+        kinds: of all nodes.
+        of_parameters: if True, other parameters may reach them, but no input of any type.
+    """
+    reached: set[fx.Node] = set()
     writes = _buffer_updates(gm)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            changes = kinds[node] is not Kind.OTHER
+            changes = of_parameters or kinds[node] is not Kind.OTHER
         elif node.op == "get_attr":
-            changes = isinstance(attribute_of(gm, node), nn.Parameter) or node in writes
+            is_trained = isinstance(attribute_of(gm, node), nn.Parameter)
+            changes = (is_trained and not of_parameters) or node in writes
         else:
             module = called_module(node)
             trains = module is not None and (next(module.parameters(), None) is not None or node in writes)

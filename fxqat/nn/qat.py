@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -62,8 +63,8 @@ class QATLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.op = weighted_op(layer)
-        self.layer_type = type(layer).__name__
-        self.weight = layer.weight  # type: ignore[assignment]  # torch declares parameters as tensors
+        self.layer_type = self.op.layer.__name__
+        self._take_weight(layer)
         self.bias = layer.bias  # type: ignore[assignment]
         self.bn = bn
         self.activation = activation
@@ -73,6 +74,9 @@ class QATLayer(nn.Module):
         self.cumulative = bn is not None and bn.momentum is None
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
+
+    def _take_weight(self, layer: WeightedLayer) -> None:
+        self.weight = layer.weight  # type: ignore[assignment]  # torch declares parameters as tensors
 
     def forward(
         self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None, dynamic_input: str | None = None
@@ -88,7 +92,7 @@ class QATLayer(nn.Module):
         Raises:
             ConfigError: Linear and BatchNorm1d are fused, and the input does not have 2 dimensions.
         """
-        if self.bn is not None and self.weight.dim() == 2 and x.dim() != 2:
+        if self.bn is not None and self.op.is_linear and x.dim() != 2:
             raise ConfigError(
                 f"Linear and BatchNorm1d are fused, which needs an input (batch, features), but the input has "
                 f"{x.dim()} dimensions {tuple(x.shape)}: BatchNorm1d then normalizes dimension 1, not the features. "
@@ -124,9 +128,12 @@ class QATLayer(nn.Module):
             bn.running_mean.copy_(mean)
             bn.running_var.copy_(variance)
 
+    def _dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def _apply_op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = self.weight.dtype
-        with nullcontext() if weight is self.weight else rounded_again(weight):
+        dtype = self._dtype()
+        with nullcontext() if isinstance(weight, nn.Parameter) else rounded_again(weight):
             return self.op(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     def folded(self) -> tuple[Tensor, Tensor | None]:
@@ -189,18 +196,18 @@ class QATLayer(nn.Module):
         return quant.quantize(weight, used_scale=weight_scale), fake_quantize_bias(bias, bias_scale)
 
     def _unfolded_weight(self, bn: BatchNorm) -> Tensor:
-        quant = self.weight_fake_quant
+        quant, weight = self.weight_fake_quant, self.weight
         if not (quant.observer_enabled or quant.fake_quant_enabled):
-            return self.weight
+            return weight
         factor = grid_factor(bn)
         if self.op.groups > 1:  # channels of several groups share a scale, so a scale has no single factor
-            wide = self.op.per_output_channel(factor, self.weight)
-            self._observe(self.weight * wide, statistics_change=True)
-            return quant.quantize(self.weight * wide) / wide if quant.fake_quant_enabled else self.weight
+            wide = self.op.per_output_channel(factor, weight)
+            self._observe(weight * wide, statistics_change=True)
+            return quant.quantize(weight * wide) / wide if quant.fake_quant_enabled else weight
         if quant.observer_enabled:
-            wide = self.op.per_output_channel(factor, self.weight)
-            self._observe(self.weight * wide, statistics_change=True)
-        return quant.quantize(self.weight, factor=factor) if quant.fake_quant_enabled else self.weight
+            wide = self.op.per_output_channel(factor, weight)
+            self._observe(weight * wide, statistics_change=True)
+        return quant.quantize(weight, factor=factor) if quant.fake_quant_enabled else weight
 
     def _observe(self, weight: Tensor, statistics_change: bool = False) -> None:
         """Show the folded weight to the observer, unless its tensors are unchanged since the last time.
@@ -211,9 +218,13 @@ class QATLayer(nn.Module):
                 version of the tensor (pytorch issue 13402).
         """
         if self.weight_fake_quant.observer_enabled:
-            sources = [self.weight] if self.bn is None else [self.weight, self.bn.running_var, self.bn.weight]
-            state = () if statistics_change else tuple(tensor_version(t) for t in sources if t is not None)
-            self.weight_fake_quant.observe_changed(weight, state)
+            sources = () if statistics_change else self._weight_sources()
+            self.weight_fake_quant.observe_changed(weight, tuple(map(tensor_version, sources)))
+
+    def _weight_sources(self) -> Sequence[Tensor]:
+        """The tensors that determine the folded weight; none if they are not known."""
+        of_bn = () if self.bn is None else (self.bn.running_var, self.bn.weight)
+        return [tensor for tensor in (self.weight, *of_bn) if tensor is not None]
 
     def _normalize(self, y: Tensor, bn: BatchNorm) -> Tensor:
         if not isinstance(self.bn_mode, int) or not bn.training or self._is_measured_anew(bn):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat.nn.product_layer import ProductLayer, linear_product
+from fxqat.utils.own_forward import type_of
 
 CONVS: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 TRANSPOSED: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -56,6 +57,11 @@ class WeightedOp:
     groups: int = 1
     padding: tuple[tuple[int, ...], str] | None = None
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it multiplies the last dimension by a matrix."""
+        return not self.arguments
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the layer."""
         if self.padding is not None:
@@ -76,8 +82,8 @@ class WeightedOp:
 
 
 def weighted_op(layer: WeightedLayer) -> WeightedOp:
-    """Describe a layer of one of ``WEIGHTED_TYPES`` (exactly these types, not subclasses)."""
-    kind = type(layer)
+    """Describe a layer of one of ``WEIGHTED_TYPES`` (exactly these types, or parametrized, but no other subclasses)."""
+    kind: Any = type_of(layer)
     if isinstance(layer, nn.Linear):
         return WeightedOp(F.linear, {}, kind, {})
     if isinstance(layer, ProductLayer):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.embedding import QATEmbedding
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
@@ -24,7 +26,7 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
 
     A tensor that is read both as a float and as integers comes twice.
     """
-    seen: set[tuple[int, int | None]] = set()
+    seen: dict[tuple[int, int | None], Tensor] = {}  # which keeps computed weights, and so their ids
     for node in graph_of_mode(gm.graph, training=False).nodes:
         found: list[tuple[object, int | None]] = []
         if node.op == "get_attr":
@@ -35,15 +37,20 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
             weight = None if layer is None else layer.weight
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             found += [(tensor, bits if tensor is weight else None) for tensor in tensors]
+            if has_computed_weight(module):
+                found.append((module.weight, bits))
         for tensor, bits in found:
             if isinstance(tensor, Tensor) and (id(tensor), bits) not in seen:
-                seen.add((id(tensor), bits))
+                seen[id(tensor), bits] = tensor
                 yield tensor, bits
 
 
 def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:
-    """A module and those inside it, but no fake-quants and observers: the file has a few numbers of them."""
-    if module is not None and not isinstance(module, FakeQuantizeBase):
+    """A module and those inside it that the file has tensors of.
+
+    Of fake-quants and observers it has a few numbers, and of a parametrization what that computes.
+    """
+    if module is not None and not isinstance(module, (FakeQuantizeBase, parametrize.ParametrizationList)):
         yield module
         for child in module.children():
             yield from _without_fake_quants(child)

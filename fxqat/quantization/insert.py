@@ -26,6 +26,7 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
+from fxqat.nn.parametrized import ParametrizedQATLayer, has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -38,6 +39,7 @@ from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 from fxqat.utils.fx_graph import called_module, module_path, nodes_where, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
 from fxqat.utils.unused_names import unused_name
 
@@ -289,14 +291,15 @@ def _qat_layer(
         )
     fused = module if isinstance(module, FusedLayer) else FusedLayer(module)  # type: ignore[arg-type]
     layer, bn = fused.layer, fused.bn
-    assert type(layer) in WEIGHTED_TYPES
+    assert type_of(layer) in WEIGHTED_TYPES
     if isinstance(bn_mode, int) and bn is not None and bn.momentum is None:
         raise ConfigError(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
     axis, with_table = weighted_op(layer).axis, tied if bn is None else {}  # a BatchNorm makes another weight of it
     quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, with_table)
-    return QATLayer(layer, bn, fused.activation, quant, bn_mode)
+    kind = ParametrizedQATLayer if has_computed_weight(layer) else QATLayer
+    return kind(layer, bn, fused.activation, quant, bn_mode)
 
 
 def _weight_fake_quant(

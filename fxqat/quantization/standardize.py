@@ -4,7 +4,8 @@ Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
    a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
-   So does a functional lookup in a parameter.
+   So does a functional lookup in a parameter. A weight that is computed from parameters alone is computed in the module
+   (``fxqat.quantization.computed_weights``).
    Products with a parameter are linear, too (``fxqat.quantization.products``).
 2. Functional dropout that gets ``self.training`` becomes a module of the module that calls it, so that it follows
    ``train()`` and ``eval()`` of both.
@@ -20,6 +21,7 @@ Cases:
 11. ``torch.empty`` and its kin become ``torch.zeros``: what the memory happens to hold has no range.
 12. Numbers that torch's exporter cannot write: of the bounds in ``clamp(x, 0, 0.5)`` both become floats, and a pool's
     ``[3]``, which torch takes for all axes, becomes ``3``.
+13. Layers with parametrized weights become such layers of classes that can be pickled.
 """
 
 from __future__ import annotations
@@ -35,13 +37,15 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
+from fxqat.nn.parametrized import has_computed_weight, parametrized
 from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify
+from fxqat.quantization.computed_weights import original_of, parameter_values, parametrized_layer
 from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
-from fxqat.utils.fx_graph import attribute_of, called_module, module_path, unique_name
+from fxqat.utils.fx_graph import attribute_of, called_module, module_path, set_module, unique_name
 from fxqat.utils.node_meta import MODE, SHAPE, SPELLING, VALUE, kind_of
 from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
@@ -66,6 +70,8 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     _read_items_once(gm.graph)  # case 8
     products_to_linear(gm)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
+    layers: dict[nn.Module, nn.Module] = {}  # those of case 13
+    computed = parameter_values(gm)
     for node in list(gm.graph.nodes):
         _fill_with_zeros(node)  # case 11
         op = identify(node)
@@ -75,13 +81,17 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             _number_for_all_axes(node)  # case 12
         if node.op == "call_function" and op.family == WEIGHTED:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
-            _weighted_to_module(gm, node, kind, made)  # case 1
+            _weighted_to_module(gm, node, kind, made, computed)  # case 1
         elif node.op == "call_function" and op.family == LOOKUP:
             _lookup_to_module(gm, node, op.modules[0], made)  # case 1
         elif node.op == "call_function" and op.family == IDENTITY and op.modules:
             node = _dropout_to_module(gm, node, op.modules[0])  # case 2
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
+        module: Any = called_module(node)
+        if module is not None and module not in layers.values() and has_computed_weight(module):
+            layers[module] = layers.get(module) or parametrized(module)
+            set_module(gm, str(node.target), layers[module])  # case 13
         if gives_indices(op):
             node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":
@@ -89,6 +99,9 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     no_writes_to_values(gm)  # case 4
     _remove_neutral_numbers(gm.graph)  # case 9
     _remove_empty_constants(gm.graph)  # case 10
+    for node in reversed(list(gm.graph.nodes)):
+        if node in computed and node.op != "get_attr" and not node.users:
+            gm.graph.erase_node(node)  # a layer computes its weight itself
     _drop_unread_attributes(gm)
     gm.graph.lint()
     return gm
@@ -121,7 +134,9 @@ def _bound(node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:
+def _weighted_to_module(
+    gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str], computed: set[fx.Node]
+) -> None:
     transposed = "Transpose" in kind.__name__
     if kind in (nn.Linear, ProductLayer):
         names: tuple[str, ...] = ()
@@ -131,19 +146,27 @@ def _weighted_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module]
         names = ("stride", "padding", "dilation", "groups")
     bound = _bound(node, ("input", "weight", "bias", *names))
     weight, bias = _parameter(gm, bound["weight"]), _parameter(gm, bound.get("bias"))
-    if weight is None:
-        return  # a computed weight is an activation; the backend's rules decide about it
+    original = bound["weight"] if weight is not None else original_of(gm, bound["weight"], computed)
+    if original is None:
+        return  # a weight that depends on inputs is an activation; the backend's rules decide about it
     added = bound.get("bias") if bias is None else None
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return
-    key = ("" if bias is None else str(bound["bias"].target), repr(sorted(options.items())))
-    path = _module_of(gm, bound["weight"], kind, key, made, lambda: weighted_layer(kind, options, weight, bias))
+
+    def make() -> nn.Module:
+        if weight is not None:
+            return weighted_layer(kind, options, weight, bias)
+        return parametrized_layer(gm, bound["weight"], original, kind, options, bias)
+
+    computed_by = "" if weight is not None else bound["weight"].name
+    key = (computed_by, "" if bias is None else str(bound["bias"].target), repr(sorted(options.items())))
+    path = _module_of(gm, original, kind, key, made, make)
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
     if added is not None:
-        _add_bias(gm, new, added, weight.dim() - 2)
+        _add_bias(gm, new, added, int(kind.__name__[-2]) if names else 0)
 
 
 def _lookup_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:

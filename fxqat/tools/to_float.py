@@ -7,7 +7,7 @@ The graph is written again, call by call:
    the paths that their tensors have in the user's model; a fused activation becomes ``<layer>_activation``, next to its
    layer;
 3. a layer or table whose tensors belong to no module of the user's model (``F.conv2d(x, self.kernel)``) becomes a call
-   of its function;
+   of its function, with the operations that compute its weight, if it is computed;
 4. a layer of a recurrent module becomes a call of :func:`fxqat.nn.recurrent.run_layer` on the parameters of the user's
    module;
 5. a parameter that was split (``fxqat.quantization.split_parameters``) is concatenated again, and split where it is
@@ -30,6 +30,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.embedding import TABLES, QATEmbedding
 from fxqat.nn.fused import FusedLayer
+from fxqat.nn.parametrized import WEIGHT, has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer, run_layer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -37,6 +38,7 @@ from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.utils.fx_graph import attribute_of, called_module, calls_in, set_attribute
 from fxqat.utils.living_copies import own_copy
 from fxqat.utils.node_meta import MODE
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.train_eval_graph import TrainEvalGraphModule, from_calls
 from fxqat.utils.unused_names import unused_name
 
@@ -156,7 +158,7 @@ class _Writer:
             self._values[node] = self._write_layer(node, module)
         elif isinstance(module, (QATEmbedding, *TABLES)):
             self._values[node] = self._write_table(node, module)
-        elif type(module) in WEIGHTED_TYPES and self._user_path(module, str(node.target)) is None:
+        elif type_of(module) in WEIGHTED_TYPES and self._user_path(module, str(node.target)) is None:
             self._values[node] = self._call_layer(node, module, str(node.target), self._values[node.all_input_nodes[0]])
         elif module is not None:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
@@ -213,13 +215,32 @@ class _Writer:
         user_path = self._user_path(layer, path)
         if user_path is not None:
             return self._call(node, layer, user_path, value)
-        assert type(layer) in WEIGHTED_TYPES
+        assert type_of(layer) in WEIGHTED_TYPES
         self.replaced.add(path)
         op = weighted_op(layer)
         if op.padding is not None:
             value = self._create(node, "call_function", F.pad, (value, *op.padding))
-        read = [None if tensor is None else self._read(node, tensor) for tensor in (layer.weight, layer.bias)]
-        return self._create(node, "call_function", op.function, (value, *read), op.arguments)
+        bias = None if layer.bias is None else self._read(node, layer.bias)
+        return self._create(
+            node, "call_function", op.function, (value, self._read_weight(node, layer), bias), op.arguments
+        )
+
+    def _read_weight(self, node: fx.Node, layer: Any) -> fx.Node:
+        """Read the weight of a layer; what computes it is written into the graph (case 3)."""
+        if not has_computed_weight(layer):
+            return self._read(node, layer.weight)
+        computed = layer.parametrizations[WEIGHT]
+        values: dict[fx.Node, fx.Node] = {}
+        for inner in computed[0].graph.nodes:
+            if inner.op == "placeholder":
+                values[inner] = self._read(node, computed.original)
+            elif inner.op == "get_attr":
+                values[inner] = self._read(node, attribute_of(computed[0], inner))
+            elif inner.op == "output":
+                break
+            else:
+                values[inner] = self.graph.node_copy(inner, values.__getitem__)
+        return values[inner.args[0]]
 
     def _user_path(self, module: Any, path: str) -> str | None:
         """The path at which a module's tensors have the names of the user's model; None if there is none.

@@ -17,12 +17,14 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
+from fxqat.nn.parametrized import has_computed_weight
+from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.tracing.layer_hooks import HookTrace, can_trace_hooks
 from fxqat.tracing.value_proxy import DataProxy
 from fxqat.tracing.written_arguments import WrittenArguments
 from fxqat.utils.fx_graph import overwritten_state
 from fxqat.utils.node_meta import WITHOUT_GRADIENTS, FloatLeaf
-from fxqat.utils.own_forward import has_own_forward
+from fxqat.utils.own_forward import has_own_forward, type_of
 from fxqat.utils.source import innermost_line, line_of_failure
 from fxqat.utils.torch_compat import ASSERT
 from fxqat.utils.training_only import is_idle
@@ -263,7 +265,7 @@ class LeafTracer(fx.Tracer):
             return True
         if has_own_forward(m):
             return False
-        if isinstance(m, MODE_DEPENDENT_LEAVES):
+        if isinstance(m, MODE_DEPENDENT_LEAVES) or (has_computed_weight(m) and type_of(m) in WEIGHTED_TYPES):
             return True
         return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
 

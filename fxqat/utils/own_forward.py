@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MethodType
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 
 def has_own_forward(module: nn.Module | None) -> bool:
@@ -17,5 +18,10 @@ def has_own_forward(module: nn.Module | None) -> bool:
 
 
 def type_of(module: nn.Module | None) -> type[object]:
-    """The type that says what a module computes: that of None if it has a forward of its own."""
-    return type(None) if module is None or has_own_forward(module) else type(module)
+    """The type that says what a module computes: that of None if it has a forward of its own.
+
+    A module whose tensors ``torch.nn.utils.parametrize`` computes is of the type that it was before.
+    """
+    if module is None or has_own_forward(module):
+        return type(None)
+    return parametrize.type_before_parametrizations(module)

@@ -8,7 +8,7 @@ import inspect
 import operator
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxqat.utils.fold_parameters import fold_parameters
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """The common base of BatchNorm1d, 2d and 3d."""
@@ -35,6 +37,9 @@ CDIST = torch.ops.aten._cdist_forward.default
 ADAPTIVE_AVG_POOL2D = torch.ops.aten._adaptive_avg_pool2d.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 """The operators into which torch.export decomposes ``cdist`` and adaptive average pools."""
+
+UNTRANSLATED = (operator.getitem, torch.ops.aten._assert_tensor_metadata.default)
+"""What torch's exporter reads or removes without a translation."""
 
 NUMBERS = {float: torch.float32, int: torch.int64, bool: torch.bool}
 """The type of a number among tensors in torch's exporter."""
@@ -126,12 +131,13 @@ def shorter_export() -> Iterator[None]:
     * It copies its table of translations. It would read 500 functions for each export.
     * It decomposes a graph only if it cannot translate an operator of it. It would trace every graph once more, with
       torch's whole table of decompositions, which takes longer than the rest of the export of a small model.
+    * What it cannot translate and the parameters alone determine becomes a constant.
     * It converts the arguments of operators to their common type only if there is one of another type. It would run
       every graph once more to find out.
 
     One thread at a time is in such a block.
     """
-    from torch.onnx._internal.exporter import _fx_passes
+    from torch.onnx._internal.exporter import _dispatching, _fx_passes
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     def copied(*options: Any, **named: Any) -> Any:
@@ -143,7 +149,19 @@ def shorter_export() -> Iterator[None]:
         return result
 
     def decomposed(program: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
-        return program if _is_translatable(program, registry.functions) else decompose(program, registry)
+        def is_translatable(node: fx.Node) -> bool:
+            is_operator = isinstance(node.target, torch._ops.OpOverload)  # not one of higher order, which has graphs
+            needless = node.op != "call_function" or node.target in UNTRANSLATED
+            return needless or (is_operator and _dispatching.dispatch(node, registry)[0] is not None)
+
+        called = [node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+        if not any(target._schema.is_mutable for target in called):
+            fold_parameters(program, is_translatable)
+            if all(map(is_translatable, program.graph.nodes)):
+                return program
+        program = decompose(program, registry)
+        fold_parameters(program, is_translatable)
+        return program
 
     def promoted(graph_module: fx.GraphModule) -> None:
         graphs = [module.graph for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
@@ -162,20 +180,6 @@ def shorter_export() -> Iterator[None]:
             stack.callback(setattr, owner, name, vars(owner).get(name))
             setattr(owner, name, value)
         yield
-
-
-def _is_translatable(program: torch.export.ExportedProgram, translated: Container[Any]) -> bool:
-    """Whether the graph of a program consists of operators that have a translation, and writes to no tensor.
-
-    The exporter removes checks of types itself.
-    """
-    operators = [node.target for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    operators = [target for target in operators if target is not torch.ops.aten._assert_tensor_metadata.default]
-    return all(
-        isinstance(target, torch._ops.OpOverload) and target.name() in translated and not target._schema.is_mutable
-        for target in operators
-        if target is not operator.getitem
-    )
 
 
 @functools.cache

@@ -20,6 +20,13 @@ class Tied(nn.Module):
         return nn.functional.linear(self.hidden(self.emb(tokens)), self.emb.weight)
 
 
+def test_of_a_computed_weight_the_file_has_the_integers() -> None:
+    model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(10, 10, bias=False)) for _ in range(3)))
+    tensors = list(stored_tensors(prepare_by_platform(model)))
+    assert [tensor.numel() for tensor, bits in tensors if bits == 8] == [100] * 3
+    assert not [tensor for tensor, bits in tensors if bits is None]
+
+
 def test_what_is_in_the_file_is_found() -> None:
     tensors = list(stored_tensors(prepare_by_platform(Tied(), example_inputs=(torch.zeros(2, 3, dtype=torch.long),))))
     assert float_bytes(tensor for tensor, bits in tensors if bits is None) == 40

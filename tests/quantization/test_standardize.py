@@ -11,6 +11,7 @@ from fxqat import calibrate, convert_export, disable_all, enable_quantization, p
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.standardize import standardize
 from fxqat.tracing.trace import trace
+from fxqat.utils.own_forward import type_of
 
 
 class Functional(nn.Module):
@@ -106,8 +107,18 @@ def test_the_module_is_placed_beside_its_parameters():
     ]
 
 
-def test_a_computed_weight_stays_a_function():
+def test_a_weight_that_is_computed_from_parameters_is_computed_in_the_module():
     model = Functional(lambda x, w, b: F.linear(x, w * 2, b), (4, 3), 4)
+    gm = standardized(model)
+    x = torch.randn(2, 3)
+    assert [type_of(module) for module in modules_called(gm)] == [nn.Linear]
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "call_module", "output"]
+    assert {name for name, _ in gm.named_parameters()} == {"linear.bias", "linear.parametrizations.weight.original"}
+    torch.testing.assert_close(gm(x), model(x), rtol=0, atol=0)
+
+
+def test_a_weight_that_depends_on_an_input_stays_a_value():
+    model = Functional(lambda x, w, b: F.linear(x, w * x.mean(), b), (4, 3), 4)
     gm = standardized(model)
     x = torch.randn(2, 3)
     assert modules_called(gm) == []

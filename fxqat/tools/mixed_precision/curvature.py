@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxqat.nn.parametrized import WEIGHT, ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.units import Unit, quant_at
@@ -135,11 +136,16 @@ def curvature_scores(
 def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
     """The float model's outputs, and all tensors that the quantized model rounds."""
     gm, taps = bank.model, []
+    changes: dict[nn.Module, Tensor] = {}  # of computed weights, by what computes them
     for unit in bank.units.values():
         if unit.layer is not None:
-            weight = gm.get_submodule(unit.layer).weight
-            assert isinstance(weight, nn.Parameter)
+            layer = gm.get_submodule(unit.layer)
+            weight = layer.weight
+            assert isinstance(weight, Tensor)
             taps.append(Tap(unit, weight.detach(), weight))
+            if isinstance(layer, ParametrizedQATLayer):
+                taps[-1] = Tap(unit, weight.detach(), torch.zeros_like(weight, requires_grad=True))
+                changes[layer.parametrizations[WEIGHT]] = taps[-1].variable
 
     units: dict[nn.Module, Unit] = {quant_at(gm, u.path): u for u in bank.units.values() if u.layer is None}
 
@@ -149,7 +155,8 @@ def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
         taps.append(Tap(units[quant], output.detach(), torch.zeros_like(output, requires_grad=True)))
         return output + taps[-1].variable
 
-    with hooked(units, tap, with_kwargs=True):
+    change = hooked(changes, lambda computes, args, output: output + changes[computes])
+    with change, hooked(units, tap, with_kwargs=True):
         outputs = gm(*batch)
     return outputs, taps
 

@@ -47,6 +47,7 @@ from tqdm import tqdm
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
+from fxqat.nn.parametrized import check_weight_is_stored
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -248,8 +249,10 @@ def _setting(method: str | Reconstruction) -> Reconstruction:
 
 
 def _require_plain_weights(gm: QuantGraphModule) -> None:
-    """Raise if a weight fake-quant rounds a function of the weight: no result could be written into the weight."""
+    """Raise if a weight is computed, or its fake-quant rounds a function of it: no result could be written into it."""
     for path, layer in gm.named_modules():
+        if isinstance(layer, QATLayer):
+            check_weight_is_stored(layer, path, "reconstruct")
         for weight in weights_of(layer) if isinstance(layer, (QATLayer, QATRecurrentLayer)) else ():
             if type(weight.quant).target is not FakeQuantizeBase.target:
                 raise ConfigError(

@@ -21,6 +21,7 @@ from fxqat.custom_quantizer.unread_values import reads_no_value
 from fxqat.custom_quantizer.value_kinds import value_kinds
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify
@@ -170,6 +171,8 @@ def _norms(gm: QuantGraphModule) -> Iterator[Norm]:
         if not parameters or is_shared or any(reads[id(tensor)] > own for tensor in parameters):
             continue
         layers = _linear_readers(node, parameters[0].shape[-1], kinds) or {}
+        if any(map(has_computed_weight, layers.values())):
+            continue  # a factor cannot be written into it
         is_quantized = any(isinstance(layer, QATLayer) for layer in layers.values())
         if is_quantized and all(calls[id(layer)] == reads[id(layer.weight)] == 1 for layer in layers.values()):
             yield Norm(node.name, parameters, layers)

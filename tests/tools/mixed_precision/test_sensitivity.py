@@ -4,9 +4,11 @@ import csv
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fxqat.errors import CalibrationError, ConfigError
+from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.sensitivity import METHODS, divergence, read_sensitivity, sensitivity, squared_error
 
 
@@ -24,6 +26,22 @@ def test_scores_from_derivatives_are_near_the_real_loss(found, method):
     assert len(alone) > 20
     assert torch.corrcoef(torch.stack((alone, guessed)))[0, 1] > 0.9
     assert abs(float((guessed - alone).median())) < 1.0
+
+
+@pytest.mark.parametrize("method", ["hessian", "fisher"])
+def test_a_computed_weight_has_the_scores_of_the_weight(method):
+    torch.manual_seed(0)
+    computed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.Tanh(), nn.Conv2d(4, 2, 6))
+    stored = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 6))
+    weights = {"0.weight": computed[0].weight.detach()}
+    stored.load_state_dict(computed.state_dict() | weights, strict=False)
+    batches = [torch.randn(8, 3, 8, 8)]
+    found = []
+    for model in (computed, stored):
+        scores = sensitivity(WidthBank(model.eval(), batches), batches, method, probes=20).scores
+        found.append([loss for losses in scores.values() for loss in losses.values()])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert max(found[0]) > 1e-4
 
 
 def test_fewer_bits_lose_more(found):

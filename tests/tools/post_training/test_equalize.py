@@ -167,6 +167,15 @@ def test_a_calibrated_model_is_an_error():
         equalize(calibrated("residual"))
 
 
+def test_a_computed_weight_takes_no_factor():
+    model, x = uneven(mobile()), torch.randn(2, 3, 8, 8)
+    nn.utils.parametrizations.weight_norm(model[3])
+    gm = fxqat.prepare_by_platform(model, example_inputs=x).eval()
+    pairs = equalize(gm, iterations=5, absorb_bias=False)
+    assert [pair[:2] for pair in pairs] == [("6", "9"), ("9", "10"), ("10", "11")]
+    torch.testing.assert_close(outputs(gm, x), model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_layers_of_other_ranks_or_called_twice_are_no_pairs():
     class Flattened(nn.Module):
         """A convolution whose channels are no channels of the linear layer behind it."""

@@ -257,6 +257,11 @@ def test_methods():
     gm, batches = low_bit(config={"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}})
     with pytest.raises(ConfigError, match="DoReFaFakeQuantize of stem rounds a function of the weight"):
         reconstruct(gm, batches)
+    normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 2, 1)))
+    gm, batches = fxqat.prepare_by_platform(normed.eval()), [(torch.randn(2, 3, 6, 6),)]
+    fxqat.calibrate(gm, batches)
+    with pytest.raises(ConfigError, match="reconstruct: the weight of 2 is computed.*remove_parametrizations"):
+        reconstruct(gm, batches)
     with pytest.raises(CalibrationError, match="saw no data"):
         reconstruct(fxqat.prepare_by_platform(nn.Linear(3, 3)), [(torch.randn(2, 3),)])
 

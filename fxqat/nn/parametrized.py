@@ -1,0 +1,98 @@
+"""Layers whose weight is computed from other parameters, by ``torch.nn.utils.parametrize``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fxqat.errors import ConfigError
+from fxqat.nn.qat import QATLayer
+from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
+from fxqat.utils.torch_compat import has_hooks
+
+WEIGHT = "weight"
+
+
+class ComputedWeight:
+    """A module whose weight is computed each time that it is read."""
+
+    parametrizations: nn.ModuleDict
+
+    @property
+    def weight(self) -> Tensor:
+        """The computed weight."""
+        weight: Tensor = self.parametrizations[WEIGHT]()
+        return weight
+
+
+PARAMETRIZED: dict[Any, Any] = {
+    kind: type(f"Parametrized{kind.__name__}", (kind, ComputedWeight), {"__module__": __name__})
+    for kind in WEIGHTED_TYPES
+}
+"""For each layer the class with a computed weight; the classes that torch makes cannot be pickled."""
+globals().update({kind.__name__: kind for kind in PARAMETRIZED.values()})
+
+
+class ParametrizedQATLayer(QATLayer, ComputedWeight):
+    """A QAT layer that computes its weight in each call, then rounds it: as weight norm or an orthogonal layer does.
+
+    The parametrization is trained, and keeps the names of its tensors (``parametrizations.weight.original``). The file
+    has the integers of the weight that it computes. See :class:`~fxqat.nn.qat.QATLayer` for the arguments.
+    """
+
+    def _take_weight(self, layer: WeightedLayer) -> None:
+        self.parametrizations = layer.parametrizations  # type: ignore[assignment]
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def _weight_sources(self) -> Sequence[Tensor]:
+        return ()  # a parametrization may depend on anything
+
+    def float_layer(self) -> WeightedLayer:
+        """The layer as torch makes it, with the same parametrization."""
+        weight = nn.Parameter(self.weight.detach())
+        layer: Any = weighted_layer(self.op.layer, self.op.options, weight, self.bias)
+        parametrize.register_parametrization(layer, WEIGHT, nn.Identity(), unsafe=True)
+        layer.parametrizations[WEIGHT] = self.parametrizations[WEIGHT]
+        return layer.train(self.training)  # type: ignore[no-any-return]
+
+
+def has_computed_weight(layer: nn.Module) -> bool:
+    """Whether a parametrization computes the weight of a layer, and no other tensor of it."""
+    return parametrize.is_parametrized(layer) and list(layer.parametrizations) == [WEIGHT]  # type: ignore[arg-type]
+
+
+def parametrized(layer: WeightedLayer) -> WeightedLayer:
+    """A layer that can be pickled, with the tensors of a layer whose weight torch computes; itself if it has hooks."""
+    if has_hooks(layer):
+        return layer
+    op = weighted_op(layer)
+    found: Any = weighted_layer(op.layer, op.options, nn.Parameter(layer.weight.detach()), layer.bias)  # type: ignore[arg-type]
+    del found.weight
+    found.__class__ = PARAMETRIZED[op.layer]
+    found.parametrizations = layer.parametrizations
+    return found.train(layer.training)  # type: ignore[no-any-return]
+
+
+def check_weight_is_stored(layer: nn.Module, path: str, method: str) -> None:
+    """Check that the weight of a layer is a parameter.
+
+    Args:
+        layer: the layer.
+        path: its path.
+        method: what needs it, for the message.
+
+    Raises:
+        ConfigError: a parametrization computes it.
+    """
+    if has_computed_weight(layer):
+        raise ConfigError(
+            f"{method}: the weight of {path} is computed from other parameters, so it cannot be changed itself. Make "
+            "it a parameter before prepare_by_platform: torch.nn.utils.parametrize.remove_parametrizations(module, "
+            "'weight') does it, or a model that stores the result"
+        )

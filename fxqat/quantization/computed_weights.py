@@ -1,0 +1,116 @@
+"""Weights that a graph computes from parameters alone become parametrizations of the layers that read them.
+
+``F.conv2d(x, (self.weight - mean) / std)`` has a weight as ``nn.Conv2d`` has: in a file it is a constant. The
+operations that compute it move into a parametrization (``torch.nn.utils.parametrize``), which is trained as they were,
+and whose result is quantized as a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from fxqat.nn.parametrized import WEIGHT
+from fxqat.nn.weighted import WeightedLayer, weighted_layer
+from fxqat.ops.identify import works_in_place
+from fxqat.utils.fx_graph import attribute_of, writes_state
+from fxqat.utils.node_meta import MODE, WITHOUT_GRADIENTS
+from fxqat.utils.train_eval_graph import eval_or_train
+from fxqat.utils.unused_names import unused_name
+
+
+def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes whose values depend on parameters and buffers alone, which the graph does not write to.
+
+    They are computed by functions, methods and parametrizations, and in the same way in training and in eval mode.
+
+    Args:
+        gm: a graph module.
+    """
+    written = {read.target for node in gm.graph.nodes if writes_state(node) for read in node.all_input_nodes}
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            is_value = node.target not in written and isinstance(attribute_of(gm, node), Tensor)
+        else:
+            is_value = _is_pure_call(node) and found.issuperset(node.all_input_nodes)
+        if is_value and not any(map(works_in_place, node.users)):
+            found.add(node)
+    return found
+
+
+def original_of(gm: fx.GraphModule, weight: fx.Node, computed: set[fx.Node]) -> fx.Node | None:
+    """The first parameter of floats that a weight is computed from; None if there is none, or if it depends on more.
+
+    Args:
+        gm: a graph module.
+        weight: the node of the weight.
+        computed: the :func:`parameter_values`.
+    """
+    if weight not in computed:
+        return None
+    tensors = {node: attribute_of(gm, node) for node in _computation(weight) if node.op == "get_attr"}
+    return next((node for node, it in tensors.items() if isinstance(it, nn.Parameter) and it.is_floating_point()), None)
+
+
+def parametrized_layer(
+    gm: fx.GraphModule,
+    weight: fx.Node,
+    original: fx.Node,
+    kind: type[nn.Module],
+    options: dict[str, Any],
+    bias: nn.Parameter | None,
+) -> WeightedLayer:
+    """A layer that computes its weight as the graph does, from the same parameters.
+
+    Args:
+        gm: a graph module.
+        weight: the node of the weight.
+        original: its :func:`original_of`.
+        kind: the type of the layer, one of ``fxqat.nn.weighted.WEIGHTED_TYPES``.
+        options: arguments of its constructor, without channels and kernel size.
+        bias: ``(out,)`` or None.
+    """
+    source, parameter = _source(gm, weight, original), attribute_of(gm, original)
+    with torch.no_grad():
+        layer = weighted_layer(kind, options, nn.Parameter(source(parameter)), bias)
+    layer.weight = parameter  # type: ignore[assignment]
+    parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)  # the parameter may have any shape
+    return layer
+
+
+def _is_pure_call(node: fx.Node) -> bool:
+    if node.op == "call_module":
+        is_call = ".parametrizations." in f".{node.target}"
+    else:
+        is_call = node.op in ("call_function", "call_method") and node.target is not eval_or_train
+    return is_call and not node.is_impure() and node.meta.keys().isdisjoint((MODE, WITHOUT_GRADIENTS))
+
+
+def _computation(weight: fx.Node) -> list[fx.Node]:
+    """A node and all that it is computed from, in order."""
+    found = {weight}
+    for node in reversed(weight.graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return [node for node in weight.graph.nodes if node in found]
+
+
+def _source(gm: fx.GraphModule, weight: fx.Node, original: fx.Node) -> fx.GraphModule:
+    """The module that computes a weight from a parameter, and holds the other tensors that it reads."""
+    graph = fx.Graph()
+    held: dict[str, Any] = {}
+    copies = {original: graph.placeholder("original")}
+    for node in _computation(weight):
+        if node is original:
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}
+        if node.op in ("get_attr", "call_module"):
+            name = unused_name(str(node.target).rpartition(".")[2], held)
+            held[name], copies[node].target = attribute_of(gm, node), name
+    graph.output(copies[weight])
+    return fx.GraphModule(held, graph)

@@ -1,0 +1,188 @@
+"""Weights that are computed from parameters: integers with a scale per channel, equal to those of a stored weight."""
+
+import copy
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fxqat
+from fxqat import prepare_by_platform
+from fxqat.nn.parametrized import ParametrizedQATLayer
+from fxqat.nn.qat import QATLayer
+from fxqat.tools import to_float
+from tests.export_models import run_file
+
+X = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Computes(nn.Module):
+    """A convolution with a computed weight between two layers."""
+
+    def __init__(self, weight, *shapes, call=F.conv2d):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(6, 2, 1)
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.register_buffer("mask", (torch.rand(6, 4, 3, 3) > 0.3).float())
+        self.bias = nn.Parameter(torch.randn(6))
+        self.weight, self.call = weight, call
+
+    def forward(self, x):
+        return self.last(torch.relu(self.call(self.first(x), self.weight(self, *self.parts), self.bias)))
+
+
+def standardized(w):
+    return (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+
+
+SHAPE = (6, 4, 3, 3)
+CASES = {
+    "scaled": lambda: Computes(lambda m, w: w * 0.3, SHAPE),
+    "standardized": lambda: Computes(lambda m, w: standardized(w), SHAPE),
+    "masked": lambda: Computes(lambda m, w: w * m.mask, SHAPE),
+    "gain": lambda: Computes(lambda m, w, g: g * F.normalize(w, dim=(1, 2, 3)), SHAPE, (6, 1, 1, 1)),
+    "low rank": lambda: Computes(lambda m, a, b: (a @ b).view(SHAPE), (6, 2), (2, 36)),
+    "inverse": lambda: Computes(lambda m, a: torch.linalg.inv(a)[:, :4, None, None], (6, 6)),
+    "transposed": lambda: Computes(lambda m, w: w.transpose(0, 1) * 2, SHAPE, call=F.conv_transpose2d),
+}
+
+
+def calibrated(model, backend="TSQAT"):
+    gm = prepare_by_platform(model.eval(), backend, example_inputs=(X,))
+    fxqat.calibrate(gm, [X])
+    fxqat.enable_quantization(gm)
+    return gm.eval()
+
+
+def stored(model):
+    """The same model with the computed weight as a parameter."""
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        value = model.weight(model, *model.parts)
+    plain.parts = nn.ParameterList([nn.Parameter(value)])
+    plain.weight = lambda m, w: w
+    return plain
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_quantized_and_exported_as_a_stored_weight(case, backend, tmp_path):
+    model = CASES[case]().eval()
+    gm, other = calibrated(model, backend), calibrated(stored(model), backend)
+    kinds = {type(module) for module in gm.modules() if isinstance(module, QATLayer)}
+    assert (ParametrizedQATLayer in kinds) == (len(kinds) == 2) == ((case, backend) != ("transposed", "ONNXRuntime"))
+    assert [row.op for row in gm.quant_report] == [row.op for row in other.quant_report]
+    torch.testing.assert_close(gm(X), other(X))
+    fxqat.convert_export(gm, (X,), tmp_path / "model.onnx")
+    fxqat.convert_export(other, (X,), tmp_path / "other.onnx")
+    (found,) = run_file(tmp_path / "model.onnx", [X])
+    torch.testing.assert_close(torch.from_numpy(found), gm(X).detach(), rtol=1e-4, atol=1e-4)
+    files = [onnx.load(tmp_path / f"{name}.onnx").graph for name in ("model", "other")]
+    kinds = [sorted(node.op_type for node in graph.node) for graph in files]
+    sizes = [sorted((tensor.data_type, *tensor.dims) for tensor in graph.initializer) for graph in files]
+    assert kinds[0] == kinds[1]
+    assert sizes[0] == sizes[1]
+
+
+def test_what_it_is_computed_from_is_trained():
+    gm = calibrated(CASES["gain"]()).train()
+    gm(X).square().sum().backward()
+    trained = {name: p for name, p in gm.named_parameters() if "parametrizations" in name}
+    assert len(trained) == 2
+    assert all(p.grad.abs().max() > 0 for p in trained.values())
+
+
+def test_two_calls_with_one_computed_weight_share_a_layer():
+    def twice(x, weight, bias):
+        return F.conv2d(x, weight, bias) + F.conv2d(x.flip(1), weight, bias)
+
+    gm = calibrated(Computes(lambda m, w: w * 2, SHAPE, call=twice))
+    layers = [gm.get_submodule(str(node.target)) for node in gm.graph.nodes if node.op == "call_module"]
+    first, second = (layer for layer in layers if isinstance(layer, ParametrizedQATLayer))
+    assert first is second
+
+
+def by_mode(m, w):
+    return w * 2 if m.training else w * 3
+
+
+def counted(m, w):
+    m.mask.mul_(0.9)
+    return w * m.mask
+
+
+@pytest.mark.parametrize("weight", [by_mode, counted])
+def test_a_weight_that_a_parametrization_would_not_compute_alike_is_a_value(weight):
+    gm = prepare_by_platform(Computes(weight, SHAPE).eval(), "TSQAT", example_inputs=(X,), check="off")
+    assert not any(isinstance(module, ParametrizedQATLayer) for module in gm.modules())
+    assert sum(isinstance(module, QATLayer) for module in gm.modules()) == 2
+
+
+def test_a_weight_that_depends_on_the_input_is_a_value():
+    gm = calibrated(Computes(lambda m, w: w, SHAPE, call=lambda x, w, b: F.conv2d(x, w * x.mean(), b)))
+    assert not any(isinstance(module, ParametrizedQATLayer) for module in gm.modules())
+    assert sum(isinstance(module, QATLayer) for module in gm.modules()) == 2
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 8))
+
+
+class Symmetric(nn.Module):
+    """A parametrization of a user."""
+
+    def __init__(self):
+        super().__init__()
+        self.strength = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, w):
+        return w + self.strength * w.flip(-1)
+
+
+NORMS = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "of a user": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "two": lambda layer: parametrize.register_parametrization(NORMS["of a user"](layer), "weight", Symmetric()),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_parametrized_layer_of_torch_keeps_its_names(norm, tmp_path):
+    model, plain = layers(), layers()
+    for layer in (model[0], model[4]):
+        NORMS[norm](layer)
+    with torch.no_grad():
+        plain.load_state_dict(model.state_dict() | {"0.weight": model[0].weight, "4.weight": model[4].weight}, False)
+    gm, other = calibrated(model), calibrated(plain)
+    assert [type(gm.get_submodule(path)) for path in ("0", "4")] == [ParametrizedQATLayer] * 2
+    torch.testing.assert_close(gm(X), other(X))
+    names = {name for name, _ in model.named_parameters() if not name.startswith("1.")}
+    assert names <= {name for name, _ in gm.named_parameters()}
+    fxqat.convert_export(gm, (X,), tmp_path / "model.onnx")
+    integers = [t for t in onnx.load(tmp_path / "model.onnx").graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    assert {tuple(t.dims) for t in integers} >= {(6, 4, 3, 3), (8, 216)}
+
+
+@pytest.mark.parametrize("case", ["gain", "low rank"])
+def test_the_float_model_computes_the_weight_again(case):
+    model = CASES[case]().eval()
+    found = to_float(prepare_by_platform(model, "TSQAT", example_inputs=(X,)))
+    assert found.state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(found.eval()(X), model(X))
+
+
+def test_nothing_inside_a_computation_of_parameters_is_rounded():
+    model = Computes(lambda m, w, g: w * g.sigmoid(), SHAPE, (6, 1, 1, 1), call=lambda x, w, b: x * w.mean() + b.mean())
+    model.last = nn.Conv2d(4, 2, 1)
+    gm = prepare_by_platform(model.eval(), "TSQAT", example_inputs=(X,))
+    rows = {row.op: row for row in reversed(gm.quant_report.rows)}  # the first of each op
+    constant = "computed from parameters alone: a constant, quantized where a quantized operation reads it"
+    assert [rows[op].reason for op in ("sigmoid", "mul")] == [constant] * 2
+    assert [bool(rows[op].output) for op in ("sigmoid", "mul", "mean")] == [False, False, True]
