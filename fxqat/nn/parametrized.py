@@ -68,8 +68,11 @@ def has_computed_weight(layer: nn.Module) -> bool:
 
 
 def parametrized(layer: WeightedLayer) -> WeightedLayer:
-    """A layer that can be pickled, with the tensors of a layer whose weight torch computes; itself if it has hooks."""
-    if has_hooks(layer):
+    """A layer that can be pickled, with the tensors of a layer whose weight torch computes.
+
+    It is the layer itself if that can be pickled, or if it has hooks.
+    """
+    if has_hooks(layer) or type(layer) in PARAMETRIZED.values():
         return layer
     op = weighted_op(layer)
     found: Any = weighted_layer(op.layer, op.options, nn.Parameter(layer.weight.detach()), layer.bias)  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from fxqat.nn.parametrized import WEIGHT
 from fxqat.nn.weighted import WeightedLayer, weighted_layer
 from fxqat.ops.identify import works_in_place
 from fxqat.utils.fx_graph import attribute_of, writes_state
-from fxqat.utils.node_meta import MODE, WITHOUT_GRADIENTS
 from fxqat.utils.train_eval_graph import eval_or_train
 from fxqat.utils.unused_names import unused_name
 
@@ -87,7 +86,7 @@ def _is_pure_call(node: fx.Node) -> bool:
         is_call = ".parametrizations." in f".{node.target}"
     else:
         is_call = node.op in ("call_function", "call_method") and node.target is not eval_or_train
-    return is_call and not node.is_impure() and node.meta.keys().isdisjoint((MODE, WITHOUT_GRADIENTS))
+    return is_call and not node.is_impure()
 
 
 def _computation(weight: fx.Node) -> list[fx.Node]:

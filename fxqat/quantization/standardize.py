@@ -70,7 +70,6 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     _read_items_once(gm.graph)  # case 8
     products_to_linear(gm)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
-    layers: dict[nn.Module, nn.Module] = {}  # those of case 13
     computed = parameter_values(gm)
     for node in list(gm.graph.nodes):
         _fill_with_zeros(node)  # case 11
@@ -89,9 +88,8 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
         module: Any = called_module(node)
-        if module is not None and module not in layers.values() and has_computed_weight(module):
-            layers[module] = layers.get(module) or parametrized(module)
-            set_module(gm, str(node.target), layers[module])  # case 13
+        if module is not None and has_computed_weight(module):
+            set_module(gm, str(node.target), parametrized(module))  # case 13
         if gives_indices(op):
             node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":

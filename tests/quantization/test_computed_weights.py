@@ -170,6 +170,31 @@ def test_a_parametrized_layer_of_torch_keeps_its_names(norm, tmp_path):
     assert {tuple(t.dims) for t in integers} >= {(6, 4, 3, 3), (8, 216)}
 
 
+def test_a_layer_with_two_names_stays_one():
+    torch.manual_seed(0)
+    layer = parametrizations.weight_norm(nn.Conv2d(4, 4, 1))
+    gm = calibrated(nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer)))
+    found = [module for module in gm.modules() if isinstance(module, ParametrizedQATLayer)]
+    assert len(found) == 1
+    assert [node.target for node in gm.graph.nodes if node.op == "call_module"].count("0") == 2
+
+
+def test_what_runs_without_gradients_has_none():
+    def centred(m, w):
+        with torch.no_grad():
+            mean = w.mean()
+        return w - mean
+
+    gm = calibrated(Computes(centred, SHAPE)).train()
+    (parameter,) = (p for name, p in gm.named_parameters() if "parametrizations" in name)
+    fxqat.disable_all(gm)
+    model = Computes(centred, SHAPE)
+    gm(X).square().sum().backward()
+    model(X).square().sum().backward()
+    torch.testing.assert_close(parameter.grad, model.parts[0].grad)
+    assert abs(float(parameter.grad.sum())) > 1e-3
+
+
 @pytest.mark.parametrize("case", ["gain", "low rank"])
 def test_the_float_model_computes_the_weight_again(case):
     model = CASES[case]().eval()
