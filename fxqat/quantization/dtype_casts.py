@@ -8,14 +8,13 @@ The graph holds the type that ``x.dtype`` was while tracing.
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxqat.utils.source import line_of_node
+from fxqat.utils.source import line_of_node, takes_dtype_of_another
 
 
 def follow_dtype(graph: fx.Graph, old: torch.dtype, new: torch.dtype) -> Iterator[str]:
@@ -34,7 +33,7 @@ def follow_dtype(graph: fx.Graph, old: torch.dtype, new: torch.dtype) -> Iterato
         changed = fx.node.map_aggregate(arguments, lambda a: new if a is old else a)
         if changed == arguments:
             continue
-        if _follows(node):
+        if takes_dtype_of_another(line_of_node(node)):
             node.args, node.kwargs = _pair(changed)
         else:
             yield line_of_node(node) or node.name
@@ -43,9 +42,3 @@ def follow_dtype(graph: fx.Graph, old: torch.dtype, new: torch.dtype) -> Iterato
 def _pair(arguments: Any) -> tuple[Any, Any]:
     args, kwargs = arguments
     return args, kwargs
-
-
-def _follows(node: fx.Node) -> bool:
-    file, _, number = line_of_node(node).rpartition(":")
-    text = linecache.getline(file, int(number)) if file else ""
-    return "dtype" in text and not any(name in text for name in ("float", "half", "double", "torch.int"))

@@ -6,7 +6,8 @@ Cases:
    channels are the weight's columns.
 2. ``x @ weight.T`` becomes ``F.linear(x, weight)``, in any spelling of the transpose, and ``F.linear(x, weight.T)`` the
    product of case 1.
-3. A parameter ``(out_features,)`` that is added to the product, or that ``addmm`` adds, is the bias. Any other value
+3. So does a weight that is computed from parameters alone, if its shape is known.
+4. A parameter ``(out_features,)`` that is added to the product, or that ``addmm`` adds, is the bias. Any other value
    that ``addmm`` adds is added to the result.
 """
 
@@ -21,8 +22,9 @@ from torch.nn import functional as F
 
 from fxqat.nn.product_layer import linear_product
 from fxqat.ops.identify import identify, operands
+from fxqat.quantization.computed_weights import original_of
 from fxqat.utils.fx_graph import attribute_of, only_user
-from fxqat.utils.node_meta import MODE, SPELLING
+from fxqat.utils.node_meta import MODE, SHAPE, SPELLING, kind_of
 
 PRODUCTS = (torch.matmul, torch.linalg.matmul, torch.mm, operator.matmul, "matmul", "__matmul__", "mm")
 """The products whose second operand is ``(in_features, out_features)`` if it has two dimensions."""
@@ -43,13 +45,18 @@ class Weight(NamedTuple):
     transposed: bool
 
 
-def products_to_linear(gm: fx.GraphModule) -> None:
-    """Rewrite such products, in place."""
+def products_to_linear(gm: fx.GraphModule, computed: set[fx.Node]) -> None:
+    """Rewrite such products, in place.
+
+    Args:
+        gm: a graph module.
+        computed: its :func:`~fxqat.quantization.computed_weights.parameter_values`.
+    """
     for node in list(gm.graph.nodes):
         if node.op not in ("call_function", "call_method"):
             continue  # an input or a module may be named "matmul"
         if node.target is F.linear:
-            _turn_linear(gm, node)  # case 2
+            _turn_linear(gm, node, computed)  # case 2
             continue
         is_addmm = node.target in (torch.addmm, "addmm")
         if not is_addmm and node.target not in PRODUCTS:
@@ -58,15 +65,15 @@ def products_to_linear(gm: fx.GraphModule) -> None:
         if not len(found) == len((*node.args, *node.kwargs)) == (3 if is_addmm else 2):
             continue  # called with more (alpha, beta, out), or a value times itself
         added, x, second = found if is_addmm else (None, *found)
-        weight = _weight(gm, second)
-        if weight is None or not isinstance(x, fx.Node) or x.op == "get_attr":
+        weight = _weight(gm, second, computed)
+        if weight is None or not isinstance(x, fx.Node) or x in computed:
             continue
         bias = added if _is_bias(gm, added, weight) else None
         following = only_user(node) if added is None else None
         if following is not None and _adds(following) and following.meta.get(MODE) == node.meta.get(MODE):
             bias = next(
                 (o for o in operands(following, identify(following)) if _is_bias(gm, o, weight)), None
-            )  # case 3
+            )  # case 4
         last = node if bias is None or following is None else following
         function = F.linear if weight.transposed else linear_product
         with gm.graph.inserting_before(last):
@@ -81,10 +88,10 @@ def products_to_linear(gm: fx.GraphModule) -> None:
                 gm.graph.erase_node(unread)
 
 
-def _turn_linear(gm: fx.GraphModule, node: fx.Node) -> None:
+def _turn_linear(gm: fx.GraphModule, node: fx.Node, computed: set[fx.Node]) -> None:
     """Turn ``F.linear(x, weight.T)`` into ``linear_product(x, weight)``."""
     second = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-    weight = _weight(gm, second)
+    weight = _weight(gm, second, computed)
     if isinstance(second, fx.Node) and weight is not None and weight.transposed:
         node.replace_input_with(second, weight.node)
         node.kwargs = {{"input": "x"}.get(name, name): value for name, value in node.kwargs.items()}
@@ -94,14 +101,21 @@ def _turn_linear(gm: fx.GraphModule, node: fx.Node) -> None:
             gm.graph.erase_node(second)
 
 
-def _weight(gm: fx.GraphModule, node: Any) -> Weight | None:
+def _weight(gm: fx.GraphModule, node: Any, computed: set[fx.Node]) -> Weight | None:
     """The second operand of a product as a weight; None if it is no parameter of two dimensions."""
-    transposed = isinstance(node, fx.Node) and _is_transpose(node)
+    if not isinstance(node, fx.Node):
+        return None
+    transposed = _is_transpose(node)
     source = node.all_input_nodes[0] if transposed else node
     parameter = _parameter(gm, source)
-    if parameter is None or parameter.dim() != 2 or not parameter.is_floating_point():
+    if parameter is not None:
+        shape, is_float = tuple(parameter.shape), parameter.is_floating_point()
+    else:
+        shape, is_float = source.meta.get(SHAPE, ()), kind_of(source) == "float"
+        is_float = is_float and original_of(gm, source, computed) is not None  # case 3
+    if len(shape) != 2 or not is_float:
         return None
-    return Weight(source, parameter.shape[0 if transposed else 1], transposed)
+    return Weight(source, shape[0 if transposed else 1], transposed)
 
 
 def _is_transpose(node: fx.Node) -> bool:

@@ -68,9 +68,9 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     _remove_identities(gm)  # case 7
     _read_items_once(gm.graph)  # case 8
-    products_to_linear(gm)  # case 1
-    made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     computed = parameter_values(gm)
+    products_to_linear(gm, computed)  # case 1
+    made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
     for node in list(gm.graph.nodes):
         _fill_with_zeros(node)  # case 11
         op = identify(node)

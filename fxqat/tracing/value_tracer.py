@@ -33,7 +33,7 @@ from fxqat.utils.node_meta import (
     holds_infinity,
     is_additive_mask,
 )
-from fxqat.utils.source import is_user_file, line_of_failure
+from fxqat.utils.source import is_user_file, line_of_failure, takes_dtype_of_another
 from fxqat.utils.tensors import flatten_tensors
 
 
@@ -323,6 +323,9 @@ class ValueTracer(LeafTracer):
             except BaseException:
                 self.graph.erase_node(node)
                 raise
+        if kind == "call_method" and value is not None and self._returns_its_parameter(value, args, kwargs):
+            self.graph.erase_node(node)
+            return args[0]  # type: ignore[no-any-return]
         if value is not None:
             node.meta[VALUE] = describe(value.data)
             if isinstance(value.data, Tensor):
@@ -336,6 +339,16 @@ class ValueTracer(LeafTracer):
         if without_gradients and value is not None and _is_new_tensor(kind, target, value.data):
             return self.create_proxy("call_method", "detach", (proxy,), {})
         return proxy
+
+    def _returns_its_parameter(self, value: TracedValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a method gave the parameter itself, since that has the type and device of another value already.
+
+        That is ``self.weight.type_as(x)``, and ``to(x)``, ``to(x.device)`` or ``to(x.dtype)``.
+        """
+        if not isinstance(value.data, nn.Parameter) or value.data is not args[0].fxqat_value.data:
+            return False
+        of_another = any(isinstance(argument, ValueProxy) for argument in (*args[1:], *kwargs.values()))
+        return of_another or takes_dtype_of_another(self.user_line())
 
     def write_buffer(self, module: nn.Module, name: str, value: ValueProxy) -> None:
         """Write a buffer that forward assigned; later reads of the buffer get the new value.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import re
 import traceback
 from pathlib import Path
@@ -47,6 +48,13 @@ def line_of_node(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or node.stack_trace or ""
     frames = [(file, line) for file, line in FRAME.findall(str(trace)) if is_user_file(file)]
     return ":".join(frames[-1]) if frames else ""
+
+
+def takes_dtype_of_another(line: str) -> bool:
+    """Whether a line ``"file.py:12"`` casts to the type of another value: it names a ``dtype``, and no type."""
+    file, _, number = line.rpartition(":")
+    text = linecache.getline(file, int(number)) if file else ""
+    return "dtype" in text and not any(name in text for name in ("float", "half", "double", "torch.int"))
 
 
 def line_of_forward(module: nn.Module) -> str:

@@ -211,3 +211,58 @@ def test_nothing_inside_a_computation_of_parameters_is_rounded():
     constant = "computed from parameters alone: a constant, quantized where a quantized operation reads it"
     assert [rows[op].reason for op in ("sigmoid", "mul")] == [constant] * 2
     assert [bool(rows[op].output) for op in ("sigmoid", "mul", "mean")] == [False, False, True]
+
+
+def product(spelling):
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(6, 4)
+            self.weight, self.bias = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6))
+
+        def forward(self, x):
+            return self.last(torch.relu(spelling(self, self.first(x))))
+
+    return Product()
+
+
+PRODUCTS = {
+    "linear": lambda m, y: F.linear(y, F.normalize(m.weight)),
+    "type of another": lambda m, y: F.linear(y, m.weight.type_as(y), m.bias.to(y)),
+    "device of another": lambda m, y: F.linear(y, m.weight.to(y.device), m.bias.to(device=y.device)),
+    "dtype of another": lambda m, y: F.linear(y, m.weight.to(y.dtype), m.bias.to(y.dtype)),
+    "transposed": lambda m, y: F.linear(y, (m.weight * 2).t().contiguous().t()),
+    "matmul": lambda m, y: y @ F.normalize(m.weight).T,
+    "product": lambda m, y: torch.matmul(y, (m.weight * 0.3).t().contiguous()),
+    "bias": lambda m, y: torch.mm(y, (m.weight - m.weight.mean(0)).t()) + m.bias,
+    "addmm": lambda m, y: torch.addmm(m.bias, y, m.weight.exp().t()),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_a_product_with_a_computed_weight_is_a_layer(case):
+    model, x = product(PRODUCTS[case]).eval(), torch.randn(5, 8)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    called = [type(module) for module in gm.modules() if isinstance(module, QATLayer)]
+    assert called == [QATLayer, QATLayer if "another" in case else ParametrizedQATLayer, QATLayer]
+    assert [row.op for row in gm.quant_report if row.status == "quantized"][1:4] == ["linear", "linear", "linear"]
+    torch.testing.assert_close(gm(x), model(x))
+
+
+def test_a_product_of_two_computed_weights_is_part_of_the_weight():
+    model = product(
+        lambda m, y: F.linear(y, F.normalize(m.weight) @ m.weight.T @ m.weight)
+    ).eval()
+    x = torch.randn(5, 8)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert sum(isinstance(module, ParametrizedQATLayer) for module in gm.modules()) == 1
+    torch.testing.assert_close(gm(x), model(x))
+
+
+@pytest.mark.parametrize("case", [case for case in PRODUCTS if "another" in case])
+def test_the_type_of_another_is_that_of_the_model(case):
+    x = torch.randn(5, 8)
+    gm = prepare_by_platform(product(PRODUCTS[case]), "TSQAT", example_inputs=(x,)).bfloat16()
+    assert gm(x.bfloat16()).dtype is torch.bfloat16
+    assert gm.quant_report.remarks == []
