@@ -183,7 +183,7 @@ def convert_export(
     sizes = _open_sizes(gm, inputs, dynamic_shapes, dynamic_batch)
 
     asked = opset_version
-    lowered = lower(gm, weights, asked or DEFAULT, normalizers)
+    lowered = lower(gm, weights, asked or DEFAULT, normalizers, inputs if sizes is None else None)
     opset_version = opset_for(lowered.tensors.values(), asked)
     captured = capture(gm, inputs, normalizers, with_float=verify and has_float_model(gm))
     warnings = lowered.warnings + not_in_file(captured)

@@ -109,7 +109,7 @@ def export_tflite(
     versions = litert_versions()
     require_calibrated(gm)
 
-    lowered = lower(gm, "float")
+    lowered = lower(gm, "float", inputs=inputs)
     tensors = tuple(lowered.tensors.values())
     check_schemes(tensors)
     captured = capture(gm, inputs, with_reals=verify)

@@ -5,6 +5,9 @@ Torch's exporter does not know the values of tensors. A model that keeps sizes, 
 
 1. a number, or a list of numbers, is written into the arguments of its readers,
 2. so is an integer tensor without dimensions that is part of an index or a shape (``x[:, self.start : self.end]``).
+
+If such a tensor is computed from sizes, too (the padding of EnCodec, from sizes, buffers and ``torch.ceil``), and no
+size is open in the file, the sizes are those of the example inputs.
 """
 
 from __future__ import annotations
@@ -18,23 +21,29 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from fxqat.ops.identify import identify, works_in_place
-from fxqat.utils.fx_graph import attribute_of, writes_state
+from fxqat.utils.fx_graph import attribute_of, node_inputs, writes_state
+from fxqat.utils.node_meta import SHAPE, kind_of
 
-TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose")
+TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose", "pad", "roll")
 """The ops whose arguments after the first are indices or sizes."""
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.arange, torch.zeros, torch.ones, torch.full)
 """The functions without operands whose results are the same in each call."""
 
 
-def fold_numbers(gm: fx.GraphModule) -> None:
+def fold_numbers(gm: fx.GraphModule, inputs: tuple[Any, ...] | None = None) -> None:
     """Fold such numbers, in place.
 
     Args:
         gm: a graph module whose parameters and buffers no longer change, except by the graph itself.
+        inputs: inputs whose sizes the file takes; None if a size is open.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=()):
-        values = _constants(gm)
+        values = _constants(gm, {})
+        if inputs is not None and any(_reads_unknown_number(node, values) for node in gm.graph.nodes):
+            sizes = _Sizes(gm)
+            sizes.run(*inputs)
+            values = _constants(gm, sizes.found)
     for node in list(gm.graph.nodes):
         if node not in values:
             _write_numbers(node, values)
@@ -43,12 +52,37 @@ def fold_numbers(gm: fx.GraphModule) -> None:
             gm.graph.erase_node(node)
 
 
-def _constants(gm: fx.GraphModule) -> dict[fx.Node, Any]:
-    """The values that are computed from parameters and buffers alone, in the order of the graph."""
+class _Sizes(fx.Interpreter):
+    """Runs a graph and keeps the sizes that it reads, in ``found``."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.found: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        result = super().run_node(n)
+        if identify(n).name == "size" and _is_number(result):
+            self.found[n] = result
+        return result
+
+
+def _reads_unknown_number(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether an index or a shape has a part that is an integer tensor without dimensions and not among ``values``."""
+    if identify(node).name not in TAKE_NUMBERS:
+        return False
+    read = node_inputs((node.args[1:], node.kwargs))
+    return any(each not in values and each.meta.get(SHAPE) == () and kind_of(each) == "tensor" for each in read)
+
+
+def _constants(gm: fx.GraphModule, sizes: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The values that are computed from parameters, buffers and these sizes alone, in the order of the graph."""
     written = {read.target for node in gm.graph.nodes if writes_state(node) for read in node.all_input_nodes}
     values: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
-        if node.op == "get_attr":
+        if node in sizes:
+            values[node] = sizes[node]
+        elif node.op == "get_attr":
             value = attribute_of(gm, node)
             if isinstance(value, Tensor) and node.target not in written:
                 values[node] = value

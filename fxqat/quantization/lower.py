@@ -79,6 +79,7 @@ def lower(
     weights: str = "integer",
     opset_version: int = 18,
     normalizers: Sequence[Normalize | None] = (),
+    inputs: tuple[Any, ...] | None = None,
 ) -> Lowered:
     """Lower a calibrated model.
 
@@ -87,10 +88,11 @@ def lower(
         weights: ``"integer"`` stores weights as integers, ``"float"`` as floats before a Q/DQ pair.
         opset_version: opset of the file, which decides on the integer types.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
+        inputs: inputs whose sizes the file takes; None if a size is open.
     """
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
-    fold_numbers(work)  # case 8
+    fold_numbers(work, inputs)  # case 8
     split_ops(work, lambda node: identify(node).name == "adaptive_avg_pool2d")  # case 9
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):

@@ -58,6 +58,7 @@ class TracedValue:
         sized: it depends on the sizes of the inputs.
         from_content: it, or its size, depends on the values of a tensor, so it may differ for other data.
         reads: names of the parameters and buffers whose values it is computed from.
+        sized_by: names of those whose values its size depends on.
     """
 
     data: Any
@@ -65,6 +66,7 @@ class TracedValue:
     sized: bool = False
     from_content: bool = False
     reads: frozenset[str] = frozenset()
+    sized_by: frozenset[str] = frozenset()
 
     def depends_on_values(self) -> bool:
         """Whether it depends on the values of a tensor that may differ later: of an input, a parameter or a buffer."""

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from fxqat.utils.fold_parameters import fold_parameters
 
@@ -439,29 +439,6 @@ class SeesLoading(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-class ContentWatch(TorchDispatchMode):
-    """Records whether an operator's result, or its size, depends on the values of a tensor.
-
-    Attributes:
-        read_content: whether there was such an operator.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.read_content = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Check one operator and run it."""
-        reads, varies = _by_content(func)
-        if reads:
-            self.read_content = True
-        elif varies:
-            indices = args[1] if func.name() == "aten::index.Tensor" else None
-            masks = indices is None or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-            self.read_content = self.read_content or masks
-        return func(*args, **(kwargs or {}))
-
-
 class EqualRandomNumbers(TorchDispatchMode):
     """Seeds the generators before each random operator: equal calls give equal numbers, in whatever order they run.
 
@@ -491,10 +468,3 @@ def _dropout(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Result and mask of dropout, from the numbers that dropout in place draws."""
     mask = torch.empty_like(x).bernoulli_(1.0 - probability)
     return x * mask.div(1.0 - probability), mask.bool()
-
-
-@functools.cache
-def _by_content(func: Any) -> tuple[bool, bool]:
-    """Whether an operator's result depends on the values of a tensor, and whether its size may."""
-    reads = torch.Tag.data_dependent_output in func.tags or "::nms" in func.name()
-    return reads, torch.Tag.dynamic_output_shape in func.tags

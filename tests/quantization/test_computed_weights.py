@@ -251,9 +251,7 @@ def test_a_product_with_a_computed_weight_is_a_layer(case):
 
 
 def test_a_product_of_two_computed_weights_is_part_of_the_weight():
-    model = product(
-        lambda m, y: F.linear(y, F.normalize(m.weight) @ m.weight.T @ m.weight)
-    ).eval()
+    model = product(lambda m, y: F.linear(y, F.normalize(m.weight) @ m.weight.T @ m.weight)).eval()
     x = torch.randn(5, 8)
     gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert sum(isinstance(module, ParametrizedQATLayer) for module in gm.modules()) == 1

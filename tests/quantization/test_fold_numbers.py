@@ -1,5 +1,6 @@
 """Numbers that a model keeps in buffers are constants in the file."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,6 +8,7 @@ from torch.nn import functional as F
 
 import fxqat
 from fxqat.quantization.lower import lower
+from tests.export_models import flat, run_file
 
 
 class Buffers(nn.Module):
@@ -47,6 +49,53 @@ def test_the_file_has_the_numbers_of_the_model(name, tmp_path):
     report = fxqat.convert_export(gm.eval(), (x,), tmp_path / "model.onnx")
     assert report.certificate.passed
     assert report.certificate.outputs[0].cosine > 0.9999
+
+
+class Codec(nn.Module):
+    """Padding to a multiple of the stride, computed with tensors as in EnCodec, and read by Python code."""
+
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(nn.Conv1d(i, 4, 5, stride=3) for i in (2, 4))
+        self.last = last
+        self.register_buffer("stride", torch.tensor(3), persistent=False)
+        self.register_buffer("overlap", torch.tensor(2), persistent=False)
+
+    def forward(self, x):
+        for conv in self.convs:
+            frames = torch.ceil((x.shape[-1] - self.overlap) / self.stride).to(torch.int64)
+            extra = frames * self.stride + self.overlap - x.shape[-1]
+            if max(self.overlap // 2, extra) >= x.shape[-1]:
+                raise ValueError("too short")
+            x = conv(F.pad(x, (self.overlap // 2, self.overlap - self.overlap // 2 + extra), mode="reflect"))
+        return self.last(x.permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("last", [nn.Linear(4, 3), nn.LSTM(4, 3)], ids=["linear", "recurrent"])
+def test_sizes_that_are_computed_with_tensors_are_those_of_the_example_inputs(last, tmp_path):
+    model, x, other = Codec(last).eval(), *torch.randn(2, 1, 2, 40)
+    gm = fxqat.prepare_by_platform(model, "ONNXRuntime", example_inputs=(x,))
+    assert gm.quant_report.leaves == ()
+    assert len(gm.quant_report.forced) == 1
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    fxqat.convert_export(gm.eval(), (x,), tmp_path / "model.onnx")
+    for given in (x, other):
+        expected = flat(gm(given))
+        for found, value in zip(run_file(tmp_path / "model.onnx", [given]), expected, strict=True):
+            np.testing.assert_allclose(found, value, atol=1e-5)
+
+
+def test_open_sizes_are_computed_with_tensors_in_the_file(tmp_path):
+    x, other = torch.randn(1, 2, 40), torch.randn(1, 2, 53)
+    gm = fxqat.prepare_by_platform(Codec(nn.Linear(4, 3)).eval(), "ONNXRuntime", example_inputs=(x,))
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    fxqat.convert_export(gm.eval(), (x,), tmp_path / "model.onnx", dynamic_shapes={"x": {2: "steps"}})
+    (found,) = run_file(tmp_path / "model.onnx", [other])
+    torch.testing.assert_close(torch.from_numpy(found), gm(other).detach())
+    assert found.shape[0] > run_file(tmp_path / "model.onnx", [x])[0].shape[0]
 
 
 def test_buffers_that_the_model_updates_are_not_folded():

@@ -23,6 +23,8 @@ class Inner(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.bn = nn.BatchNorm1d(6)
         self.register_buffer("at", torch.zeros((), dtype=torch.long))
+        self.register_buffer("width", torch.tensor(1))
+        self.register_buffer("kept", torch.arange(6) % 2 == 0)
 
     def forward(self, x):
         return self.step(self, x)
@@ -44,6 +46,21 @@ def pointer(self, y):
     return y * (k + 1)
 
 
+def padded_by_pointer(self, y):
+    longer = F.pad(y, (0, 0, 0, self.at))
+    self.at += 1
+    return y * (2 if longer.shape[0] > y.shape[0] else 1)
+
+
+def padded_by_value(self, y):
+    return y * (2 if F.pad(y, (0, 0, 0, (y.sum() > 0).long())).shape[0] > y.shape[0] else 1)
+
+
+def padded_by_constant(self, y):
+    longer = F.pad(y, (0, 0, 0, torch.ceil(y.shape[0] / self.width).long() - self.width))
+    return longer * (2 if longer.shape[0] < y.shape[0] + self.width else 1)
+
+
 def caught(self, y):
     try:
         return y.transpose(0, 1).view(-1, y.shape[0]).transpose(0, 1) + y.view(7, 3)
@@ -60,6 +77,9 @@ VALUES = {
     "a number from a parameter": lambda self, y: y * float(self.gain.detach()),
     "a branch on a parameter": lambda self, y: y * 2 if self.gain > 0.4 else y,
     "a number from a buffer that is written": pointer,
+    "a size from a buffer that is written": padded_by_pointer,
+    "a size from a value": padded_by_value,
+    "a size from a mask": lambda self, y: y * (2 if y[y > 0].shape[0] > 9 else 1),
     "requires_grad": lambda self, y: y * 2 if y.requires_grad else y,
     "text": lambda self, y: y * (2 if f"{y.sum().item():.3f}".startswith("-") else 3),
 }
@@ -95,6 +115,8 @@ FOLLOWED = {
     ),
     "rrelu": lambda self, y: F.rrelu(y, 0.1, 0.3, self.training),
     "an error that is caught": caught,
+    "a size from a buffer": padded_by_constant,
+    "a size from a mask in a buffer": lambda self, y: y[:, self.kept].repeat(1, 2)[:, : 2 * y[:, self.kept].shape[1]],
     "numpy's numbers": lambda self, y: np.float32(0.5) * y * np.float64(2.0),
 }
 
