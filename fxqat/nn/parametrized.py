@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
+from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
 
 WEIGHT = "weight"
@@ -80,6 +81,15 @@ def parametrized(layer: WeightedLayer) -> WeightedLayer:
     found.__class__ = PARAMETRIZED[op.layer]
     found.parametrizations = layer.parametrizations
     return found.train(layer.training)  # type: ignore[no-any-return]
+
+
+def make_permanent_(layer: nn.Module) -> None:
+    """Replace the computed weight of a layer that is no QAT layer by a parameter."""
+    kind: Any = type_of(layer)
+    weight = nn.Parameter(layer.weight.detach())  # type: ignore[operator]
+    del layer.parametrizations
+    layer.__class__ = kind
+    layer.weight = weight
 
 
 def check_weight_is_stored(layer: nn.Module, path: str, method: str) -> None:

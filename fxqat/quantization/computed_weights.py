@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fxqat.nn.parametrized import WEIGHT
-from fxqat.nn.weighted import WeightedLayer, weighted_layer
+from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
 from fxqat.ops.identify import works_in_place
 from fxqat.utils.fx_graph import attribute_of, writes_state
+from fxqat.utils.own_forward import type_of
+from fxqat.utils.torch_compat import WEIGHT_NORM
 from fxqat.utils.train_eval_graph import eval_or_train
 from fxqat.utils.unused_names import unused_name
+from fxqat.utils.weight_hooks import has_other_hooks, weight_hooks
 
 
 def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
@@ -74,10 +79,41 @@ def parametrized_layer(
         bias: ``(out,)`` or None.
     """
     source, parameter = _source(gm, weight, original), attribute_of(gm, original)
+    return _computing(kind, options, source, parameter, bias)
+
+
+def hooked_layer(layer: nn.Module) -> nn.Module:
+    """A layer that computes its weight as the hook of torch on it, pruning or the old weight norm.
+
+    It is the layer itself if hooks compute anything else, or otherwise: ``spectral_norm`` writes buffers in training.
+    """
+    computed = weight_hooks(layer)
+    if type_of(layer) not in WEIGHTED_TYPES or [name for _, name in computed] != [WEIGHT] or has_other_hooks(layer):
+        return layer
+    hook: Any = computed[0][0]
+    graph = fx.Graph()
+    original = graph.placeholder("original")
+    if isinstance(hook, WeightNorm):
+        parameter, other = layer.weight_v, "weight_g"
+        graph.output(graph.call_function(WEIGHT_NORM, (original, graph.get_attr(other), hook.dim)))
+    elif isinstance(hook, BasePruningMethod):
+        parameter, other = layer.weight_orig, "weight_mask"
+        graph.output(graph.call_function(torch.mul, (original, graph.get_attr(other))))
+    else:
+        return layer
+    op = weighted_op(layer)  # type: ignore[arg-type]
+    source = fx.GraphModule({other: getattr(layer, other)}, graph)
+    return _computing(op.layer, op.options, source, parameter, layer.bias).train(layer.training)
+
+
+def _computing(
+    kind: type[nn.Module], options: dict[str, Any], source: nn.Module, original: Any, bias: Any
+) -> WeightedLayer:
+    """A layer whose weight ``source`` computes from a parameter of any shape."""
     with torch.no_grad():
-        layer = weighted_layer(kind, options, nn.Parameter(source(parameter)), bias)
-    layer.weight = parameter  # type: ignore[assignment]
-    parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)  # the parameter may have any shape
+        layer = weighted_layer(kind, options, nn.Parameter(source(original)), bias)
+    layer.weight = original
+    parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)
     return layer
 
 

@@ -23,6 +23,7 @@ from torch.fx.node import map_aggregate
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
+from fxqat.nn.parametrized import PARAMETRIZED, make_permanent_
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_inputs
 from fxqat.utils.contexts import users_modules
@@ -63,8 +64,12 @@ def deployed_copy(gm: QuantGraphModule, normalizers: Sequence[Normalize | None] 
         if type(parameter) is nn.Parameter and id(parameter) not in written:
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     work = own_copy(gm, memo).cpu().eval()
-    for module in work.modules():
+    targets = [str(node.target) for node in work.graph.nodes]
+    for path, module in list(work.named_modules()):
         make_weights_permanent_(module)
+        is_read = any(target.startswith(f"{path}.parametrizations.") for target in targets)
+        if type(module) in PARAMETRIZED.values() and not is_read:
+            make_permanent_(module)
     work.requires_grad_(False)
     for _, quant in named_fake_quants(work):
         quant.observer_enabled = False

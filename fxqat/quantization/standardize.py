@@ -21,7 +21,8 @@ Cases:
 11. ``torch.empty`` and its kin become ``torch.zeros``: what the memory happens to hold has no range.
 12. Numbers that torch's exporter cannot write: of the bounds in ``clamp(x, 0, 0.5)`` both become floats, and a pool's
     ``[3]``, which torch takes for all axes, becomes ``3``.
-13. Layers with parametrized weights become such layers of classes that can be pickled.
+13. Layers with parametrized weights become such layers of classes that can be pickled, and so do layers whose weights
+    hooks of torch compute (``torch.nn.utils.prune``, the old ``weight_norm``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fxqat.nn.product_layer import ProductLayer, linear_product
 from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify
-from fxqat.quantization.computed_weights import original_of, parameter_values, parametrized_layer
+from fxqat.quantization.computed_weights import hooked_layer, original_of, parameter_values, parametrized_layer
 from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, module_path, set_module, unique_name
@@ -88,8 +89,10 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
         if node.op == "call_module" and not node.args:
             _input_by_position(node)  # case 3
         module: Any = called_module(node)
-        if module is not None and has_computed_weight(module):
-            set_module(gm, str(node.target), parametrized(module))  # case 13
+        if module is not None:
+            layer = parametrized(module) if has_computed_weight(module) else hooked_layer(module)
+            if layer is not module:
+                set_module(gm, str(node.target), layer)  # case 13
         if gives_indices(op):
             node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":

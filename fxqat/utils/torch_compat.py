@@ -86,6 +86,9 @@ def named_as_in_schema(operator: Any, function: Callable[..., Any]) -> Callable[
     return renamed
 
 
+WEIGHT_NORM = torch._weight_norm
+"""``weight_norm(direction, magnitude, dim)``, what weight normalization computes."""
+
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 """What ``pack_padded_sequence`` and ``pad_packed_sequence`` call."""
 

@@ -23,10 +23,15 @@ def weight_hooks(module: nn.Module) -> list[tuple[object, str]]:
     return found
 
 
+def has_other_hooks(module: nn.Module) -> bool:
+    """Whether a module has forward hooks beside those that compute its parameters."""
+    return len(weight_hooks(module)) < sum(map(len, forward_hooks(module)))
+
+
 def why_hooks_forbid(module: nn.Module) -> str:
     """Why a layer that has forward hooks stays float, with the remedy if torch's own hooks are the only ones."""
     computed = weight_hooks(module)
-    if not computed or len(computed) < sum(map(len, forward_hooks(module))):
+    if not computed or has_other_hooks(module):
         return HOOKED
     kind = _kind(computed[0][0])
     calls = {_removal(hook, name) for hook, name in computed}

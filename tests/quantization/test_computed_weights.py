@@ -1,13 +1,14 @@
 """Weights that are computed from parameters: integers with a scale per channel, equal to those of a stored weight."""
 
 import copy
+import warnings
 
 import onnx
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 import fxqat
 from fxqat import prepare_by_platform
@@ -151,6 +152,63 @@ NORMS = {
     "of a user": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
     "two": lambda layer: parametrize.register_parametrization(NORMS["of a user"](layer), "weight", Symmetric()),
 }
+
+
+def old_weight_norm(layer, dim=0):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, and still in many models
+        return weight_norm(layer, dim=dim)
+
+
+HOOKS = {
+    "weight norm": old_weight_norm,
+    "one norm": lambda layer: old_weight_norm(layer, None),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "pruned twice": lambda layer: prune.random_structured(HOOKS["pruned"](layer), "weight", 2, dim=0),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_weight_that_a_hook_of_torch_computes_is_quantized(hook):
+    model, plain = layers(), layers()
+    for place in (0, 4):
+        HOOKS[hook](model[place])
+        plain[place].load_state_dict({"weight": model[place].weight, "bias": model[place].bias})
+    gm, other = calibrated(model), calibrated(plain)
+    assert [type(gm.get_submodule(path)) for path in ("0", "4")] == [ParametrizedQATLayer] * 2
+    torch.testing.assert_close(gm(X), other(X))
+    found = to_float(gm)
+    assert found.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(found.eval()(X), model.eval()(X))
+
+
+def test_what_is_pruned_stays_zero_in_training_and_in_the_file(tmp_path):
+    model = layers()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    mask = model[0].weight_mask.bool()
+    gm = calibrated(model).train()
+    optimizer = torch.optim.SGD(gm.parameters(), 0.1)
+    before = gm.get_submodule("0").weight.detach()
+    for _ in range(3):
+        optimizer.zero_grad()
+        gm(X).square().sum().backward()
+        optimizer.step()
+    assert not torch.equal(gm.get_submodule("0").weight, before)
+    fxqat.convert_export(gm.eval(), (X,), tmp_path / "model.onnx")
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    (integers,) = (onnx.numpy_helper.to_array(t) for t in graph.initializer if tuple(t.dims) == (6, 4, 3, 3))
+    assert not integers[~mask.numpy()].any()
+    assert integers[mask.numpy()].any()
+
+
+def test_other_hooks_and_a_computed_bias_leave_a_layer_float():
+    model = layers()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    prune.l1_unstructured(model[0], "bias", 0.5)
+    old_weight_norm(model[4]).register_forward_hook(lambda module, args, output: print(end=""))
+    gm = prepare_by_platform(model.eval(), "TSQAT", example_inputs=(X,))
+    assert not any(isinstance(module, QATLayer) for module in gm.modules())
+    torch.testing.assert_close(gm(X), model(X))
 
 
 @pytest.mark.parametrize("norm", NORMS)
