@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fxqat.errors import ConfigError
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.own_forward import type_of
@@ -90,22 +89,3 @@ def make_permanent_(layer: nn.Module) -> None:
     del layer.parametrizations
     layer.__class__ = kind
     layer.weight = weight
-
-
-def check_weight_is_stored(layer: nn.Module, path: str, method: str) -> None:
-    """Check that the weight of a layer is a parameter.
-
-    Args:
-        layer: the layer.
-        path: its path.
-        method: what needs it, for the message.
-
-    Raises:
-        ConfigError: a parametrization computes it.
-    """
-    if has_computed_weight(layer):
-        raise ConfigError(
-            f"{method}: the weight of {path} is computed from other parameters, so it cannot be changed itself. Make "
-            "it a parameter before prepare_by_platform: torch.nn.utils.parametrize.remove_parametrizations(module, "
-            "'weight') does it, or a model that stores the result"
-        )

@@ -1,4 +1,4 @@
-"""Weights that a graph computes from parameters alone become parametrizations of the layers that read them.
+"""Weights that a graph computes from parameters and buffers alone become parametrizations of the layers that read them.
 
 ``F.conv2d(x, (self.weight - mean) / std)`` has a weight as ``nn.Conv2d`` has: in a file it is a constant. The
 operations that compute it move into a parametrization (``torch.nn.utils.parametrize``), which is trained as they were,
@@ -47,7 +47,7 @@ def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def original_of(gm: fx.GraphModule, weight: fx.Node, computed: set[fx.Node]) -> fx.Node | None:
-    """The first parameter of floats that a weight is computed from; None if there is none, or if it depends on more.
+    """The first parameter of floats that a weight is computed from, else the first buffer; None if it depends on more.
 
     Args:
         gm: a graph module.
@@ -56,8 +56,9 @@ def original_of(gm: fx.GraphModule, weight: fx.Node, computed: set[fx.Node]) -> 
     """
     if weight not in computed:
         return None
-    tensors = {node: attribute_of(gm, node) for node in _computation(weight) if node.op == "get_attr"}
-    return next((node for node, it in tensors.items() if isinstance(it, nn.Parameter) and it.is_floating_point()), None)
+    tensors: dict[fx.Node, Any] = {n: attribute_of(gm, n) for n in _computation(weight) if n.op == "get_attr"}
+    floats = [node for node, tensor in tensors.items() if tensor.is_floating_point()]
+    return min(floats, key=lambda node: not isinstance(tensors[node], nn.Parameter), default=None)
 
 
 def parametrized_layer(
@@ -112,7 +113,11 @@ def _computing(
     """A layer whose weight ``source`` computes from a parameter of any shape."""
     with torch.no_grad():
         layer = weighted_layer(kind, options, nn.Parameter(source(original)), bias)
-    layer.weight = original
+    del layer.weight
+    if isinstance(original, nn.Parameter):
+        layer.weight = original
+    else:
+        layer.register_buffer(WEIGHT, original)
     parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)
     return layer
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import WEIGHT
-from fxqat.nn.parametrized import ParametrizedQATLayer, check_weight_is_stored, has_computed_weight, parametrized
+from fxqat.nn.parametrized import ParametrizedQATLayer, has_computed_weight, parametrized
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
 from fxqat.utils.own_forward import type_of
@@ -120,9 +119,3 @@ def test_the_float_layer_is_one_of_torch() -> None:
     assert torch.equal(found(x), expected)
     parametrize.remove_parametrizations(found, "weight")
     assert torch.equal(found(x), expected)
-
-
-def test_methods_that_change_a_weight_name_the_layer() -> None:
-    check_weight_is_stored(nn.Linear(2, 2), "head", "reconstruct")
-    with pytest.raises(ConfigError, match="reconstruct: the weight of head is computed.*remove_parametrizations"):
-        check_weight_is_stored(squashed(LAYERS[-2]), "head", "reconstruct")

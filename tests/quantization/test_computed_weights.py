@@ -48,6 +48,8 @@ CASES = {
     "gain": lambda: Computes(lambda m, w, g: g * F.normalize(w, dim=(1, 2, 3)), SHAPE, (6, 1, 1, 1)),
     "low rank": lambda: Computes(lambda m, a, b: (a @ b).view(SHAPE), (6, 2), (2, 36)),
     "inverse": lambda: Computes(lambda m, a: torch.linalg.inv(a)[:, :4, None, None], (6, 6)),
+    "buffer": lambda: Computes(lambda m: m.mask),
+    "part of a buffer": lambda: Computes(lambda m: m.mask[:, :1].repeat(1, 4, 1, 1) / 9),
     "transposed": lambda: Computes(lambda m, w: w.transpose(0, 1) * 2, SHAPE, call=F.conv_transpose2d),
 }
 
@@ -253,7 +255,7 @@ def test_what_runs_without_gradients_has_none():
     assert abs(float(parameter.grad.sum())) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["gain", "low rank"])
+@pytest.mark.parametrize("case", ["gain", "low rank", "buffer", "part of a buffer"])
 def test_the_float_model_computes_the_weight_again(case):
     model = CASES[case]().eval()
     found = to_float(prepare_by_platform(model, "TSQAT", example_inputs=(X,)))

@@ -85,12 +85,14 @@ def learn_rounding(
         setting: how to learn.
         generator: draws the batches.
     """
+    weights = [weight for layer in segment.own_layers.values() for weight in weights_of(layer)]
+    if not weights:
+        return
     segment.set_quantized(True)
     with torch.no_grad():
         pairs = zip(quant_inputs, targets, strict=True)
         noise = torch.stack([_distance(segment(values), target) for values, target in pairs]).mean().clamp_min(1e-12)
     with ExitStack() as stack:
-        weights = [weight for layer in segment.own_layers.values() for weight in weights_of(layer)]
         soft = [stack.enter_context(_soft_rounding(weight)) for weight in weights]
         scales = _learnable_scales(segment) if setting.scale_lr else []
         quantizers = segment.quantizers.values() if setting.drop else ()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, step_mask, unstacked
 from fxqat.nn.weighted import WeightedOp
@@ -169,7 +170,9 @@ class StateWeight(RecurrentWeight):
 
 
 def weights_of(layer: Layer) -> list[LayerWeight]:
-    """The weights of a layer, in the order of its ``quantized_weights``."""
+    """The weights of a layer, in the order of its ``quantized_weights``; none if its weight is computed."""
+    if has_computed_weight(layer):
+        return []
     if isinstance(layer, QATRecurrentLayer):
         return [InputWeight(layer), StateWeight(layer)]
     return [FoldedWeight(layer)]

@@ -32,6 +32,7 @@ it has in the quantized model, is kept before learning.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from tqdm import tqdm
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
-from fxqat.nn.parametrized import check_weight_is_stored
+from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -249,10 +250,18 @@ def _setting(method: str | Reconstruction) -> Reconstruction:
 
 
 def _require_plain_weights(gm: QuantGraphModule) -> None:
-    """Raise if a weight is computed, or its fake-quant rounds a function of it: no result could be written into it."""
+    """Raise if a weight fake-quant rounds a function of the weight: no result could be written into the weight.
+
+    Nor could it into a computed weight, which is told.
+    """
+    computed = [path for path, layer in gm.named_modules() if isinstance(layer, ParametrizedQATLayer)]
+    if computed:
+        logging.getLogger("fxqat").warning(
+            "reconstruct: the weights of %s are computed from other tensors and stay rounded to the nearest. To change "
+            "them, make them parameters before prepare_by_platform: parametrize.remove_parametrizations, prune.remove",
+            ", ".join(computed),
+        )
     for path, layer in gm.named_modules():
-        if isinstance(layer, QATLayer):
-            check_weight_is_stored(layer, path, "reconstruct")
         for weight in weights_of(layer) if isinstance(layer, (QATLayer, QATRecurrentLayer)) else ():
             if type(weight.quant).target is not FakeQuantizeBase.target:
                 raise ConfigError(

@@ -245,6 +245,22 @@ def test_a_reconstructed_model_is_exported(tmp_path):
     assert report.certificate.passed
 
 
+@pytest.mark.parametrize("method", ["GPTQ", "AdaRound", "QDrop"])
+def test_a_computed_weight_stays_as_it_is_and_is_told(method, caplog):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 4, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), nn.Conv2d(4, 2, 3)]
+    gm = fxqat.prepare_by_platform(nn.Sequential(*layers).eval(), "TSQAT", LOW_BITS)
+    batches = [(torch.randn(4, 3, 8, 8),)]
+    calibrate(gm, *batches)
+    before = copy.deepcopy(gm.state_dict())
+    errors = reconstruct(gm, batches, replace(METHODS[method], **({} if method == "GPTQ" else {"iterations": 20})))
+    changed = {name for name, value in gm.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed >= {"0.weight", "2.weight"}
+    assert not any("parametrizations" in name for name in changed)
+    assert all(after <= first for first, after in errors.values())
+    assert "reconstruct: the weights of 1 are computed" in caplog.text
+
+
 def test_methods():
     assert set(METHODS) == {"GPTQ", "AdaRound", "BRECQ", "QDrop"}
     assert METHODS["AdaRound"].max_layers == 1
@@ -256,11 +272,6 @@ def test_methods():
         reconstruct(gm, [])
     gm, batches = low_bit(config={"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}})
     with pytest.raises(ConfigError, match="DoReFaFakeQuantize of stem rounds a function of the weight"):
-        reconstruct(gm, batches)
-    normed = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 2, 1)))
-    gm, batches = fxqat.prepare_by_platform(normed.eval()), [(torch.randn(2, 3, 6, 6),)]
-    fxqat.calibrate(gm, batches)
-    with pytest.raises(ConfigError, match="reconstruct: the weight of 2 is computed.*remove_parametrizations"):
         reconstruct(gm, batches)
     with pytest.raises(CalibrationError, match="saw no data"):
         reconstruct(fxqat.prepare_by_platform(nn.Linear(3, 3)), [(torch.randn(2, 3),)])
