@@ -41,8 +41,15 @@ def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
             is_value = node.target not in written and isinstance(attribute_of(gm, node), Tensor)
         else:
             is_value = _is_pure_call(node) and found.issuperset(node.all_input_nodes)
-        if is_value and not any(map(works_in_place, node.users)):
+        if is_value:
             found.add(node)
+    overwritten = [value for node in gm.graph.nodes if works_in_place(node) for value in node.all_input_nodes[:1]]
+    changed = {
+        each for value in found.intersection(overwritten) for each in _computation(value)
+    }  # which it may be part of
+    for node in gm.graph.nodes:
+        if node in changed or not found.issuperset(node.all_input_nodes):
+            found.discard(node)
     return found
 
 
@@ -127,7 +134,7 @@ def _is_pure_call(node: fx.Node) -> bool:
         is_call = ".parametrizations." in f".{node.target}"
     else:
         is_call = node.op in ("call_function", "call_method") and node.target is not eval_or_train
-    return is_call and not node.is_impure()
+    return is_call and not node.is_impure() and not works_in_place(node)
 
 
 def _computation(weight: fx.Node) -> list[fx.Node]:

@@ -118,9 +118,17 @@ def counted(m, w):
     return w * m.mask
 
 
-@pytest.mark.parametrize("weight", [by_mode, counted])
+def overwritten(m, w):
+    v = w * 2
+    v[:, 0].zero_()
+    return v
+
+
+@pytest.mark.parametrize("weight", [by_mode, counted, overwritten])
 def test_a_weight_that_a_parametrization_would_not_compute_alike_is_a_value(weight):
-    gm = prepare_by_platform(Computes(weight, SHAPE).eval(), "TSQAT", example_inputs=(X,), check="off")
+    model = Computes(weight, SHAPE).eval()
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(X,), check="off").eval()
+    torch.testing.assert_close(gm(X), model(X))
     assert not any(isinstance(module, ParametrizedQATLayer) for module in gm.modules())
     assert sum(isinstance(module, QATLayer) for module in gm.modules()) == 2
 
