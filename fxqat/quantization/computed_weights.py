@@ -43,13 +43,6 @@ def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
             is_value = _is_pure_call(node) and found.issuperset(node.all_input_nodes)
         if is_value:
             found.add(node)
-    overwritten = [value for node in gm.graph.nodes if works_in_place(node) for value in node.all_input_nodes[:1]]
-    changed = {
-        each for value in found.intersection(overwritten) for each in _computation(value)
-    }  # which it may be part of
-    for node in gm.graph.nodes:
-        if node in changed or not found.issuperset(node.all_input_nodes):
-            found.discard(node)
     return found
 
 

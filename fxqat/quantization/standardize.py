@@ -69,6 +69,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
     _drop_fixed_arguments(gm.graph, fixed_arguments)  # case 5
     _remove_identities(gm)  # case 7
     _read_items_once(gm.graph)  # case 8
+    no_writes_to_values(gm)  # case 4
     computed = parameter_values(gm)
     products_to_linear(gm, computed)  # case 1
     made: dict[tuple[Any, ...], str] = {}  # paths of the modules of case 1
@@ -97,7 +98,6 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             node.meta[VALUE] = "tuple"  # case 6
         elif op.name == "indices":
             node.meta[VALUE] = "tensor"  # case 6
-    no_writes_to_values(gm)  # case 4
     _remove_neutral_numbers(gm.graph)  # case 9
     _remove_empty_constants(gm.graph)  # case 10
     for node in reversed(list(gm.graph.nodes)):
