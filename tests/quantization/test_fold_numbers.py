@@ -68,7 +68,7 @@ class Codec(nn.Module):
             extra = frames * self.stride + self.overlap - x.shape[-1]
             if max(self.overlap // 2, extra) >= x.shape[-1]:
                 raise ValueError("too short")
-            x = conv(F.pad(x, (self.overlap // 2, self.overlap - self.overlap // 2 + extra), mode="reflect"))
+            x = conv(F.pad(x, (self.overlap // 2, self.overlap - self.overlap // 2 + extra)))
         return self.last(x.permute(2, 0, 1))
 
 
