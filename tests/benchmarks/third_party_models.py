@@ -109,6 +109,34 @@ def scores(name: str, **sizes: Any) -> Sample:
     return Scores(transformer(name, sentence, **sizes)[0]), (tokens(),)
 
 
+class Codec(nn.Module):
+    """Encoder and decoder of an audio codec of transformers, without the codebooks between them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.decoder = model.encoder, model.decoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sound to sound."""
+        for part in (self.encoder, self.decoder):
+            y = part(x)
+            x = y if isinstance(y, Tensor) else y[0]
+        return x
+
+
+def codec(name: str, **sizes: Any) -> Sample:
+    """A small audio codec of transformers; EnCodec's and Mimi's pad by numbers that they compute with tensors."""
+    return Codec(transformer(name, sentence, **sizes)[0]), sound(2, 1, 320)
+
+
+def vocoder(name: str, **sizes: Any) -> Sample:
+    """A small vocoder of transformers, whose weights are normalized."""
+    model = transformer(name, sentence, **sizes)[0]
+    model.apply_weight_norm()  # type: ignore[operator]
+    noise = (torch.randn(2, 20, 64),) if name == "UnivNetModel" else ()
+    return model, (torch.randn(2, 20, 16), *noise)
+
+
 def detr() -> Sample:
     """DETR, whose backbone is a ResNet of transformers."""
     library = importlib.import_module("transformers")
@@ -267,7 +295,24 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
         name: partial(scores, f"{name}ForSequenceClassification", **decoder, head_dim=8)
         for name in ("Gemma2", "Phi3", "Qwen3")
     }
-    return cases | {"Detr": detr, **filling}
+    encodec = {
+        "num_filters": 8, "hidden_size": 16, "codebook_dim": 16, "num_residual_layers": 1, "upsampling_ratios": [4, 2],
+    }  # fmt: skip
+    mimi = SMALL | encodec | {"hidden_size": 32, "vector_quantization_hidden_dimension": 16, "upsample_groups": 4}
+    dac = {
+        "encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "decoder_hidden_size": 32, "upsampling_ratios": [4, 2],
+    }  # fmt: skip
+    hifi_gan = {
+        "model_in_dim": 16, "upsample_initial_channel": 32, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8],
+    }  # fmt: skip
+    speech = {
+        "Encodec": partial(codec, "EncodecModel", **encodec),
+        "Mimi": partial(codec, "MimiModel", **mimi),
+        "Dac": partial(codec, "DacModel", **dac),
+        "SpeechT5HifiGan": partial(vocoder, "SpeechT5HifiGan", **hifi_gan),
+        "UnivNet": partial(vocoder, "UnivNetModel", model_hidden_channels=8, num_mel_bins=16),
+    }
+    return cases | {"Detr": detr, **filling, **speech}
 
 
 def _kornia() -> dict[str, Callable[[], Sample]]:
