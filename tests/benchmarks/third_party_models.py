@@ -298,19 +298,23 @@ def _transformers() -> dict[str, Callable[[], Sample]]:
     encodec = {
         "num_filters": 8, "hidden_size": 16, "codebook_dim": 16, "num_residual_layers": 1, "upsampling_ratios": [4, 2],
     }  # fmt: skip
-    mimi = SMALL | encodec | {"hidden_size": 32, "vector_quantization_hidden_dimension": 16, "upsample_groups": 4}
+    mimi = encodec | {
+        "hidden_size": 32, "vector_quantization_hidden_dimension": 16, "upsample_groups": 4, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32,
+    }  # fmt: skip
     dac = {
         "encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "decoder_hidden_size": 32, "upsampling_ratios": [4, 2],
     }  # fmt: skip
     hifi_gan = {
         "model_in_dim": 16, "upsample_initial_channel": 32, "upsample_rates": [4, 4], "upsample_kernel_sizes": [8, 8],
+        "initializer_range": 0.2,
     }  # fmt: skip
     speech = {
         "Encodec": partial(codec, "EncodecModel", **encodec),
         "Mimi": partial(codec, "MimiModel", **mimi),
         "Dac": partial(codec, "DacModel", **dac),
         "SpeechT5HifiGan": partial(vocoder, "SpeechT5HifiGan", **hifi_gan),
-        "UnivNet": partial(vocoder, "UnivNetModel", model_hidden_channels=8, num_mel_bins=16),
+        "UnivNet": partial(vocoder, "UnivNetModel", model_hidden_channels=8, num_mel_bins=16, initializer_range=0.2),
     }
     return cases | {"Detr": detr, **filling, **speech}
 
