@@ -230,16 +230,22 @@ class _Writer:
         if not has_computed_weight(layer):
             return self._read(node, layer.weight)
         computed = layer.parametrizations[WEIGHT]
+        source = computed[0]
+        assert isinstance(source, fx.GraphModule)  # other parametrizations are of a module of the user's model
         values: dict[fx.Node, fx.Node] = {}
-        for inner in computed[0].graph.nodes:
+        for inner in source.graph.nodes:
             if inner.op == "placeholder":
                 values[inner] = self._read(node, computed.original)
             elif inner.op == "get_attr":
-                values[inner] = self._read(node, attribute_of(computed[0], inner))
+                values[inner] = self._read(node, attribute_of(source, inner))
             elif inner.op == "output":
                 break
             else:
                 values[inner] = self.graph.node_copy(inner, values.__getitem__)
+                if inner.op == "call_module":
+                    path = f"{node.target}.{inner.target}"
+                    path = self._user_path(called_module(inner), path) or self._unused_path(path)
+                    self.modules[path], values[inner].target = source.get_submodule(str(inner.target)), path
         return values[inner.args[0]]
 
     def _user_path(self, module: Any, path: str) -> str | None:

@@ -277,6 +277,26 @@ def test_the_float_model_computes_the_weight_again(case):
     assert torch.equal(found.eval()(X), model(X))
 
 
+class OwnConv(nn.Conv2d):
+    """A convolution with a forward of its own, whose parametrizations are traced."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight * 0.5, self.bias)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_parametrization_of_a_subclass_is_traced(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(NORMS[norm](OwnConv(4, 6, 3)), nn.ReLU(), NORMS[norm](OwnConv(6, 4, 3))).eval()
+    gm = calibrated(model)
+    assert sum(isinstance(module, ParametrizedQATLayer) for module in gm.modules()) == 2
+    found = to_float(gm)
+    assert found.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(found.eval()(X), model(X))
+    fxqat.disable_all(gm)
+    torch.testing.assert_close(gm(X), model(X))
+
+
 def test_nothing_inside_a_computation_of_parameters_is_rounded():
     model = Computes(lambda m, w, g: w * g.sigmoid(), SHAPE, (6, 1, 1, 1), call=lambda x, w, b: x * w.mean() + b.mean())
     model.last = nn.Conv2d(4, 2, 1)
