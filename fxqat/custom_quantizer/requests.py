@@ -10,6 +10,7 @@ from torch import fx
 from fxqat.custom_quantizer.spec import BackendSpec, Rule
 from fxqat.nn.embedding import TABLES, Table, why_table_stays_float
 from fxqat.nn.fused import FusedLayer
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.recurrent import RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.ops.families import IDENTITY, PASS_THROUGH, WEIGHTED, Op
@@ -135,9 +136,10 @@ def why_weight_stays_float(node: fx.Node) -> str:
 
 
 def weight_of(node: fx.Node) -> object:
-    """The weight of the layer that a node calls, None if it calls none."""
+    """The weight of the layer that a node calls, None if it calls none, or computes it."""
     module = called_module(node)
-    return getattr(module.layer if isinstance(module, FusedLayer) else module, "weight", None)
+    layer = module.layer if isinstance(module, FusedLayer) else module
+    return None if layer is None or has_computed_weight(layer) else getattr(layer, "weight", None)
 
 
 def _has_fused_activation(node: fx.Node) -> bool:

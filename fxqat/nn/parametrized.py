@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
+from fxqat.utils.contexts import eval_mode
 from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import has_hooks
 
@@ -75,7 +76,9 @@ def parametrized(layer: WeightedLayer) -> WeightedLayer:
     if has_hooks(layer) or type(layer) in PARAMETRIZED.values():
         return layer
     op = weighted_op(layer)
-    found: Any = weighted_layer(op.layer, op.options, nn.Parameter(layer.weight.detach()), layer.bias)  # type: ignore[arg-type]
+    with eval_mode(layer):  # spectral norm iterates when it is read in training
+        weight = nn.Parameter(layer.weight.detach())
+    found: Any = weighted_layer(op.layer, op.options, weight, layer.bias)  # type: ignore[arg-type]
     del found.weight
     found.__class__ = PARAMETRIZED[op.layer]
     found.parametrizations = layer.parametrizations

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fxqat.nn.parametrized import WEIGHT
+from fxqat.nn.parametrized import WEIGHT, parametrized
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
 from fxqat.ops.identify import works_in_place
 from fxqat.utils.fx_graph import attribute_of, writes_state
@@ -118,8 +118,9 @@ def _computing(
         layer.weight = original
     else:
         layer.register_buffer(WEIGHT, original)
+    layer.eval()  # spectral norm iterates when it is read in training
     parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)
-    return layer
+    return parametrized(layer)
 
 
 def _is_pure_call(node: fx.Node) -> bool:

@@ -37,6 +37,7 @@ from fxqat.ops.identify import identify, keeps_output
 from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import QuantizeScheme, TensorQConfig
+from fxqat.utils.contexts import eval_mode
 from fxqat.utils.fx_graph import called_module, module_path, nodes_where, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.own_forward import type_of
@@ -297,7 +298,9 @@ def _qat_layer(
             f"{path}: bn_mode={bn_mode} needs a BatchNorm with a momentum, this one averages cumulatively"
         )
     axis, with_table = weighted_op(layer).axis, tied if bn is None else {}  # a BatchNorm makes another weight of it
-    quant = _weight_fake_quant(layer.weight, config, axis, layer.training, where, with_table)
+    with eval_mode(layer):  # spectral norm iterates when it is read in training
+        weight = layer.weight
+    quant = _weight_fake_quant(weight, config, axis, layer.training, where, with_table)
     kind = ParametrizedQATLayer if has_computed_weight(layer) else QATLayer
     return kind(layer, bn, fused.activation, quant, bn_mode)
 

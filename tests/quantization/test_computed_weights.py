@@ -1,6 +1,7 @@
 """Weights that are computed from parameters: integers with a scale per channel, equal to those of a stored weight."""
 
 import copy
+import pickle
 import warnings
 
 import onnx
@@ -14,6 +15,7 @@ import fxqat
 from fxqat import prepare_by_platform
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.tools import to_float
 from tests.export_models import run_file
 
@@ -295,6 +297,54 @@ def test_the_parametrization_of_a_subclass_is_traced(norm):
     torch.testing.assert_close(found.eval()(X), model(X))
     fxqat.disable_all(gm)
     torch.testing.assert_close(gm(X), model(X))
+
+
+def test_preparing_a_model_in_training_does_not_iterate_its_spectral_norm():
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Conv2d(4, 6, 3)), nn.ReLU()).train()
+    before = copy.deepcopy(model.state_dict())
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(X,))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in gm.state_dict().items() if name in before)
+
+
+class Upsampling(nn.Module):
+    """A convolution, and a transposed one with a computed weight, which ONNXRuntime leaves float."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.compute = nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 6, 3), compute
+
+    def forward(self, x):
+        return self.compute(self, self.first(x))
+
+
+UPSAMPLINGS = {
+    "weight norm": (parametrizations.weight_norm, lambda m, y: m.last(y)),
+    "hook": (old_weight_norm, lambda m, y: m.last(y)),
+    "forward": (lambda layer: layer, lambda m, y: F.conv_transpose2d(y, m.last.weight * 2, m.last.bias)),
+}
+
+
+@pytest.mark.parametrize("case", UPSAMPLINGS)
+def test_a_computed_weight_that_stays_float_is_a_constant_of_the_file(case, tmp_path):
+    norm, compute = UPSAMPLINGS[case]
+    model = Upsampling(compute)
+    norm(model.last)
+    gm = calibrated(model, "ONNXRuntime")
+    assert not any(isinstance(module, ParametrizedQATLayer) for module in gm.modules())
+    assert torch.equal(pickle.loads(pickle.dumps(gm))(X), gm(X))
+    (kept,) = (module for module in deployed_copy(gm).modules() if isinstance(module, nn.ConvTranspose2d))
+    assert type(kept) is nn.ConvTranspose2d
+    names = set(gm.state_dict())
+    fxqat.convert_export(gm, (X,), tmp_path / "model.onnx")
+    (found,) = run_file(tmp_path / "model.onnx", [X])
+    torch.testing.assert_close(torch.from_numpy(found), gm(X).detach(), rtol=1e-4, atol=1e-4)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    (layer,) = (node for node in graph.node if node.op_type == "ConvTranspose")
+    assert layer.input[1] in {tensor.name for tensor in graph.initializer}
+    assert [tuple(t.dims) for t in graph.initializer].count((4, 6, 3, 3)) == 1
+    assert set(gm.state_dict()) == names
 
 
 def test_nothing_inside_a_computation_of_parameters_is_rounded():
