@@ -121,7 +121,7 @@ def _observe_weights(model: nn.Module) -> None:
     """Show each weight that no forward pass showed to its observer."""
     for module in model.modules():
         weights_of: Any = getattr(module, "quantized_weights", tuple)
-        for quant, weight in weights_of():
+        for _, quant, weight in weights_of():
             if not quant.observer.has_seen_data():
                 quant.observe(weight.detach())
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.nn.kept_weights import KeptWeights, deployed
+from fxqat.nn.kept_weights import deployed
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import tensor_version
 
@@ -38,7 +39,7 @@ def why_table_stays_float(table: Table) -> str:
     return ""
 
 
-class QATEmbedding(nn.Module):
+class QATEmbedding(QuantizedLayer):
     """A table of embeddings that simulates its integers.
 
     Args:
@@ -47,7 +48,6 @@ class QATEmbedding(nn.Module):
     """
 
     weight: nn.Parameter
-    kept_weights: KeptWeights | None = None
 
     def __init__(self, table: Table, weight_fake_quant: FakeQuantizeBase) -> None:
         super().__init__()
@@ -82,9 +82,13 @@ class QATEmbedding(nn.Module):
         """The table, not quantized, and no bias; a table in half precision is float32."""
         return widened(self.weight), None
 
-    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
-        """The fake-quants of the layer's weights, and what they round."""
-        return [(self.weight_fake_quant, self.folded()[0])]
+    def rounded_weights(self) -> tuple[Tensor]:
+        """The table."""
+        return (self.folded()[0],)
+
+    def weight_tensors(self) -> list[list[Tensor]]:
+        """The table as it is."""
+        return [[self.weight]]
 
     def float_layer(self) -> Table:
         """The plain layer; it shares its parameter with this layer."""

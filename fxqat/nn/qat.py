@@ -13,7 +13,8 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE, rounded_again
 from fxqat.nn.bias import fake_quantize_bias, floor_for, round_bias, weight_scale_floor
 from fxqat.nn.fold import fold_bn, grid_factor
-from fxqat.nn.kept_weights import KeptWeights, deployed
+from fxqat.nn.kept_weights import deployed
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.nn.weighted import WeightedLayer, weighted_layer, weighted_op
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm, tensor_version
@@ -22,7 +23,7 @@ BN_TRAIN = "train"
 BN_FREEZE = "freeze"
 
 
-class QATLayer(nn.Module):
+class QATLayer(QuantizedLayer):
     """A weighted layer, with fused BatchNorm and activation, and fake-quant of its weight.
 
     It always quantizes the folded weight ``W * k`` (see ``fxqat.nn.fold``), to the same integers in every mode. In half
@@ -51,7 +52,6 @@ class QATLayer(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     bn_steps: Tensor
-    kept_weights: KeptWeights | None = None
 
     def __init__(
         self,
@@ -141,13 +141,13 @@ class QATLayer(nn.Module):
         weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
         return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
 
-    def weight_fake_quants(self) -> list[FakeQuantizeBase]:
-        """The fake-quants of the layer's weights."""
-        return [self.weight_fake_quant]
+    def rounded_weights(self) -> tuple[Tensor]:
+        """The folded weight."""
+        return (self.folded()[0],)
 
-    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
-        """The fake-quants of the layer's weights, and what they round."""
-        return [(self.weight_fake_quant, self.folded()[0])]
+    def weight_tensors(self) -> list[list[Tensor]]:
+        """The weight, computed if it is."""
+        return [[self.weight]]
 
     def float_layer(self) -> WeightedLayer:
         """The plain layer, without BatchNorm and activation; it shares its parameters with this layer."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.straight_through import DynamicQuantizeSTE
 from fxqat.nn.bias import fake_quantize_bias, floor_for, weight_scale_floor
-from fxqat.nn.kept_weights import KeptWeights, deployed
+from fxqat.nn.kept_weights import deployed
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import tensor_version
 
@@ -131,7 +132,7 @@ class RecurrentLayer(nn.Module):
         return [[getattr(self, name) for name in names] for names in self.names]
 
 
-class QATRecurrentLayer(RecurrentLayer):
+class QATRecurrentLayer(RecurrentLayer, QuantizedLayer):
     """A recurrent layer with fake-quant of its weights; its bias is int32 at the scale of the products of its input.
 
     All directions have one fake-quant for ``W`` and one for ``R``: each is one tensor of the file.
@@ -142,7 +143,7 @@ class QATRecurrentLayer(RecurrentLayer):
         weight_hh_fake_quant: of ``R``, axis 0.
     """
 
-    kept_weights: KeptWeights | None = None
+    weight_names: ClassVar = ("weight_ih", "weight_hh")
 
     def __init__(
         self, layer: RecurrentLayer, weight_ih_fake_quant: FakeQuantizeBase, weight_hh_fake_quant: FakeQuantizeBase
@@ -180,14 +181,14 @@ class QATRecurrentLayer(RecurrentLayer):
         given = unstacked(self.mode, len(self.names), w, r, b)
         return run_layer(self.mode, x, states, given, self.training, lengths)
 
-    def weight_fake_quants(self) -> list[FakeQuantizeBase]:
-        """The fake-quants of the layer's weights, ``W`` and ``R``."""
-        return [self.weight_ih_fake_quant, self.weight_hh_fake_quant]
-
-    def quantized_weights(self) -> list[tuple[FakeQuantizeBase, Tensor]]:
-        """The fake-quants of the layer's weights, and what they round."""
+    def rounded_weights(self) -> tuple[Tensor, Tensor]:
+        """``W`` and ``R``."""
         w, r, _ = self.stacked()
-        return [(self.weight_ih_fake_quant, w), (self.weight_hh_fake_quant, r)]
+        return w, r
+
+    def weight_tensors(self) -> list[list[Tensor]]:
+        """The parameters of ``W`` and of ``R``, in torch's order of gates."""
+        return [list(tensors) for tensors in zip(*self._given(), strict=True)][: len(self.weight_names)]
 
     def deployed_tensors(self, input_fake_quant: FakeQuantizeBase | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The parameters of the file, ``W``, ``R`` and ``B``, with gradients."""
@@ -227,9 +228,8 @@ class QATRecurrentLayer(RecurrentLayer):
     def _observe(self) -> None:
         """Show the weights to the observers, unless they are unchanged since the last time."""
         state = self.parameter_versions()
-        quants = (self.weight_ih_fake_quant, self.weight_hh_fake_quant)
-        if any(quant.observer_enabled and quant.observed_state != state for quant in quants):
-            for quant, weight in zip(quants, self.stacked()[:2], strict=True):
+        if any(quant.observer_enabled and quant.observed_state != state for quant in self.weight_fake_quants()):
+            for _, quant, weight in self.quantized_weights():
                 if quant.observer_enabled:
                     quant.observe(weight.detach())
                     quant.observed_state = state

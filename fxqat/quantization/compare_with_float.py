@@ -25,8 +25,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import is_calibrated, named_fake_quants, require_calibrated, switches_kept
-from fxqat.nn.embedding import QATEmbedding
-from fxqat.nn.qat import QATLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.quantization.find_overrides import find_overrides
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.quantization.quantization_noise import WEIGHT, NodeNoise, OutputNoise, QuantizationNoise
@@ -129,9 +128,8 @@ def measure_noise(gm: QuantGraphModule, batches: Iterable[tuple[Any, ...]]) -> Q
         nodes = [*run.nodes(), *_weights(graph)]
         _switch_all(gm, quantize=False)
         overrides = find_overrides(gm, run, inputs) if any(node.problem for node in nodes) else []
-    overrides += [
-        {"match": {"module": node.node}, "weight": None} for node in nodes if node.kind == WEIGHT and node.problem
-    ]
+    layers = dict.fromkeys(node.node for node in nodes if node.kind == WEIGHT and node.problem)
+    overrides += [{"match": {"module": layer}, "weight": None} for layer in layers]
     nodes.sort(key=lambda node: (not node.problem, -node.error))
     return QuantizationNoise(count, outputs.noises(), tuple(nodes), tuple(overrides), failure)
 
@@ -141,18 +139,18 @@ def _weights(graph: fx.Graph) -> Iterator[NodeNoise]:
     seen: set[int] = set()
     for node in graph.nodes:
         layer = called_module(node)
-        if not isinstance(layer, (QATLayer, QATEmbedding)) or id(layer) in seen:
+        if not isinstance(layer, QuantizedLayer) or id(layer) in seen:
             continue
         seen.add(id(layer))
-        weight, path = layer.folded()[0], str(node.target)
-        rounded = layer.weight_fake_quant.quantize(weight)
-        error, comparison = MeanError(), Comparison()
-        error.add(weight, rounded)
-        comparison.add(weight, rounded)
-        problem = ""
-        if error.is_above(MAX_ERROR):
-            problem = f"rounding its weight costs {error.share():.0%} of the mean size"
-        yield NodeNoise(path, WEIGHT, error.share(), comparison.difference().sqnr, problem)
+        for name, quant, weight in layer.quantized_weights():
+            rounded = quant.quantize(weight)
+            error, comparison = MeanError(), Comparison()
+            error.add(weight, rounded)
+            comparison.add(weight, rounded)
+            problem = ""
+            if error.is_above(MAX_ERROR):
+                problem = f"rounding its {name} costs {error.share():.0%} of the mean size"
+            yield NodeNoise(str(node.target), WEIGHT, error.share(), comparison.difference().sqnr, problem)
 
 
 def _switch_all(gm: QuantGraphModule, quantize: bool) -> None:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.parametrized import has_computed_weight
-from fxqat.nn.qat import QATLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -32,17 +31,22 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
         if node.op == "get_attr":
             found.append((attribute_of(gm, node), None))
         for module in _without_fake_quants(called_module(node)):
-            layer = module if isinstance(module, (QATLayer, QATEmbedding)) else None
-            bits = None if layer is None else layer.weight_fake_quant.scheme.bit_width
-            weight = None if layer is None else layer.weight
+            rounded = _rounded(module) if isinstance(module, QuantizedLayer) else {}
+            found += rounded.values()
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            found += [(tensor, bits if tensor is weight else None) for tensor in tensors]
-            if has_computed_weight(module):
-                found.append((module.weight, bits))
+            found += [(tensor, None) for tensor in tensors if id(tensor) not in rounded]
+            if has_computed_weight(module) and not rounded:
+                found.append((module.weight, None))
         for tensor, bits in found:
             if isinstance(tensor, Tensor) and (id(tensor), bits) not in seen:
                 seen[id(tensor), bits] = tensor
                 yield tensor, bits
+
+
+def _rounded(layer: QuantizedLayer) -> dict[int, tuple[Tensor, int]]:
+    """By the id of a tensor, the tensor and the bits that it is rounded to."""
+    parts = zip(layer.weight_fake_quants(), layer.weight_tensors(), strict=True)
+    return {id(tensor): (tensor, quant.scheme.bit_width) for quant, tensors in parts for tensor in tensors}
 
 
 def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:

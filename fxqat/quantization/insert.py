@@ -28,6 +28,7 @@ from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.parametrized import ParametrizedQATLayer, has_computed_weight
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
 from fxqat.observer.base import ObserverBase
@@ -234,7 +235,7 @@ def _tensor_name(node: fx.Node, taken: set[str]) -> str:
 
 
 def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int, names: set[str]) -> None:
-    converted: dict[int, QATLayer | QATEmbedding | QATRecurrentLayer] = {}
+    converted: dict[int, QuantizedLayer] = {}
     called = [(str(node.target), module) for node in nodes if (module := called_module(node)) is not None]
     tied: _Tied = {id(module.weight): [] for _, module in called if isinstance(module, Table)}
     for node in nodes:
@@ -243,7 +244,7 @@ def _insert_weights(gm: fx.GraphModule, nodes: list[fx.Node], bn_mode: str | int
             continue
         module = called_module(node)
         assert module is not None
-        if not isinstance(module, (QATLayer, QATEmbedding, QATRecurrentLayer)):
+        if not isinstance(module, QuantizedLayer):
             if id(module) not in converted:
                 converted[id(module)] = _qat_layer(module, found, bn_mode, str(node.target), tied)
             _keep_inner(converted[id(module)], module, str(node.target), [path for path, _ in called])
@@ -276,9 +277,7 @@ def _fake_quant_of(value: object) -> fx.Node | None:
     return None
 
 
-def _qat_layer(
-    module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, tied: _Tied
-) -> QATLayer | QATEmbedding | QATRecurrentLayer:
+def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, path: str, tied: _Tied) -> QuantizedLayer:
     """The QAT layer of a plain, fused or recurrent layer, or of a table."""
     config = annotation.weight
     assert config is not None

@@ -274,13 +274,10 @@ class _Lowering:
         if isinstance(layer, QATRecurrentLayer):
             quantizer = self._input_quantizer(node)
             w_scale, b_scale = layer.deployed_scales(b, quantizer)
-            w_quant, r_quant = layer.weight_ih_fake_quant, layer.weight_hh_fake_quant
-            for kind, quant, weight, scale in (
-                ("weight_ih", w_quant, w, w_scale),
-                ("weight_hh", r_quant, r, r_quant.used_scale()),
-            ):
-                of_quant = f"{path}.{kind}_fake_quant"
-                stored.append(self._weight(of_quant, f"{path}.{kind}", quant, weight, scale, 0, directions))
+            scales = (w_scale, layer.weight_hh_fake_quant.used_scale())
+            for (name, quant, weight), scale in zip(layer.quantized_weights(), scales, strict=True):
+                of_quant = f"{path}.{name}_fake_quant"
+                stored.append(self._weight(of_quant, f"{path}.{name}", quant, weight, scale, 0, directions))
                 self.weights_only[stored[-1]] = self.weights_only.get(stored[-1], True) and quantizer is None
         else:
             stored += [self._add(_Constant(_with_directions(weight, None, directions)[0])) for weight in (w, r)]

@@ -13,16 +13,13 @@ from prettytable import PrettyTable
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError
-from fxqat.nn.qat import QATLayer
-from fxqat.ops.families import MATMUL
-from fxqat.ops.identify import identify, operands
 from fxqat.quantization.annotation import FLOAT
 from fxqat.quantization.file_size import float_bytes, stored_tensors
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
-from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of
+from fxqat.tools.mixed_precision.units import eval_graph, fake_quant_of, products_of
 from fxqat.utils.batches import read_batch
 from fxqat.utils.contexts import buffers_kept, eval_mode
-from fxqat.utils.fx_graph import called_module
+from fxqat.utils.count_macs import count_macs
 from fxqat.utils.tensors import map_tensors
 
 NUMBER = re.compile(r"\b\d+\b")
@@ -94,7 +91,10 @@ class Coverage:
             lines.append(f"  not read by the graph         {len(self.unread)} tensors: {_some(self.unread)}")
         lines += [f"  {remark}" for remark in self.remarks]
         if not self.float_groups:
-            return "\n".join([*lines, "  nothing stays float"])
+            inside = (
+                "" if self.integer_macs == self.macs else f"; the other {1 - self.integer_share:.1%} read a float value"
+            )
+            return "\n".join([*lines, f"  no node stays float{inside}"])
         table = PrettyTable(["stays float because", "nodes", "of the operations", "which", "line"], align="l")
         table.max_width = 60
         for group in self.float_groups:
@@ -107,7 +107,8 @@ class Coverage:
 def coverage(gm: nn.Module, inputs: Any) -> Coverage:
     """What of a prepared model computes in integers.
 
-    A multiply-accumulate counts as an integer one if the value and the weight, or both values, are quantized. The model
+    A multiply-accumulate counts as an integer one if the value and the weight, or both values, are quantized; inside a
+    recurrent layer the hidden state is float. The model
     is run once on the inputs; it need not be calibrated, and is not changed.
 
     Args:
@@ -130,7 +131,7 @@ def coverage(gm: nn.Module, inputs: Any) -> Coverage:
         counter.run(*arguments)
     samples = next((x.shape[0] for x in arguments if isinstance(x, Tensor) and x.dim()), 1) or 1
     macs = {node: count / samples for node, count in counter.macs.items()}
-    integer = sum(count for node, count in macs.items() if _is_integer(node))
+    integer = sum(count * _integer_share(node) for node, count in macs.items())
     tensors = list(stored_tensors(gm))
     report = gm.quant_report
     return Coverage(
@@ -178,23 +179,16 @@ class _CountMacs(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and count."""
-        from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
-
-        with FlopCounterMode(display=False) as counter:
-            result = super().run_node(n)
-        if counter.get_total_flops():
-            self.macs[n] = counter.get_total_flops() / 2
+        result, macs = count_macs(lambda: super(_CountMacs, self).run_node(n))
+        if macs:
+            self.macs[n] = macs
         return map_tensors(result, torch.Tensor.detach)  # the counter's hooks fail on a slice of a parameter
 
 
-def _is_integer(node: fx.Node) -> bool:
-    """Whether all factors of a node's products are quantized; the weight of a QAT layer is."""
-    values = [value for value in operands(node, identify(node)) if isinstance(value, fx.Node)]
-    if isinstance(called_module(node), QATLayer):
-        values = values[:1]
-    elif identify(node).family != MATMUL:
-        return False  # a layer whose weight is float
-    return bool(values) and all(fake_quant_of(value) is not None for value in values)
+def _integer_share(node: fx.Node) -> float:
+    """The share of a node's products whose factors are both quantized."""
+    products = products_of(node)
+    return sum(each.share for each in products if all(fake_quant_of(value) is not None for value in each.values))
 
 
 def _float_groups(gm: QuantGraphModule, macs: Mapping[str, float]) -> tuple[FloatGroup, ...]:

@@ -23,7 +23,7 @@ from fxqat.quantization.compare_with_float import compare_if_possible
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.margin import BISECTIONS, is_enough, margin_of, read_scores
 from fxqat.tools.mixed_precision.graph_costs import FLOAT_BITS, bit_products
-from fxqat.tools.mixed_precision.units import Widths, find_units, quant_at
+from fxqat.tools.mixed_precision.units import Widths, find_units
 from fxqat.tools.post_training.ptq import ptq
 from fxqat.tools.post_training.smooth import can_smooth
 from fxqat.tools.profile import profile
@@ -384,8 +384,8 @@ class _Ladder:
         for tensor in profile(plain, self.calib[:1], worst=0, progress=self.progress):
             unit = unit_of.get(tensor.name)
             if unit is not None:
-                place = places.setdefault(unit.name, Place(unit, quant_at(plain, unit.path).scheme))
-                place.float_rules.extend(tensor.overrides)
+                place = places.setdefault(unit.name, Place(unit, unit.scheme(plain)))
+                place.float_rules.extend(rule for rule in tensor.overrides if rule not in place.float_rules)
         return plain, places
 
     def widen(self) -> None:

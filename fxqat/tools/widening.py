@@ -38,10 +38,11 @@ class Place:
             return self.float_rules
         config = spec.weight if self.unit.is_weight else spec.activation
         part, name = ("weight", "w_observer") if self.unit.is_weight else ("value", "a_observer")
-        rule = self.unit.rule(bits)
+        rules = self.unit.rules(bits)
         if bits == WIDE and name not in given:
-            rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
-        return [rule]
+            for rule in rules:
+                rule[part] |= {"observer": config.observer, "observer_args": dict(config.observer_args)}
+        return list(rules)
 
 
 def uniform_choices(places: Mapping[str, Place], spec: BackendSpec) -> list[Widths]:

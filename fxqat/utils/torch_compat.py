@@ -38,6 +38,9 @@ ADAPTIVE_AVG_POOL2D = torch.ops.aten._adaptive_avg_pool2d.default
 ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 """The operators into which torch.export decomposes ``cdist`` and adaptive average pools."""
 
+FUSED_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
+"""Recurrent layers in one kernel. Both have the input first, then the weights."""
+
 UNTRANSLATED = (operator.getitem, torch.ops.aten._assert_tensor_metadata.default)
 """What torch's exporter reads or removes without a translation."""
 

@@ -259,3 +259,20 @@ def test_compare_outputs_of_any_structure():
     (other,) = compare_outputs(x, x[:2])
     assert (other.difference, other.changed) == (None, 1.0)
     assert fxqat.compare_with_float is compare_with_float
+
+
+def test_both_weights_of_a_recurrent_layer_are_compared():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LSTM(6, 50)).eval(), torch.randn(5, 3, 6)
+    with torch.no_grad():
+        model[0].weight_hh_l0[:, 0] = 2.5  # so large that the others, up to .14, are rounded to 0
+    config = {"extra_qconfig_dict": {"w_observer": "MinMax", "w_qscheme": {"bit": 4}}}
+    gm = by_hand(prepare_by_platform(model, "Experimental", config, example_inputs=x), x)
+    noise = compare_with_float(gm, [x])
+    weights = [node for node in noise if node.kind == "weight"]
+    assert [node.node for node in weights] == ["0", "0"]
+    (worst,) = (node for node in weights if node.problem)
+    assert worst.problem.startswith("rounding its weight_hh costs")
+    weight = model[0].weight_hh_l0.detach().abs()
+    assert worst.error == pytest.approx(float(weight[:, 1:].sum() / weight.sum()), rel=0.1)
+    assert noise.overrides.count({"match": {"module": "0"}, "weight": None}) == 1

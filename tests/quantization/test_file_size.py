@@ -1,9 +1,14 @@
 """The tensors of the file are known before the export."""
 
+import math
+from pathlib import Path
+
+import onnx
+import pytest
 import torch
 from torch import nn
 
-from fxqat import prepare_by_platform
+from fxqat import calibrate, convert_export, enable_quantization, prepare_by_platform
 from fxqat.quantization.file_size import float_bytes, stored_tensors
 
 
@@ -31,3 +36,16 @@ def test_what_is_in_the_file_is_found() -> None:
     tensors = list(stored_tensors(prepare_by_platform(Tied(), example_inputs=(torch.zeros(2, 3, dtype=torch.long),))))
     assert float_bytes(tensor for tensor, bits in tensors if bits is None) == 40
     assert sorted(tensor.numel() for tensor, bits in tensors if bits == 8) == [100, 1000]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_weights_of_recurrent_layers_are_integers(kind: type[nn.RNNBase], tmp_path: Path) -> None:
+    model, x = nn.Sequential(kind(6, 10, 2, bidirectional=True)).eval(), (torch.randn(5, 3, 6),)
+    gm = prepare_by_platform(model, "Experimental", example_inputs=x)
+    calibrate(gm, [x], progress=False, compare=False)
+    enable_quantization(gm)
+    path = convert_export(gm, x, tmp_path / "a.onnx", verify=False).onnx_path
+    stored = [math.prod(t.dims) for t in onnx.load(path).graph.initializer if t.data_type == onnx.TensorProto.INT8]
+    tensors = list(stored_tensors(gm))
+    assert sum(tensor.numel() for tensor, bits in tensors if bits == 8) == sum(size for size in stored if size > 100)
+    assert {tensor.dim() for tensor, bits in tensors if bits is None} == {1}

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,3 +68,17 @@ def test_slices_of_parameters_are_counted_over() -> None:
     found = coverage(gm, x)
     assert found.macs == 6 * 4 * 4
     assert found.integer_share == 1
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_multiplies_integers_and_its_float_state(kind: type[nn.RNNBase]) -> None:
+    x = torch.randn(5, 3, 6)
+    gm = prepare_by_platform(nn.Sequential(kind(6, 10)).eval(), "Experimental", example_inputs=(x,))
+    layer = gm.get_submodule("0")
+    (w,), (r,) = layer.weight_tensors()
+    found = coverage(gm, x)
+    rows = x.shape[0] * x.shape[1] / len(x)  # for each of the first dimension, which counts as samples
+    assert found.macs == rows * (w.numel() + r.numel())
+    assert found.integer_macs == pytest.approx(rows * w.numel())
+    biases = sum(p.numel() for name, p in layer.named_parameters() if name.startswith("bias"))
+    assert found.stored_bytes == w.numel() + r.numel() + 4 * biases

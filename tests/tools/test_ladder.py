@@ -55,6 +55,41 @@ def test_in_the_end_all_tensors_but_one_are_float(backend: str) -> None:
     assert result.metric > 0.2 * result.trials[0].metric
 
 
+class Tagger(nn.Module):
+    """A table, an LSTM whose weights matter most, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.lstm, self.head = nn.Embedding(20, 8), nn.LSTM(8, 16, bidirectional=True), nn.Linear(32, 4)
+        with torch.no_grad():
+            for parameter in self.lstm.parameters():
+                parameter.mul_(4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.table(tokens))[0])
+
+
+def test_weights_of_a_recurrent_layer_get_more_bits_together() -> None:
+    torch.manual_seed(1)
+    tokens = torch.randint(0, 20, (9, 16))
+    model = Tagger().eval()
+    expected = model(tokens).detach()
+
+    @torch.no_grad()
+    def score(other: nn.Module) -> float:
+        return -float((other(tokens) - expected).square().mean())
+
+    config = {"extra_qconfig_dict": {"w_qscheme": {"bit": 3}}}
+    options = {"steps": STEPS[:1], "prepare_custom_config_dict": config, "progress": False}
+    result = quantize(model, [(tokens,)] * 2, "Experimental", score, 0.0, **options)
+    assert "lstm.weight" in result.worst
+    assert not [trial.note for trial in result.trials if "overrides" in trial.note]
+    narrow = quantize(model, [(tokens,)] * 2, "Experimental", score, 0.5 * -result.trials[0].metric, **options)
+    assert narrow.reached
+    assert {row.weight[:4] for row in narrow.model.quant_report if row.weight} == {"int4"}
+
+
 def bits(weight: int, value: int) -> dict:
     return {"extra_qconfig_dict": {"w_qscheme": {"bit": weight}, "a_qscheme": {"bit": value}}}
 

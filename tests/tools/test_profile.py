@@ -353,3 +353,39 @@ def test_the_chart_of_curves_names_every_tensor_and_that_of_values_counts_them()
     values = str(histogram(Histogram(-1.0, 1.0, (0, 3, 0, 1), (-0.5, 0.5))))
     assert values.count('class="area') == 2
     assert values.count('class="line end"') == 2
+
+
+class Tagger(nn.Module):
+    """A table, an LSTM and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.lstm, self.head = nn.Embedding(20, 8), nn.LSTM(8, 16), nn.Linear(16, 5)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.table(tokens))[0])
+
+
+def test_weights_of_recurrent_layers_are_measured():
+    tokens = torch.randint(0, 20, (7, 4), generator=torch.Generator().manual_seed(0))
+    model = Tagger().eval()
+    gm = prepare_by_platform(model, "Experimental", {"extra_qconfig_dict": {"w_qscheme": {"bit": 4}}},
+                             example_inputs=(tokens,))  # fmt: skip
+    fxqat.calibrate(gm, [(tokens,)], progress=False, compare=False)
+    enable_quantization(gm)
+    result = profile(gm, [(tokens,)])
+    found = {tensor.name: tensor for tensor in result}
+    for name, _, values in gm.lstm.quantized_weights():
+        quant = getattr(gm.lstm, f"{name}_fake_quant")
+        alone = found[f"lstm.{name}"]
+        assert alone.kind == "weight"
+        assert alone.own.sqnr == pytest.approx(sqnr(values, quant.quantize(values)), abs=0.01)
+        disable_all(gm)
+        quant.fake_quant_enabled = True
+        with torch.no_grad():
+            assert alone.output.sqnr == pytest.approx(sqnr(model(tokens), gm(tokens)), abs=0.01)
+        (rule,) = alone.overrides
+        left = prepare_by_platform(model, "Experimental", {"overrides": [rule]}, example_inputs=(tokens,))
+        assert [row.op for row in left.quant_report if row.weight] == ["embedding", "linear"]
+    assert [name for name in found if name.startswith("lstm.weight")]

@@ -20,13 +20,11 @@ from fxqat.custom_quantizer.spec import BackendSpec
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import require_calibrated
-from fxqat.nn.qat import QATLayer
 from fxqat.prepare_by_platform import prepare_by_platform
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.report import QuantReport
-from fxqat.tools.mixed_precision.units import Unit, find_units, quant_at
+from fxqat.tools.mixed_precision.units import Unit, find_units, layer_at
 from fxqat.utils.batches import check_batches, example_of
-from fxqat.utils.fx_graph import set_module
 
 
 class WidthBank:
@@ -72,10 +70,10 @@ class WidthBank:
         unknown = sorted(set(keep) - set(self.units))
         if unknown:
             raise ConfigError(f"WidthBank: keep has the unknown unit {unknown[0]!r}; known: {', '.join(self.units)}")
-        self._quants: dict[tuple[str, int], FakeQuantizeBase] = {}
+        self._quants: dict[tuple[str, int], list[FakeQuantizeBase]] = {}
         self.widths: dict[str, tuple[int, ...]] = {}
         for name, unit in self.units.items():
-            scheme = quant_at(first, unit.path).scheme
+            scheme = unit.scheme(first)
             tensor, given = ("weight", weight_widths) if unit.is_weight else ("value", value_widths)
             self.widths[name] = tuple(sorted({scheme.bit_width} if name in keep else set(given)))
             for bits in self.widths[name]:
@@ -84,24 +82,25 @@ class WidthBank:
         for step in range(max(map(len, self.widths.values()))):
             widths = {name: choice[min(step, len(choice) - 1)] for name, choice in self.widths.items()}
             gm = prepare_by_platform(model, backend, with_widths(first, widths), example_inputs=example).eval()
-            unseen = {name: copy.deepcopy(quant_at(gm, unit.path)) for name, unit in self.units.items()}
+            unseen = {name: copy.deepcopy(unit.quants(gm)) for name, unit in self.units.items()}
             calibrate(gm, batches, progress=False, compare=False)
             require_calibrated(gm)
             for name, unit in self.units.items():
-                self._quants[name, widths[name]] = unseen[name] if unit.is_weight else quant_at(gm, unit.path)
+                self._quants[name, widths[name]] = unseen[name] if unit.is_weight else unit.quants(gm)
             self.model = gm
 
-    def quant(self, name: str, bits: int, gm: QuantGraphModule | None = None) -> FakeQuantizeBase:
-        """A copy of a unit's fake-quant at a width, switched on; that of a weight is calibrated on ``gm``."""
+    def quants(self, name: str, bits: int, gm: QuantGraphModule | None = None) -> list[FakeQuantizeBase]:
+        """Copies of a unit's fake-quants at a width, switched on; those of a weight are calibrated on ``gm``."""
         if (name, bits) not in self._quants:
             raise ConfigError(f"{name} can have {', '.join(map(str, self.widths[name]))} bits, not {bits}")
         unit, found = self.units[name], copy.deepcopy(self._quants[name, bits])
-        if unit.layer is not None:
-            layer = (gm or self.model).get_submodule(unit.layer)
-            assert isinstance(layer, QATLayer)
+        if unit.is_weight:
+            layer = layer_at(gm or self.model, unit.layers[0])
             with torch.no_grad():
-                found.observe(layer.folded()[0].detach())
-        found.observer_enabled, found.fake_quant_enabled = False, True
+                for quant, values in zip(found, layer.rounded_weights(), strict=True):
+                    quant.observe(values.detach())
+        for quant in found:
+            quant.observer_enabled, quant.fake_quant_enabled = False, True
         return found
 
     def mix(self, widths: Mapping[str, int]) -> QuantGraphModule:
@@ -129,15 +128,16 @@ class WidthBank:
         unknown = sorted(set(widths) - set(self.units))
         if unknown:
             raise ConfigError(f"unknown unit {unknown[0]!r}; known: {', '.join(self.units)}")
-        if {unit.path for unit in find_units(gm).values()} != {unit.path for unit in self.units.values()}:
+        if {unit.paths for unit in find_units(gm).values()} != {unit.paths for unit in self.units.values()}:
             raise ConfigError("this model was not prepared as the model of the bank: their fake-quants differ")
         chosen = {name: widths.get(name, choice[-1]) for name, choice in self.widths.items()}
         device = next((parameter.device for parameter in gm.parameters()), torch.device("cpu"))
         for name, bits in chosen.items():
-            old = quant_at(gm, self.units[name].path)
-            if old.scheme.bit_width != bits or not old.observer.has_seen_data():
-                set_module(gm, self.units[name].path, self.quant(name, bits, gm).to(device).train(gm.training))
-            old.fake_quant_enabled = True
+            unit = self.units[name]
+            if any(old.scheme.bit_width != bits or not old.observer.has_seen_data() for old in unit.quants(gm)):
+                unit.set_quants(gm, [new.to(device).train(gm.training) for new in self.quants(name, bits, gm)])
+            for quant in unit.quants(gm):
+                quant.fake_quant_enabled = True
         gm.provenance.config = with_widths(gm, chosen)
         gm.provenance.report = _report_of(gm, self.units)
 
@@ -147,22 +147,18 @@ def with_widths(gm: QuantGraphModule, widths: Mapping[str, int]) -> dict[str, An
     config = effective_config(gm)
     units = find_units(gm)
     for name, bits in widths.items():
-        new = units[name].rule(bits)
         part = "weight" if units[name].is_weight else "value"
-        rule = next(rule for rule in config["overrides"] if rule["match"] == new["match"] and part in rule)
-        rule[part]["bit_width"] = bits
+        for new in units[name].rules(bits):
+            rule = next(rule for rule in config["overrides"] if rule["match"] == new["match"] and part in rule)
+            rule[part]["bit_width"] = bits
     return config
 
 
 def _report_of(gm: QuantGraphModule, units: Mapping[str, Unit]) -> QuantReport:
     """The report with the current schemes."""
     report = gm.quant_report
-    weights = {unit.layer: str(quant_at(gm, unit.path).scheme) for unit in units.values() if unit.is_weight}
-    groups = {
-        report.row(unit.node).group: str(quant_at(gm, unit.path).scheme)
-        for unit in units.values()
-        if unit.node is not None
-    }
+    weights = {layer: str(unit.scheme(gm)) for unit in units.values() for layer in unit.layers}
+    groups = {report.row(unit.node).group: str(unit.scheme(gm)) for unit in units.values() if unit.node is not None}
     rows = tuple(
         replace(
             row,

@@ -39,7 +39,7 @@ class Choice:
 
     def overrides(self, units: Mapping[str, Unit]) -> list[dict[str, Any]]:
         """These widths as rules for ``prepare_custom_config_dict["overrides"]``."""
-        return [units[name].rule(bits) for name, bits in self.widths.items()]
+        return [rule for name, bits in self.widths.items() for rule in units[name].rules(bits)]
 
     def write_yaml(self, units: Mapping[str, Unit], path: str | os.PathLike[str]) -> None:
         """Write these rules to a configuration file for ``prepare_by_platform``.

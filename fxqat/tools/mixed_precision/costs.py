@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
 from fxqat.convert_export import convert_export
-from fxqat.nn.qat import QATLayer
 from fxqat.onnx.opset import DEFAULT
 from fxqat.scheme import STORAGE_OPSETS
 from fxqat.tools.mixed_precision.bank import WidthBank
-from fxqat.tools.mixed_precision.units import quant_at
+from fxqat.tools.mixed_precision.units import layer_at
 from fxqat.utils.batches import read_batch
 from fxqat.utils.temporary import temporary_folder
 
@@ -88,7 +85,7 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
     opset = max(STORAGE_OPSETS[bits] for name in bank.units for bits in stored_bits(bank, name).values())
     added: dict[str, dict[int, float]] = {}
     for name, count in _elements(bank).items():
-        channels = bank.quant(name, bank.widths[name][-1]).scale.numel()  # a zero point each
+        channels = sum(quant.scale.numel() for quant in bank.quants(name, bank.widths[name][-1]))  # a zero point each
         added[name] = {
             bits: math.ceil(count * width / 8) + math.ceil(channels * width / 8)
             for bits, width in stored_bits(bank, name).items()
@@ -109,7 +106,7 @@ def file_bytes(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
 
 def stored_bits(bank: WidthBank, name: str) -> dict[int, int]:
     """For each width of a unit, the number of bits of an integer in the file."""
-    scheme = quant_at(bank.model, bank.units[name].path).scheme
+    scheme = bank.units[name].scheme(bank.model)
     return {bits: replace(scheme, bit_width=bits).storage_width(DEFAULT) for bits in bank.widths[name]}
 
 
@@ -120,11 +117,8 @@ def per_bit(bank: WidthBank, factors: Mapping[str, float], fixed: float = 0.0) -
 
 def _elements(bank: WidthBank) -> dict[str, int]:
     """Number of elements of each weight."""
-    layers = {unit.name: unit.layer for unit in bank.units.values() if unit.layer is not None}
-    return {name: _weight_of(bank, path).numel() for name, path in layers.items()}
-
-
-def _weight_of(bank: WidthBank, path: str) -> Tensor:
-    layer = bank.model.get_submodule(path)
-    assert isinstance(layer, QATLayer)
-    return layer.weight
+    weights = {name: layer_at(bank.model, unit.layers[0]) for name, unit in bank.units.items() if unit.is_weight}
+    return {
+        name: sum(tensor.numel() for tensors in layer.weight_tensors() for tensor in tensors)
+        for name, layer in weights.items()
+    }

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.parametrized import WEIGHT, ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.recurrent import QATRecurrentLayer, unstacked
 from fxqat.tools.mixed_precision.bank import WidthBank
-from fxqat.tools.mixed_precision.units import Unit, quant_at
+from fxqat.tools.mixed_precision.units import Unit, layer_at
 from fxqat.utils.contexts import hooked
 from fxqat.utils.tensors import flatten_tensors
 
@@ -33,17 +35,17 @@ Diagonal = Callable[[Tensor, list[Tensor], int], list[Tensor]]
 
 @dataclass(frozen=True)
 class Tap:
-    """A tensor that is rounded, in one call of the model.
+    """What is rounded, in one call of the model.
 
     Args:
         unit: the unit that it belongs to.
-        value: its value before rounding.
-        variable: the tensor to differentiate by: the weight, or zeros that are added to the value.
+        values: its tensors before rounding: an activation, or the parameters of a weight.
+        variables: the tensors to differentiate by: these, or zeros that are added to them.
     """
 
     unit: Unit
-    value: Tensor
-    variable: Tensor
+    values: list[Tensor]
+    variables: list[Tensor]
 
 
 def own_cross_entropy(outputs: Any, target: Any) -> Tensor:
@@ -119,17 +121,19 @@ def curvature_scores(
         The added loss by unit name and bits, a mean over the batches.
     """
     scores = {name: dict.fromkeys(widths, 0.0) for name, widths in bank.widths.items()}
-    quants = {(name, bits): bank.quant(name, bits) for name, widths in bank.widths.items() for bits in widths}
+    quants = {(name, bits): bank.quants(name, bits) for name, widths in bank.widths.items() for bits in widths}
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
         for batch, target in zip(batches, targets, strict=True):
             outputs, taps = _run(bank, batch)
             samples = next(x.shape[0] for x in batch if isinstance(x, Tensor) and x.dim())
-            found = diagonal(loss(outputs, target), [tap.variable for tap in taps], samples)
-            for tap, curved in zip(taps, found, strict=True):
-                for bits, total in scores[tap.unit.name].items():
+            found = iter(diagonal(loss(outputs, target), [tensor for tap in taps for tensor in tap.variables], samples))
+            for tap in taps:
+                curved = [next(found) for _ in tap.variables]
+                for bits in scores[tap.unit.name]:
                     noise = _noise(bank, tap, quants[tap.unit.name, bits])
-                    scores[tap.unit.name][bits] = total + 0.5 * float((curved * noise.square()).sum()) / len(batches)
+                    added = [float((one * other.square()).sum()) for one, other in zip(curved, noise, strict=True)]
+                    scores[tap.unit.name][bits] += 0.5 * sum(added) / len(batches)
     return scores
 
 
@@ -138,22 +142,23 @@ def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
     gm, taps = bank.model, []
     changes: dict[nn.Module, Tensor] = {}  # of computed weights, by what computes them
     for unit in bank.units.values():
-        if unit.layer is not None:
-            layer = gm.get_submodule(unit.layer)
-            weight = layer.weight
-            assert isinstance(weight, Tensor)
-            taps.append(Tap(unit, weight.detach(), weight))
+        if unit.is_weight:
+            layer = layer_at(gm, unit.layers[0])
+            tensors = [tensor for found in layer.weight_tensors() for tensor in found]
+            values = [tensor.detach() for tensor in tensors]
             if isinstance(layer, ParametrizedQATLayer):
-                taps[-1] = Tap(unit, weight.detach(), torch.zeros_like(weight, requires_grad=True))
-                changes[layer.parametrizations[WEIGHT]] = taps[-1].variable
+                tensors = [torch.zeros_like(tensor, requires_grad=True) for tensor in values]
+                [changes[layer.parametrizations[WEIGHT]]] = tensors
+            taps.append(Tap(unit, values, tensors))
 
-    units: dict[nn.Module, Unit] = {quant_at(gm, u.path): u for u in bank.units.values() if u.layer is None}
+    units: dict[nn.Module, Unit] = {unit.quants(gm)[0]: unit for unit in bank.units.values() if not unit.is_weight}
 
     def tap(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not isinstance(output, Tensor) or kwargs.get("on_grid"):
             return output
-        taps.append(Tap(units[quant], output.detach(), torch.zeros_like(output, requires_grad=True)))
-        return output + taps[-1].variable
+        change = torch.zeros_like(output, requires_grad=True)
+        taps.append(Tap(units[quant], [output.detach()], [change]))
+        return output + change
 
     change = hooked(changes, lambda computes, args, output: output + changes[computes])
     with change, hooked(units, tap, with_kwargs=True):
@@ -162,14 +167,14 @@ def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
 
 
 @torch.no_grad()
-def _noise(bank: WidthBank, tap: Tap, quant: Any) -> Tensor:
-    """The rounding error of a tensor. A weight is rounded with its BatchNorm folded in, and unfolded again."""
-    if tap.unit.layer is None:
-        values: Tensor = quant.quantize(tap.value)
-        return (values - tap.value).double().cpu()
-    layer = bank.model.get_submodule(tap.unit.layer)
-    assert isinstance(layer, QATLayer)
-    folded = layer.folded()[0]
-    factor = torch.where(folded == 0, torch.zeros_like(folded), tap.value / folded)
-    rounded: Tensor = quant.quantize(folded)
-    return ((rounded - folded) * factor).double().cpu()
+def _noise(bank: WidthBank, tap: Tap, quants: list[FakeQuantizeBase]) -> list[Tensor]:
+    """The rounding error of each tensor. A weight is rounded with its BatchNorm folded in, and unfolded again."""
+    layer = layer_at(bank.model, tap.unit.layers[0]) if tap.unit.is_weight else None
+    whole = tap.values if layer is None else layer.rounded_weights()
+    errors = [quant.quantize(values) - values for quant, values in zip(quants, whole, strict=True)]
+    if isinstance(layer, QATRecurrentLayer):
+        directions = unstacked(layer.mode, len(layer.names), errors[0], errors[1], None)
+        errors = [error for tensors in zip(*directions, strict=True) for error in tensors]
+    elif isinstance(layer, QATLayer):
+        errors = [torch.where(whole[0] == 0, 0.0, errors[0] * tap.values[0] / whole[0])]
+    return [error.double().cpu() for error in errors]

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.nn.qat import QATLayer
-from fxqat.ops.families import ACTIVATION, MATMUL
-from fxqat.ops.identify import identify, operands
+from fxqat.nn.quantized_layer import QuantizedLayer
+from fxqat.ops.families import ACTIVATION
+from fxqat.ops.identify import identify
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools.mixed_precision.bank import WidthBank
 from fxqat.tools.mixed_precision.costs import Cost, Row, per_bit
-from fxqat.tools.mixed_precision.units import Unit, Widths, eval_graph, fake_quant_of, find_units, moves
+from fxqat.tools.mixed_precision.units import Unit, Widths, eval_graph, fake_quant_of, find_units, moves, products_of
 from fxqat.utils.batches import read_batch
+from fxqat.utils.count_macs import count_macs
 from fxqat.utils.fx_graph import called_module
 
 FLOAT_BITS = 32
@@ -86,14 +87,23 @@ def activation_peak(bank: WidthBank, inputs: Sequence[Any]) -> Cost:
 
 def layer_inputs(bank: WidthBank) -> dict[str, str | None]:
     """For the weight of each layer, the unit of the layer's input; None if the input is float."""
-    layers = [node for node in eval_graph(bank.model).nodes if isinstance(called_module(node), QATLayer)]
-    return {f"{node.target}.weight": _unit_of(bank.units, node.args[0]) for node in layers}
+    found: dict[str, str | None] = {}
+    for node in eval_graph(bank.model).nodes:
+        if isinstance(called_module(node), QuantizedLayer):
+            name = weight_unit(bank.units, str(node.target))
+            found[name] = _unit_of(bank.units, node.args[0]) or found.get(name)
+    return found
+
+
+def weight_unit(units: Mapping[str, Unit], layer: str) -> str:
+    """The unit of the weight of the layer at a path."""
+    return next(unit.name for unit in units.values() if layer in unit.layers)
 
 
 def _unit_of(units: Mapping[str, Unit], value: object) -> str | None:
     """The unit that rounds a value; None if the value is float."""
     call = fake_quant_of(value)
-    return None if call is None else next(unit.name for unit in units.values() if unit.path == call.target)
+    return None if call is None else next(unit.name for unit in units.values() if unit.paths == ((call.target,),))
 
 
 class _Run(fx.Interpreter):
@@ -125,16 +135,14 @@ class _Multiplications(_Run):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and count."""
-        from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
-
-        is_layer = isinstance(called_module(n), QATLayer)
-        if not is_layer and identify(n).family != MATMUL:
+        products = products_of(n)
+        if not products:
             return super().run_node(n)
-        with FlopCounterMode(display=False) as counter:
-            result = super().run_node(n)
-        units = [_unit_of(self.units, value) for value in operands(n, identify(n)) if isinstance(value, fx.Node)]
-        first, second = [f"{n.target}.weight", *units] if is_layer else (*units, None)[:2]
-        self.found.append(((first, second), counter.get_total_flops() / 2 / self.samples))
+        result, macs = count_macs(lambda: super(_Multiplications, self).run_node(n))
+        for part in products:
+            of_weight = [] if part.weight is None else [weight_unit(self.units, part.weight)]
+            first, second = (*of_weight, *(_unit_of(self.units, value) for value in part.values), None)[:2]
+            self.found.append(((first, second), macs / self.samples * part.share))
         return result
 
 

@@ -29,6 +29,8 @@ from fxqat.utils.batches import read_batch
 from fxqat.utils.temporary import temporary_folder
 
 WARMUP = 3
+INDICES = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+"""Types of indices, which are 0: every table has that row."""
 
 
 def layer_latency(bank: WidthBank, inputs: Sequence[Any], threads: int | None = None, runs: int = 30) -> Cost:
@@ -86,8 +88,10 @@ def layer_models(
     graph = _Graph(whole)
     for name, unit in bank.units.items():
         if unit.is_weight:
-            for node in graph.readers_of_constant(f"{name}_quantized"):
-                yield name, cutter.extract_model([graph.input_of(node)], [graph.output_of(node)])
+            stored = (f"{tensor}_quantized" for tensor in unit.tensors)
+            readers = {node.output[0]: node for constant in stored for node in graph.readers_of_constant(constant)}
+            for node in readers.values():
+                yield name, cutter.extract_model(graph.inputs_of(node), graph.outputs_of(node))
 
 
 class _Graph:
@@ -108,15 +112,17 @@ class _Graph:
 
     def readers_of_constant(self, constant: str) -> Iterator[onnx.NodeProto]:
         """The operations that combine a constant, or a constant computed from it, with a value."""
-        for node in self.readers[constant]:
+        for node in self.readers.get(constant, ()):
             if self.constants.issuperset(node.input):
                 yield from self.readers_of_constant(node.output[0])
             else:
                 yield node
 
-    def input_of(self, node: onnx.NodeProto) -> str:
-        """The input value of an operation, as integers if they can be a model's input."""
-        value: str = next(name for name in node.input if name not in self.constants)
+    def inputs_of(self, node: onnx.NodeProto) -> list[str]:
+        """The values that an operation reads, as integers if they can be a model's input."""
+        return list(dict.fromkeys(self._source_of(name) for name in node.input if name not in self.constants))
+
+    def _source_of(self, value: str) -> str:
         maker = self.makers.get(value)
         if maker is None or maker.op_type != "DequantizeLinear":
             return value
@@ -125,9 +131,11 @@ class _Graph:
         source = self.makers.get(maker.input[0])
         return str(source.input[0]) if source is not None and source.op_type == "QuantizeLinear" else value
 
-    def output_of(self, node: onnx.NodeProto) -> str:
-        """The output value of an operation after all that follows, up to its integers or to a second operand."""
-        value = str(node.output[0])
+    def outputs_of(self, node: onnx.NodeProto) -> list[str]:
+        """The outputs of an operation after all that follows, up to their integers or to a second operand."""
+        return [self._end_of(name) for name in node.output if name]
+
+    def _end_of(self, value: str) -> str:
         while True:
             readers = self.readers.get(value, [])
             if len(readers) != 1 or sum(name not in self.constants for name in readers[0].input) != 1:
@@ -152,11 +160,12 @@ def _milliseconds(model: onnx.ModelProto, threads: int, runs: int) -> float:
 @explained()
 def _timed(model: onnx.ModelProto, level: ort.GraphOptimizationLevel, threads: int, runs: int) -> float:
     session = open_session(model, level, threads)
-    (value,) = model.graph.input
-    tensor = value.type.tensor_type
-    shape = [dimension.dim_value for dimension in tensor.shape.dim]
-    data_type = helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-    given = {value.name: np.random.default_rng(0).integers(0, 100, shape).astype(data_type)}
+    given, random = {}, np.random.default_rng(0)
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        shape = [dimension.dim_value for dimension in tensor.shape.dim]
+        most = 1 if tensor.elem_type in INDICES else 100
+        given[value.name] = random.integers(0, most, shape).astype(helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     seconds = []
     for _ in range(WARMUP + runs):
         began = time.perf_counter()

@@ -29,11 +29,9 @@ from fxqat.tools.mixed_precision.curvature import (
     squared_gradients,
     traces,
 )
-from fxqat.tools.mixed_precision.units import quant_at
 from fxqat.utils.batches import read_batches
 from fxqat.utils.files import atomic_path
 from fxqat.utils.flags import check_flags
-from fxqat.utils.fx_graph import set_module
 from fxqat.utils.tensors import flatten_tensors
 
 Measure = Callable[[Any, Any, Any], float]
@@ -219,13 +217,13 @@ class _Trial:
 
     def alone(self, name: str, bits: int) -> float:
         """The loss when only this unit is quantized."""
-        path = self.bank.units[name].path
-        before = self.float.get_submodule(path)
-        set_module(self.float, path, self.bank.quant(name, bits))
+        unit = self.bank.units[name]
+        before = unit.quants(self.float)
+        unit.set_quants(self.float, self.bank.quants(name, bits))
         try:
             return self.loss(self.float)
         finally:
-            set_module(self.float, path, before)
+            unit.set_quants(self.float, before)
 
     def without(self, name: str, bits: int) -> float:
         """The gain when only this unit is float."""
@@ -234,9 +232,11 @@ class _Trial:
             gm = self.bank.mix(near)
             self.uniform[bits] = gm, self.loss(gm)
         gm, everything = self.uniform[bits]
-        quant = quant_at(gm, self.bank.units[name].path)
-        quant.fake_quant_enabled = False
+        quants = self.bank.units[name].quants(gm)
+        for quant in quants:
+            quant.fake_quant_enabled = False
         try:
             return everything - self.loss(gm)
         finally:
-            quant.fake_quant_enabled = True
+            for quant in quants:
+                quant.fake_quant_enabled = True

@@ -88,5 +88,5 @@ def skip_until(
         now[best] = wider[best] or now[best]
         bank.install(gm, now)
         curve.append(Step(best, now[best], metric(gm)))
-    rules = [bank.units[name].rule(bits) for name, bits in now.items()]
+    rules = [rule for name, bits in now.items() for rule in bank.units[name].rules(bits)]
     return Skipped(curve[-1].metric >= target, now, rules, tuple(curve))

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from fxqat.fake_quantize.base import WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.numerics import covered_range
 from fxqat.quantization.find_overrides import overrides_of_value
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -36,18 +36,23 @@ class QuantizedTensor:
         name: the name in the exported file.
         node: the call that quantizes it: of its fake-quant, or the first one of its layer.
         quant: its fake-quant.
-        layer: the layer that has the weight or computes the activation; None if no layer does.
+        layer: the layer that has the weight or computes the activation; None if no layer with weights does.
     """
 
     name: str
     node: fx.Node
     quant: FakeQuantizeBase
-    layer: QATLayer | QATEmbedding | None
+    layer: QuantizedLayer | None
 
     @property
     def is_weight(self) -> bool:
         """Whether it is a layer's weight."""
-        return self.layer is not None and self.quant is self.layer.weight_fake_quant
+        return self.quant.kind == WEIGHT
+
+    def weight(self) -> Tensor:
+        """The values of the weight that are rounded."""
+        assert self.layer is not None
+        return next(weight.values for weight in self.layer.quantized_weights() if weight.quant is self.quant)
 
     def channel_axis(self, x: Tensor) -> int | None:
         """The layer's channel axis; without a layer the second, or the last of ``(batch, tokens, channels)``."""
@@ -57,7 +62,8 @@ class QuantizedTensor:
             return -1 if x.dim() == 3 else 1
         if self.is_weight:
             return self.quant.channel_axis
-        return -1 if self.layer.weight.dim() == 2 else 1
+        [[weight]] = self.layer.weight_tensors()
+        return -1 if weight.dim() == 2 else 1
 
     def overrides(self, overridable: Mapping[str, tuple[str, ...]]) -> Iterator[dict[str, Any]]:
         """The overrides that leave it float; none if the model has no place where one can.
@@ -122,9 +128,9 @@ def find_quantized(graph: fx.Graph) -> dict[str, QuantizedTensor]:
     found: dict[str, QuantizedTensor] = {}
     for node in graph.nodes:
         module = called_module(node)
-        if isinstance(module, (QATLayer, QATEmbedding)):
-            name = f"{node.target}.weight"
-            found.setdefault(name, QuantizedTensor(name, node, module.weight_fake_quant, module))
+        if isinstance(module, QuantizedLayer):
+            for part, quant in zip(module.weight_names, module.weight_fake_quants(), strict=True):
+                found.setdefault(f"{node.target}.{part}", QuantizedTensor(f"{node.target}.{part}", node, quant, module))
         elif isinstance(module, FakeQuantizeBase) and not node.kwargs.get("on_grid"):
             source = called_module(node.args[0])
             name = str(node.kwargs["tensor_name"])
@@ -150,7 +156,9 @@ class _SideBySide(fx.Interpreter):
         self.extra_traceback = self.rest.extra_traceback = False
         self.measurements, self.expected, self.bar = measurements, expected, bar
         self.quants = [quant for _, quant in named_fake_quants(measurements.gm)]
-        self.tensors = {tensor.node: tensor for tensor in measurements.quantized.values()}
+        self.tensors: dict[fx.Node, list[QuantizedTensor]] = {}
+        for tensor in measurements.quantized.values():
+            self.tensors.setdefault(tensor.node, []).append(tensor)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node on the float and on the quantized values, and measure the tensor that it quantizes."""
@@ -163,15 +171,14 @@ class _SideBySide(fx.Interpreter):
         rounded = self._call(n, 1)
         for quant in self.quants:
             quant.fake_quant_enabled = False
-        if n in self.tensors:
-            self._measure(self.tensors[n], exact, rounded)
+        for tensor in self.tensors.get(n, ()):
+            self._measure(tensor, exact, rounded)
             self.bar.update()
         return exact, rounded
 
     def _measure(self, tensor: QuantizedTensor, exact: Any, rounded: Any) -> None:
         if tensor.is_weight:
-            assert tensor.layer is not None
-            x = tensor.layer.folded()[0]
+            x = tensor.weight()
         elif isinstance(exact, Tensor):
             x = exact
             self.measurements.cumulative[tensor.name].add(tensor.quant.as_read(x), tensor.quant.as_read(rounded))
@@ -226,9 +233,8 @@ def histograms_of(
         for batch in batches if watched else ():
             gm(*batch)
     for name in counts:
-        layer = quantized[name].layer
-        if layer is not None and quantized[name].is_weight:
-            count(name, layer.folded()[0])
+        if quantized[name].is_weight:
+            count(name, quantized[name].weight())
     result = {}
     for name, limit in limits.items():
         quant = quantized[name].quant

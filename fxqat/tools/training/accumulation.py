@@ -10,10 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.kept_weights import KeptWeights
-from fxqat.nn.qat import QATLayer
-from fxqat.nn.recurrent import QATRecurrentLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.quantization.graph_module import prepared_model
 from fxqat.utils.torch_compat import is_sharded, tensor_version
 
@@ -51,7 +49,7 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
             backward pass ran after it.
     """
     gm = prepared_model(model, ConfigError)
-    layers = [m for m in gm.modules() if isinstance(m, QATLayer | QATEmbedding | QATRecurrentLayer)]
+    layers = [m for m in gm.modules() if isinstance(m, QuantizedLayer)]
     _check(model, gm, layers)
     before = {name: tensor_version(parameter) for name, parameter in gm.named_parameters()}
     kept = KeptWeights()
@@ -78,7 +76,7 @@ def round_weights_once(model: nn.Module) -> Iterator[None]:
             layer.kept_weights = None
 
 
-def _check(model: nn.Module, gm: nn.Module, layers: list[QATLayer | QATEmbedding | QATRecurrentLayer]) -> None:
+def _check(model: nn.Module, gm: nn.Module, layers: list[QuantizedLayer]) -> None:
     observed = [name for name, quant in named_fake_quants(gm) if quant.observer_enabled]
     if observed:
         raise ConfigError(

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.errors import CalibrationError
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
+from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.numerics import fake_quantize, per_axis
 
 
@@ -34,22 +36,26 @@ def dampening_loss(model: nn.Module) -> Tensor:
 
     Source: Nagel et al. 2022 (arXiv:2203.11086), equation 5.
     """
-    layers = [module for module in model.modules() if isinstance(module, QATLayer)]
-    losses = [_layer_loss(layer) for layer in layers if layer.weight_fake_quant.fake_quant_enabled]
-    if not losses:
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+    weights = {quant: weight for layer in layers for quant, weight in _weights(layer) if quant.fake_quant_enabled}
+    if not weights:
         raise CalibrationError(
             f"dampening_loss: none of {len(layers)} quantized layers has its weight fake-quant on. Calibrate the model "
             "and call enable_quantization(model) first."
         )
-    return torch.stack(losses).sum()
+    return torch.stack([_loss(quant, weight) for quant, weight in weights.items()]).sum()
 
 
-def _layer_loss(layer: QATLayer) -> Tensor:
-    quant = layer.weight_fake_quant
+def _weights(layer: QuantizedLayer) -> list[tuple[FakeQuantizeBase, Tensor]]:
+    """The fake-quants of a layer, and what they round, with its BatchNorm as a constant."""
+    if isinstance(layer, QATLayer) and layer.bn is not None:
+        factor = layer.op.per_output_channel(bn_factor(layer.bn).detach(), layer.weight)
+        return [(layer.weight_fake_quant, layer.weight * factor)]
+    return [(quant, values) for _, quant, values in layer.quantized_weights()]
+
+
+def _loss(quant: FakeQuantizeBase, weight: Tensor) -> Tensor:
     scheme, axis = quant.scheme, quant.axis
-    weight: Tensor = layer.weight
-    if layer.bn is not None:
-        weight = weight * layer.op.per_output_channel(bn_factor(layer.bn).detach(), weight)
     weight = quant.target(quant.in_blocks(weight)).float()
     with torch.no_grad():
         scale, zero_point = quant.qparams()

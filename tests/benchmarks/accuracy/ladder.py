@@ -40,7 +40,7 @@ from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import WidthBank, bit_operations
 from fxqat.tools import ptq as ptq_of
 from fxqat.tools.margin import is_enough
-from fxqat.tools.mixed_precision.units import find_units, quant_at
+from fxqat.tools.mixed_precision.units import find_units
 from fxqat.tools.recipe import STEPS, Recipe
 
 CALIBRATION = {"ResNet20": 256, "MobileNetV2": 64}
@@ -82,7 +82,7 @@ class Task:
     def cost_of(self, gm: QuantGraphModule) -> float:
         """Bit operations of a model, in those of the uniform choice."""
         cost = bit_operations(self.bank, self.batches[0])
-        own = {name: quant_at(gm, unit.path).scheme.bit_width for name, unit in find_units(gm).items()}
+        own = {name: unit.scheme(gm).bit_width for name, unit in find_units(gm).items()}
         uniform = {name: self.bits[not unit.is_weight] for name, unit in self.bank.units.items()}
         return cost.of({name: own.get(name, FLOAT_BITS) for name in uniform}) / cost.of(uniform)
 

@@ -24,13 +24,13 @@ def test_units_are_weights_and_values_of_one_scale(bank):
     assert bank.widths["x"] == (4, 8)
     shared = next(unit for unit in bank.units.values() if len(unit.tensors) > 1)
     assert {"a", "relu_1"} & set(shared.tensors)
-    assert len({unit.path for unit in bank.units.values()}) == len(bank.units)
+    assert len({unit.paths for unit in bank.units.values()}) == len(bank.units)
 
 
 def test_a_mix_equals_the_model_of_its_overrides(bank, net, batches):
     widths = mixed(bank)
     gm = bank.mix(widths)
-    overrides = [bank.units[name].rule(bits) for name, bits in widths.items()]
+    overrides = [rule for name, bits in widths.items() for rule in bank.units[name].rules(bits)]
     expected = fxqat.prepare_by_platform(net, "TSQAT", {"overrides": overrides}, example_inputs=(batches[0],)).eval()
     fxqat.enable_calibration(expected)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_a_finetuned_model_keeps_the_fake_quants_that_have_their_width(bank, bat
     after = dict(named_fake_quants(gm))
     assert [path for path in before if after[path] is not before[path]] == ["b.weight_fake_quant"]
     assert torch.equal(gm.c.weight_fake_quant.scale, scale)
-    fresh = bank.quant("b.weight", 4)
+    fresh = bank.quants("b.weight", 4)[0]
     torch.testing.assert_close(after["b.weight_fake_quant"].scale, 2 * fresh.scale)  # calibrated on the current weight
     assert after["b.weight_fake_quant"].scheme.bit_width == 4
 

@@ -41,7 +41,7 @@ def test_a_choice_as_a_file_prepares_the_model(bank, net, batches, pareto, tmp_p
     choice = pareto.choices[2]
     choice.write_yaml(bank.units, tmp_path / "widths.yaml")
     gm = fxqat.prepare_by_platform(net, "TSQAT", tmp_path / "widths.yaml", example_inputs=(batches[0],))
-    found = {name: gm.get_submodule(unit.path).scheme.bit_width for name, unit in bank.units.items()}
+    found = {name: unit.scheme(gm).bit_width for name, unit in bank.units.items()}
     assert found == choice.widths
     assert torch.equal(gm.b.weight, net.b.weight)
 

@@ -55,7 +55,7 @@ def test_fewer_bits_lose_more(found):
 def test_alone_is_a_model_with_one_quantized_unit(bank, batches, found):
     gm = bank.mix({"b.weight": 2})
     for unit in bank.units.values():
-        gm.get_submodule(unit.path).fake_quant_enabled = unit.name == "b.weight"
+        unit.quants(gm)[0].fake_quant_enabled = unit.name == "b.weight"
     with torch.no_grad():
         lost = [divergence(gm(batch), bank.model(batch), None) for batch in batches]
     assert found["alone"].scores["b.weight"][2] == pytest.approx(sum(lost) / 2, rel=1e-4)

@@ -34,7 +34,7 @@ def test_it_stops_when_the_target_is_reached(bank, net, batches, scores, metric)
     assert found.curve[-1].metric == pytest.approx(metric(bank.mix(found.widths)))
     assert "target reached" in str(found)
     gm = fxqat.prepare_by_platform(net, "TSQAT", {"overrides": found.overrides}, example_inputs=(batches[0],))
-    widths = {name: gm.get_submodule(unit.path).scheme.bit_width for name, unit in bank.units.items()}
+    widths = {name: unit.scheme(gm).bit_width for name, unit in bank.units.items()}
     assert widths == found.widths
 
 

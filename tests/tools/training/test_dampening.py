@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxqat import calibrate, enable_quantization, prepare_by_platform
 from fxqat.errors import CalibrationError
 from fxqat.scheme import QuantizeScheme
 from fxqat.tools.training.dampening import dampening_loss
@@ -52,3 +53,34 @@ def test_a_model_without_weight_fake_quant_is_an_error() -> None:
     with pytest.raises(CalibrationError, match="none of 1 quantized layers has its weight fake-quant on"):
         dampening_loss(layer)
     assert dampening_loss(switch_on(layer)).item() > 0
+
+
+class Tagger(nn.Module):
+    """A table, whose weight a linear layer shares, and a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.lstm, self.head = nn.Embedding(20, 8), nn.LSTM(8, 8, bidirectional=True), nn.Linear(8, 20)
+        self.down = nn.Linear(16, 8)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.lstm(self.table(tokens))[0]))
+
+
+def test_every_quantized_weight_counts_once() -> None:
+    tokens = torch.randint(0, 20, (5, 3))
+    gm = prepare_by_platform(Tagger().eval(), "Experimental", example_inputs=(tokens,))
+    calibrate(gm, [(tokens,)], progress=False, compare=False)
+    enable_quantization(gm)
+    loss = dampening_loss(gm)
+    loss.backward()
+    expected = 0.0
+    for layer in (gm.down, gm.table, gm.get_submodule("lstm")):
+        for tensors, (_, quant, values) in zip(layer.weight_tensors(), layer.quantized_weights(), strict=True):
+            squares = (as_float64(values) - as_float64(quant.quantize(values))) ** 2
+            gradients = sum((as_float64(tensor.grad) ** 2).sum() for tensor in tensors)
+            assert gradients == pytest.approx(4 * squares.sum(), rel=0.05)  # a few are outside of the range
+            expected += squares.sum()
+    assert loss.item() == pytest.approx(expected, rel=0.05)
