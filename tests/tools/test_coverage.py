@@ -82,3 +82,19 @@ def test_a_recurrent_layer_multiplies_integers_and_its_float_state(kind: type[nn
     assert found.integer_macs == pytest.approx(rows * w.numel())
     biases = sum(p.numel() for name, p in layer.named_parameters() if name.startswith("bias"))
     assert found.stored_bytes == w.numel() + r.numel() + 4 * biases
+
+
+class Output(nn.Module):
+    """The output of a recurrent layer, without its states."""
+
+    def forward(self, results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return results[0]
+
+
+def test_a_float_recurrent_layer_counts() -> None:
+    model, x = nn.Sequential(nn.LSTM(6, 10), Output(), nn.Linear(10, 4)).eval(), torch.randn(5, 3, 6)
+    found = coverage(prepare_by_platform(model, "OpenVINO", example_inputs=(x,)), x)
+    of_lstm = 3 * sum(weight.numel() for weight in model[0].parameters() if weight.dim() == 2)
+    assert (found.macs, found.integer_macs) == (of_lstm + 3 * 40, 3 * 40)
+    (group,) = [group for group in found.float_groups if "lstm" in group.ops]
+    assert group.macs == of_lstm
