@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.quantized_layer import QuantizedLayer
+from fxqat.onnx.opset import DEFAULT
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.utils.fx_graph import attribute_of, called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
@@ -21,7 +22,7 @@ def float_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
-    """The parameters and buffers that a file holds, with their bit width; None for those that stay float.
+    """The parameters and buffers that a file holds, with the bits of its integers; None for those that stay float.
 
     A tensor that is read both as a float and as integers comes twice.
     """
@@ -44,9 +45,9 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
 
 
 def _rounded(layer: QuantizedLayer) -> dict[int, tuple[Tensor, int]]:
-    """By the id of a tensor, the tensor and the bits that it is rounded to."""
+    """By the id of a tensor, the tensor and the bits of the integers that it becomes."""
     parts = zip(layer.weight_fake_quants(), layer.weight_tensors(), strict=True)
-    return {id(tensor): (tensor, quant.scheme.bit_width) for quant, tensors in parts for tensor in tensors}
+    return {id(tensor): (tensor, quant.scheme.storage_width(DEFAULT)) for quant, tensors in parts for tensor in tensors}
 
 
 def _without_fake_quants(module: nn.Module | None) -> Iterator[nn.Module]:

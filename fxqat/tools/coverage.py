@@ -33,7 +33,8 @@ class FloatGroup:
         reason: why.
         ops: their ops, each once.
         nodes: their module paths or names.
-        macs: their multiply-accumulates for one sample.
+        macs: their multiply-accumulates for one sample that are not in integers; an operation of quantized values whose
+            result stays float has none.
         sources: lines of the user's code that they come from, each once.
     """
 
@@ -87,14 +88,14 @@ class Coverage:
             f"  integer multiply-accumulates  {self.integer_share:7.1%} of {_short(self.macs)}",
             f"  parameters                    {_mib(self.weight_bytes)}, {_mib(self.stored_bytes)} in the file",
         ]
+        inside = self.macs - self.integer_macs - sum(group.macs for group in self.float_groups)
+        if inside > 1e-6 * self.macs:
+            lines.insert(2, f"  float ones in quantized nodes {inside / self.macs:7.1%}")
         if self.unread:
             lines.append(f"  not read by the graph         {len(self.unread)} tensors: {_some(self.unread)}")
         lines += [f"  {remark}" for remark in self.remarks]
         if not self.float_groups:
-            inside = (
-                "" if self.integer_macs == self.macs else f"; the other {1 - self.integer_share:.1%} read a float value"
-            )
-            return "\n".join([*lines, f"  no node stays float{inside}"])
+            return "\n".join([*lines, "  no node stays float"])
         table = PrettyTable(["stays float because", "nodes", "of the operations", "which", "line"], align="l")
         table.max_width = 60
         for group in self.float_groups:
@@ -131,7 +132,7 @@ def coverage(gm: nn.Module, inputs: Any) -> Coverage:
         counter.run(*arguments)
     samples = next((x.shape[0] for x in arguments if isinstance(x, Tensor) and x.dim()), 1) or 1
     macs = {node: count / samples for node, count in counter.macs.items()}
-    integer = sum(count * _integer_share(node) for node, count in macs.items())
+    integer = {node: count * _integer_share(node) for node, count in macs.items()}
     tensors = list(stored_tensors(gm))
     report = gm.quant_report
     return Coverage(
@@ -139,10 +140,10 @@ def coverage(gm: nn.Module, inputs: Any) -> Coverage:
         len(report),
         report.num_quantized,
         sum(macs.values()),
-        integer,
+        sum(integer.values()),
         float_bytes(tensor for tensor, _ in tensors),
         sum(-(-tensor.numel() * (bits or 8 * tensor.element_size()) // 8) for tensor, bits in tensors),
-        _float_groups(gm, {node.name: count for node, count in macs.items()}),
+        _float_groups(gm, {node.name: count - integer[node] for node, count in macs.items()}),
         tuple(report.remarks),
         report.unread,
     )

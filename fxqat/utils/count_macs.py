@@ -3,32 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from fxqat.utils.torch_compat import FUSED_RECURRENT
+import torch
+
+from fxqat.utils.torch_compat import CPU_ATTENTION, FUSED_RECURRENT, TRILINEAR
 
 T = TypeVar("T")
+Shape = Sequence[int]
 
 
 def count_macs(function: Callable[[], T]) -> tuple[T, float]:
     """What a function returns, and the multiply-accumulates of its products of matrices and convolutions."""
     from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
 
-    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(FUSED_RECURRENT, _recurrent_flops)) as counter:
+    with _without_fast_path(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
         result = function()
     return result, counter.get_total_flops() / 2
 
 
-def _recurrent_flops(x: Sequence[int], *others: Any, out_shape: Any = None, **named: Any) -> int:
-    """Of a recurrent layer that is computed by one kernel: each row of its input is multiplied with all its weights.
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Compute ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` by operators that the counter knows."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
-    Args:
-        x: shape of the input.
-        others: its other arguments, with shapes for tensors: matrices of weights first, one by one or in a list.
-        out_shape: shapes of its outputs.
-        named: not used.
-    """
-    shapes = others[0] if isinstance(others[0][0], Sequence) else others[:2]
-    per_row: int = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+def _recurrent(x: Shape, *others: Any, **_: Any) -> int:
+    """A recurrent layer in one kernel: each row of its input meets all weights, given one by one or in a list."""
+    weights = others[0] if isinstance(others[0][0], Sequence) else others[:2]
+    per_row: int = sum(math.prod(shape) for shape in weights if len(shape) == 2)
     return 2 * math.prod(x[:-1]) * per_row
+
+
+def _attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """Attention in one kernel: the product of queries and keys, and that of weights and values."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _trilinear(a: Shape, b: Shape, c: Shape, *expanded: Sequence[int], **_: Any) -> int:
+    """``nn.Bilinear``: tensors get dimensions of size 1 at ``expanded``, and are multiplied and summed over some."""
+    shapes = [list(shape) for shape in (a, b, c)]
+    for shape, places in zip(shapes, expanded, strict=False):
+        for place in places:
+            shape.insert(place, 1)
+    sizes: list[int] = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    return 2 * math.prod(sizes)
+
+
+FLOPS: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys(FUSED_RECURRENT, _recurrent),
+    CPU_ATTENTION: _attention,
+    TRILINEAR: _trilinear,
+    torch.ops.aten.dot: lambda a, b, **_: 2 * math.prod(a),
+    torch.ops.aten.mv: lambda a, b, **_: 2 * math.prod(a),
+    torch.ops.aten.addmv: lambda added, a, b, **_: 2 * math.prod(a),
+    torch.ops.aten.addbmm: lambda added, a, b, **_: 2 * math.prod(a) * b[-1],
+}
+"""Operations, twice the multiply-accumulates, of what torch's counter leaves out, from shapes of the arguments."""

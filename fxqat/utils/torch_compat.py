@@ -40,6 +40,9 @@ ADAPTIVE_AVG_POOL3D = torch.ops.aten._adaptive_avg_pool3d.default
 
 FUSED_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 """Recurrent layers in one kernel. Both have the input first, then the weights."""
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+TRILINEAR = torch.ops.aten._trilinear
+"""What ``scaled_dot_product_attention`` and ``nn.Bilinear`` become on a CPU."""
 
 UNTRANSLATED = (operator.getitem, torch.ops.aten._assert_tensor_metadata.default)
 """What torch's exporter reads or removes without a translation."""

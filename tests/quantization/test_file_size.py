@@ -49,3 +49,16 @@ def test_weights_of_recurrent_layers_are_integers(kind: type[nn.RNNBase], tmp_pa
     tensors = list(stored_tensors(gm))
     assert sum(tensor.numel() for tensor, bits in tensors if bits == 8) == sum(size for size in stored if size > 100)
     assert {tensor.dim() for tensor, bits in tensors if bits is None} == {1}
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(2, 4), (3, 4), (5, 8), (7, 8), (8, 8)])
+def test_integers_are_as_wide_as_their_type(bits: int, stored: int, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 32, bias=False)).eval(), (torch.randn(4, 16),)
+    config = {"extra_qconfig_dict": {"w_qscheme": {"bit": bits}}}
+    gm = prepare_by_platform(model, "Experimental", config, example_inputs=x)
+    calibrate(gm, [x], progress=False, compare=False)
+    enable_quantization(gm)
+    path = convert_export(gm, x, tmp_path / "a.onnx", verify=False).onnx_path
+    (weight,) = [tensor for tensor in onnx.load(path).graph.initializer if math.prod(tensor.dims) == 512]
+    assert [found for _, found in stored_tensors(gm)] == [stored]
+    assert len(weight.raw_data) == 512 * stored // 8

@@ -98,3 +98,22 @@ def test_a_float_recurrent_layer_counts() -> None:
     assert (found.macs, found.integer_macs) == (of_lstm + 3 * 40, 3 * 40)
     (group,) = [group for group in found.float_groups if "lstm" in group.ops]
     assert group.macs == of_lstm
+
+
+def test_float_attention_counts() -> None:
+    model, x = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), torch.randn(3, 8, 16)
+    config = {"overrides": [{"match": {"function": "matmul"}, "activation": None}]}
+    gm = prepare_by_platform(model, "LiteRT", config, example_inputs=(x,))
+    found = coverage(gm, x)
+    products = 2 * 8 * 8 * 16
+    assert found.macs == 4 * 8 * 16 * 16 + 2 * 8 * 16 * 32 + products
+    assert found.integer_macs == found.macs - products
+    assert re.search(rf"float ones in quantized nodes +{products / found.macs:.1%}", str(found))
+
+
+def test_a_product_of_integers_with_a_float_result_is_one_of_integers() -> None:
+    model, x = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval(), torch.randn(3, 8, 16)
+    found = coverage(prepare_by_platform(model, "OpenVINO", example_inputs=(x,)), x)
+    assert "matmul" in {op for group in found.float_groups for op in group.ops}
+    assert found.integer_macs == found.macs
+    assert not any(group.macs for group in found.float_groups)

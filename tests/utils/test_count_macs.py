@@ -1,8 +1,9 @@
-"""Multiply-accumulates of recurrent layers, which torch's counter leaves out where one kernel computes them."""
+"""Multiply-accumulates of what torch's counter leaves out where one kernel computes it."""
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from fxqat.utils.count_macs import count_macs
@@ -31,7 +32,37 @@ def test_padding_of_packed_sequences_does_not_count():
     assert len(y.data) == lengths.sum()
 
 
-def test_other_layers():
-    _, macs = count_macs(lambda: nn.Linear(4, 5)(torch.randn(3, 4)))
-    assert macs == 60
-    assert count_macs(lambda: torch.randn(3) + 1)[1] == 0
+QUERIES, KEYS, BATCH = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 5, 16), torch.randn(2, 8, 16)
+PROJECTIONS, PRODUCTS = 4 * 16 * 16 * 16, 2 * 2 * 8 * 8 * 16
+CASES = {
+    "linear": (lambda: nn.Linear(4, 5)(torch.randn(3, 4)), 3 * 4 * 5),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3)(torch.randn(1, 3, 8, 8)), 4 * 3 * 9 * 36),
+    "attention": (lambda: F.scaled_dot_product_attention(QUERIES, KEYS, KEYS), 2 * 4 * 8 * 5 * 32),
+    "masked": (lambda: F.scaled_dot_product_attention(QUERIES, KEYS, KEYS, torch.zeros(8, 5)), 2 * 4 * 8 * 5 * 32),
+    "module": (lambda: nn.MultiheadAttention(16, 4, batch_first=True).eval()(BATCH, BATCH, BATCH),
+               PROJECTIONS + PRODUCTS),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()(BATCH),
+                PROJECTIONS + PRODUCTS + 2 * 16 * 16 * 32),
+    "vector": (lambda: torch.randn(5, 6) @ torch.randn(6), 30),
+    "bilinear": (lambda: nn.Bilinear(3, 4, 5)(torch.randn(2, 3), torch.randn(2, 4)), 2 * 3 * 4 * 5),
+    "sum of products": (lambda: torch.addbmm(torch.randn(3, 5), torch.randn(2, 3, 4), torch.randn(2, 4, 5)), 120),
+    "sum": (lambda: torch.randn(3) + 1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_count_whatever_kernel_computes_them(case):
+    function, expected = CASES[case]
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            result, macs = count_macs(function)
+        assert macs == expected
+        assert result is not None
+
+
+def test_the_fast_path_is_as_before():
+    for enabled in (False, True):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        with pytest.raises(ZeroDivisionError):
+            count_macs(lambda: 1 / 0)
+        assert torch.backends.mha.get_fastpath_enabled() == enabled
