@@ -1,4 +1,4 @@
-"""Write the output that docs/reference/cli.rst shows of verify and bundle: python docs/cli_output.py."""
+"""Write the output that docs/reference/cli.rst shows of check, verify and bundle: python docs/cli_output.py."""
 
 import shutil
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = {
+    "cli_check.txt": ["check torchvision:mobilenet_v3_small --all-backends"],
     "cli_verify.txt": [
         "verify quantized/model.onnx --json quantized/model.json --model net.py:net --weights quantized/model.pth "
         "--config quantized/config.yaml"
