@@ -11,6 +11,7 @@ A small change ``d`` of a tensor adds ``0.5 * d' H d`` to the loss. H is approxi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.parametrized import WEIGHT, ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
@@ -69,7 +71,15 @@ def traces(probes: int) -> Diagonal:
         drawn = [orthogonal_signs(tensor) for tensor in tensors]
         for _ in range(probes):
             signs = [next(draw) for draw in drawn]
-            products = torch.autograd.grad(gradients, tensors, signs, retain_graph=True)
+            try:
+                products = torch.autograd.grad(gradients, tensors, signs, retain_graph=True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"hessian: torch has no second derivative of an operation of the model: {error} Use 'fisher', "
+                    "'alone' or 'without'."
+                ) from error
             for i, (sign, product) in enumerate(zip(signs, products, strict=True)):
                 found[i] += (sign * product).double().sum().cpu() / probes
         return [total / tensor.numel() for total, tensor in zip(found, tensors, strict=True)]
@@ -119,10 +129,13 @@ def curvature_scores(
 
     Returns:
         The added loss by unit name and bits, a mean over the batches.
+
+    Raises:
+        ConfigError: the loss has no second derivative, which :func:`traces` needs.
     """
     scores = {name: dict.fromkeys(widths, 0.0) for name, widths in bank.widths.items()}
     quants = {(name, bits): bank.quants(name, bits) for name, widths in bank.widths.items() for bits in widths}
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng(), torch.enable_grad(), _all_trained(bank):
         torch.manual_seed(seed)
         for batch, target in zip(batches, targets, strict=True):
             outputs, taps = _run(bank, batch)
@@ -135,6 +148,21 @@ def curvature_scores(
                     added = [float((one * other.square()).sum()) for one, other in zip(curved, noise, strict=True)]
                     scores[tap.unit.name][bits] += 0.5 * sum(added) / len(batches)
     return scores
+
+
+@contextmanager
+def _all_trained(bank: WidthBank) -> Iterator[None]:
+    """Weights that are frozen, or buffers, have gradients, too: they are rounded like the others."""
+    layers = [layer_at(bank.model, unit.layers[0]) for unit in bank.units.values() if unit.is_weight]
+    tensors = [tensor for layer in layers for found in layer.weight_tensors() for tensor in found]
+    frozen = [tensor for tensor in tensors if tensor.is_leaf and not tensor.requires_grad]
+    for tensor in frozen:
+        tensor.requires_grad_()
+    try:
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
 
 
 def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:

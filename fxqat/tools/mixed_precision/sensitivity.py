@@ -149,7 +149,8 @@ def sensitivity(
     Raises:
         CalibrationError: a loss is NaN.
         ConfigError: no batches, a batch that does not fit the model, another number of targets than batches, an unknown
-            method, or a file with scores of another method or model.
+            method, a file with scores of another method or model, or a model without the second derivatives that
+            ``"hessian"`` needs.
     """
     check_flags(ConfigError, "sensitivity", progress=progress)
     inputs = read_batches(bank.model, batches, "sensitivity")
