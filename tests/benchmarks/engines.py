@@ -145,7 +145,6 @@ SCALES: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations of the scales of activations, by the name of a case: powers of two, or of few significant bits."""
-"""Powers of two for activations except sums of two, and 5 significant bits for weights."""
 
 
 @dataclass(frozen=True)
