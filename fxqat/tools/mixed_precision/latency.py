@@ -89,7 +89,7 @@ def layer_models(
     for name, unit in bank.units.items():
         if unit.is_weight:
             stored = (f"{tensor}_quantized" for tensor in unit.tensors)
-            readers = {node.output[0]: node for constant in stored for node in graph.readers_of_constant(constant)}
+            readers = {id(node): node for constant in stored for node in graph.readers_of_constant(constant)}
             for node in readers.values():
                 yield name, cutter.extract_model(graph.inputs_of(node), graph.outputs_of(node))
 

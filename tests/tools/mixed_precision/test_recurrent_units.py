@@ -161,3 +161,24 @@ def test_recurrent_layers_are_timed(bank, batches):
     (row,) = layer_latency(bank, batches[0], threads=1, runs=3).rows
     assert {pair[0] for pair in row.pairs} == {TABLE, LSTM, "lstm.layer_1.weight", GRU, LINEAR}
     assert all(time > 0 for times in row.pairs.values() for time in times.values())
+
+
+class LastStates(nn.Module):
+    """One LSTM called twice, of which only the hidden state at the end is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.back, self.head = nn.LSTM(8, 16), nn.Linear(16, 8), nn.Linear(16, 5)
+
+    def forward(self, x, hidden, cell):
+        _, (first, _) = self.lstm(x, (hidden, cell))
+        _, (second, _) = self.lstm(self.back(first))
+        return self.head(second[0])
+
+
+def test_each_call_whose_output_is_not_read_is_timed():
+    inputs = (torch.randn(7, 3, 8), torch.randn(1, 3, 16), torch.randn(1, 3, 16))
+    bank = WidthBank(LastStates().eval(), [inputs], (8,), (8,), backend="Experimental")
+    layers = list(layer_models(bank, {}, inputs))
+    assert [name for name, _ in layers] == ["lstm.weight", "lstm.weight", "back.weight", "head.weight"]
+    assert [len(layer.graph.input) for _, layer in layers] == [3, 1, 1, 1]
