@@ -109,8 +109,8 @@ def coverage(gm: nn.Module, inputs: Any) -> Coverage:
     """What of a prepared model computes in integers.
 
     A multiply-accumulate counts as an integer one if the value and the weight, or both values, are quantized; inside a
-    recurrent layer the hidden state is float. The model
-    is run once on the inputs; it need not be calibrated, and is not changed.
+    recurrent layer the hidden state is float. The model is run once on the inputs; it need not be calibrated, and is
+    not changed.
 
     Args:
         gm: a prepared model.
