@@ -90,6 +90,7 @@ def layer_models(
         if unit.is_weight:
             stored = (f"{tensor}_quantized" for tensor in unit.tensors)
             readers = {id(node): node for constant in stored for node in graph.readers_of_constant(constant)}
+            assert readers, f"no node of the file reads {name}"
             for node in readers.values():
                 yield name, cutter.extract_model(graph.inputs_of(node), graph.outputs_of(node))
 
