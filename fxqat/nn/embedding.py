@@ -82,7 +82,7 @@ class QATEmbedding(QuantizedLayer):
         """The table, not quantized, and no bias; a table in half precision is float32."""
         return widened(self.weight), None
 
-    def rounded_weights(self) -> tuple[Tensor]:
+    def weight_values(self) -> tuple[Tensor]:
         """The table."""
         return (self.folded()[0],)
 

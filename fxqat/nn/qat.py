@@ -141,7 +141,7 @@ class QATLayer(QuantizedLayer):
         weight, bias = widened(self.weight), None if self.bias is None else widened(self.bias)
         return (weight, bias) if self.bn is None else fold_bn(self.op, weight, bias, self.bn)
 
-    def rounded_weights(self) -> tuple[Tensor]:
+    def weight_values(self) -> tuple[Tensor]:
         """The folded weight."""
         return (self.folded()[0],)
 

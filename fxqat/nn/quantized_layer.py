@@ -36,7 +36,7 @@ class QuantizedLayer(nn.Module):
     kept_weights: KeptWeights | None = None
 
     @abstractmethod
-    def rounded_weights(self) -> tuple[Tensor, ...]:
+    def weight_values(self) -> tuple[Tensor, ...]:
         """What is rounded, see :class:`QuantizedWeight`, for each name."""
 
     @abstractmethod
@@ -49,5 +49,5 @@ class QuantizedLayer(nn.Module):
 
     def quantized_weights(self) -> list[QuantizedWeight]:
         """The weights."""
-        parts = zip(self.weight_names, self.weight_fake_quants(), self.rounded_weights(), strict=True)
+        parts = zip(self.weight_names, self.weight_fake_quants(), self.weight_values(), strict=True)
         return [QuantizedWeight(*part) for part in parts]

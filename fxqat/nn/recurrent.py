@@ -181,7 +181,7 @@ class QATRecurrentLayer(RecurrentLayer, QuantizedLayer):
         given = unstacked(self.mode, len(self.names), w, r, b)
         return run_layer(self.mode, x, states, given, self.training, lengths)
 
-    def rounded_weights(self) -> tuple[Tensor, Tensor]:
+    def weight_values(self) -> tuple[Tensor, Tensor]:
         """``W`` and ``R``."""
         w, r, _ = self.stacked()
         return w, r

@@ -90,7 +90,7 @@ class Coverage:
         ]
         inside = self.macs - self.integer_macs - sum(group.macs for group in self.float_groups)
         if inside > 1e-6 * self.macs:
-            lines.insert(2, f"  float ones in quantized nodes {inside / self.macs:7.1%}")
+            lines.insert(2, f"  float inside quantized nodes  {inside / self.macs:7.1%}")
         if self.unread:
             lines.append(f"  not read by the graph         {len(self.unread)} tensors: {_some(self.unread)}")
         lines += [f"  {remark}" for remark in self.remarks]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from fxqat.utils.contexts import without_fast_path
 from fxqat.utils.torch_compat import CPU_ATTENTION, FUSED_RECURRENT, TRILINEAR
 
 T = TypeVar("T")
@@ -16,23 +16,21 @@ Shape = Sequence[int]
 
 
 def count_macs(function: Callable[[], T]) -> tuple[T, float]:
-    """What a function returns, and the multiply-accumulates of its products of matrices and convolutions."""
+    """Run a function and count the multiply-accumulates of its products of matrices and its convolutions.
+
+    The fast path of torch's transformers is off meanwhile: the counter does not know its operators.
+
+    Args:
+        function: takes no arguments.
+
+    Returns:
+        What the function returns, and the number.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # here, because importing it makes loggers
 
-    with _without_fast_path(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+    with without_fast_path(), FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
         result = function()
     return result, counter.get_total_flops() / 2
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Compute ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` by operators that the counter knows."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _recurrent(x: Shape, *others: Any, **_: Any) -> int:

@@ -50,6 +50,6 @@ def test_the_fake_quants_have_seen_the_values(found):
 def test_the_tensors_are_all_of_the_weight(found):
     gm, layer, _ = found
     quants = {id(p) for module in gm.modules() if isinstance(module, FakeQuantizeBase) for p in module.parameters()}
-    for tensors, values in zip(layer.weight_tensors(), layer.rounded_weights(), strict=True):
+    for tensors, values in zip(layer.weight_tensors(), layer.weight_values(), strict=True):
         assert sum(tensor.numel() for tensor in tensors) == values.numel()
         assert not quants & set(map(id, tensors))

@@ -108,7 +108,7 @@ def test_float_attention_counts() -> None:
     products = 2 * 8 * 8 * 16
     assert found.macs == 4 * 8 * 16 * 16 + 2 * 8 * 16 * 32 + products
     assert found.integer_macs == found.macs - products
-    assert re.search(rf"float ones in quantized nodes +{products / found.macs:.1%}", str(found))
+    assert re.search(rf"float inside quantized nodes +{products / found.macs:.1%}", str(found))
 
 
 def test_a_product_of_integers_with_a_float_result_is_one_of_integers() -> None:

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from fxqat.utils.count_macs import count_macs
+from fxqat.utils.count_macs import FLOPS, count_macs
+from fxqat.utils.torch_compat import FUSED_RECURRENT
 
 STEPS, SAMPLES = 7, 3
 
@@ -66,3 +67,11 @@ def test_the_fast_path_is_as_before():
         with pytest.raises(ZeroDivisionError):
             count_macs(lambda: 1 / 0)
         assert torch.backends.mha.get_fastpath_enabled() == enabled
+
+
+def test_the_kernel_of_a_gpu_has_its_weights_in_a_list():
+    """From the shapes that it gets there: this test needs no GPU."""
+    x, weights = (STEPS, SAMPLES, 4), [(20, 4), (20, 5), (20,), (20,)]
+    of_cpu, of_gpu = (FLOPS[operator] for operator in FUSED_RECURRENT)
+    assert of_gpu(x, weights, 4) == 2 * STEPS * SAMPLES * (20 * 4 + 20 * 5)
+    assert of_gpu(x, weights, 4) == of_cpu(x, *weights)

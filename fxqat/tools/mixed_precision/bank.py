@@ -97,7 +97,7 @@ class WidthBank:
         if unit.is_weight:
             layer = layer_at(gm or self.model, unit.layers[0])
             with torch.no_grad():
-                for quant, values in zip(found, layer.rounded_weights(), strict=True):
+                for quant, values in zip(found, layer.weight_values(), strict=True):
                     quant.observe(values.detach())
         for quant in found:
             quant.observer_enabled, quant.fake_quant_enabled = False, True

@@ -152,7 +152,7 @@ def curvature_scores(
 
 @contextmanager
 def _all_trained(bank: WidthBank) -> Iterator[None]:
-    """Weights that are frozen, or buffers, have gradients, too: they are rounded like the others."""
+    """Give frozen weights and buffers gradients for a while: they are rounded like the other weights."""
     layers = [layer_at(bank.model, unit.layers[0]) for unit in bank.units.values() if unit.is_weight]
     tensors = [tensor for layer in layers for found in layer.weight_tensors() for tensor in found]
     frozen = [tensor for tensor in tensors if tensor.is_leaf and not tensor.requires_grad]
@@ -198,7 +198,7 @@ def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
 def _noise(bank: WidthBank, tap: Tap, quants: list[FakeQuantizeBase]) -> list[Tensor]:
     """The rounding error of each tensor. A weight is rounded with its BatchNorm folded in, and unfolded again."""
     layer = layer_at(bank.model, tap.unit.layers[0]) if tap.unit.is_weight else None
-    whole = tap.values if layer is None else layer.rounded_weights()
+    whole = tap.values if layer is None else layer.weight_values()
     errors = [quant.quantize(values) - values for quant, values in zip(quants, whole, strict=True)]
     if isinstance(layer, QATRecurrentLayer):
         directions = unstacked(layer.mode, len(layer.names), errors[0], errors[1], None)

@@ -25,13 +25,13 @@ Widths = dict[str, int]
 
 @dataclass(frozen=True)
 class Unit:
-    """What is rounded to one bit width, which can be chosen: the weights of a layer, or activations with one scale.
+    """Tensors with one bit width, which can be chosen: the weights of a layer, or activations with one scale.
 
     Args:
         name: ``"<layer>.weight"``, or the name of the first tensor that has the scale.
         paths: for each of its fake-quants the paths in the prepared model: several if layers with tied weights share
             it. A recurrent layer has two fake-quants.
-        tensors: names of all tensors that they round, as in an exported file.
+        tensors: names of the tensors, as in an exported file.
         layers: paths of the layers that have the weight; empty for activations.
         node: name of the node that computes the first tensor, as in ``quant_report``; None for a weight.
     """

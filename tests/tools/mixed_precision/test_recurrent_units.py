@@ -138,7 +138,7 @@ def test_noise_is_that_of_the_rows_of_a_gate(kind, gate, place, name):
     scores = curvature_scores(bank, [(x,)], [None], own_cross_entropy, of_one_gate)[unit.name]
     kind_of = 0 if "ih" in name else 1
     start = (gates * name.endswith("reverse") + place) * FEATURES
-    stacked = qat.rounded_weights()[kind_of]
+    stacked = qat.weight_values()[kind_of]
     torch.testing.assert_close(stacked[start : start + FEATURES], parameter[rows])
     for bits, score in scores.items():
         noise = (bank.quants(unit.name, bits)[kind_of].quantize(stacked) - stacked)[start : start + FEATURES]
