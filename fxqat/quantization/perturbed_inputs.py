@@ -101,7 +101,9 @@ def other_weights(prepared: QuantGraphModule) -> Iterator[None]:
             for tensor in trained.values():
                 last = torch.arange(tensor.shape[-1] if tensor.dim() else 1, device=tensor.device)
                 wave = (0.1 * (last + 1).cos()).to(tensor.dtype).reshape(tensor.shape[-1:])
-                tensor.copy_(torch.where(tensor == 0, wave / 10, tensor * (1 + wave)))
+                is_zero = tensor == 0
+                tensor.mul_(1 + wave)
+                torch.where(is_zero, wave / 10, tensor, out=tensor)
         yield
 
 

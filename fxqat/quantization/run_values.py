@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxqat.utils.tensors import is_close
+from fxqat.utils.tensors import is_close, largest_magnitude
 
 TOLERANCE = 1e-3
 """Of outputs and buffers, relative to each value and to the largest value of its tensor."""
@@ -31,12 +32,17 @@ class Values(NamedTuple):
     buffers: dict[str, Tensor]
 
 
+def gradient_of(leaf: Tensor, gradients: Mapping[int, Tensor]) -> Tensor:
+    """The gradient of a leaf among those by the ``id`` of their leaves; zeros if it has none."""
+    found = gradients.get(id(leaf))
+    return torch.zeros_like(leaf) if found is None else found
+
+
 def different_in(expected: Values, found: Values, tolerance: float = TOLERANCE) -> list[str]:
     """The names of the tensors that differ; the tolerance is that of outputs and buffers."""
     if expected.outputs.keys() != found.outputs.keys():
         return [f"{len(found.outputs)} instead of {len(expected.outputs)} output tensors"]
-    gradients = [g for g in expected.gradients.values() if g.numel() and not g.is_meta]
-    largest = max((float(torch.nan_to_num(g.abs(), nan=0.0, posinf=0.0).max()) for g in gradients), default=0.0)
+    largest = max((largest_magnitude(g) for g in expected.gradients.values() if not g.is_meta), default=0.0)
     exact, other = expected.outputs | expected.buffers, found.outputs | found.buffers
     result = [name for name in exact if not is_close(exact[name], other[name], tolerance)]
     floor = GRADIENT_FLOOR * largest

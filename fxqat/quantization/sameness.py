@@ -35,7 +35,7 @@ from fxqat.quantization.first_difference import first_difference
 from fxqat.quantization.graph_module import QuantGraphModule, float_tensors
 from fxqat.quantization.perturbed_inputs import Arguments, fewer, holds_lists, larger, of_other_values, other_weights
 from fxqat.quantization.report import ANOTHER_BATCH, ANY_BATCH
-from fxqat.quantization.run_values import FINE_TOLERANCE, Values, different_in, distances
+from fxqat.quantization.run_values import FINE_TOLERANCE, Values, different_in, distances, gradient_of
 from fxqat.tracing.trace import OVERWRITTEN
 from fxqat.utils.batches import in_their_places
 from fxqat.utils.contexts import (
@@ -386,7 +386,7 @@ class _Runs:
         if not training:
             return Values(_outputs(outputs), {}, {})
         after = {name.removeprefix("model."): tensor for name, tensor in after.items()}
-        by_name = {name: gradients.get(id(leaf), torch.zeros_like(leaf)) for name, leaf in state.items()}
+        by_name = {name: gradient_of(leaf, gradients) for name, leaf in state.items()}
         return self._after_training(outputs, after, by_name)
 
     def _run_prepared(self, prepared: QuantGraphModule, inputs: Arguments, training: bool) -> Values:
@@ -399,7 +399,7 @@ class _Runs:
             if not training:
                 return Values(_outputs(outputs), {}, {})
             gradients = _gradients(outputs, prepared.parameters())
-            by_name = float_tensors(prepared, lambda t: gradients.get(id(t), torch.zeros_like(t)))
+            by_name = float_tensors(prepared, lambda leaf: gradient_of(leaf, gradients))
             return self._after_training(outputs, float_tensors(prepared), by_name)
 
     @contextmanager

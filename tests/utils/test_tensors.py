@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from fxqat import prepare_by_platform
-from fxqat.utils.tensors import call_with_tensors, copies_by_hand, copy_by_hand, flatten_tensors, map_tensors
+from fxqat.utils import tensors
+from fxqat.utils.tensors import (
+    call_with_tensors,
+    copies_by_hand,
+    copy_by_hand,
+    flatten_tensors,
+    is_close,
+    largest_magnitude,
+    map_tensors,
+)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -116,3 +125,37 @@ def test_a_module_with_two_names_and_tied_weights_are_called_with_other_tensors(
         torch.testing.assert_close(tensor, expected.state_dict()[name])
     now = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     assert all(now[name] is tensor and torch.equal(tensor, values[name]) for name, tensor in own.items())
+
+
+@pytest.mark.parametrize("part", [3, 1 << 22])
+def test_tensors_are_compared_part_by_part_with_the_largest_value_of_all(monkeypatch, part):
+    monkeypatch.setattr(tensors, "PART", part)
+    exact = torch.tensor([[100.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0, 9.0]]).T  # is not contiguous
+    near, far = exact.clone(), exact.clone()
+    near[-1, -1] += 0.9
+    far[-1, -1] += 1.5
+    assert is_close(exact, near, 0.01)  # 1 is allowed, because of the 100 of another part, and 0.09 of the value
+    assert not is_close(exact, far, 0.01)
+    assert is_close(exact, far, 0.01, floor=0.5)
+    assert largest_magnitude(-exact) == 100
+    assert largest_magnitude(torch.tensor([3.0, float("nan"), float("-inf"), -4.0])) == 4
+    assert largest_magnitude(torch.zeros(0, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), True),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, float("nan")]), False),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("inf"), 1.0]), True),
+        (torch.tensor([float("inf"), 1.0]), torch.tensor([float("-inf"), 1.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.float64), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+        (torch.tensor([1 + 1j, 2j]), torch.tensor([1 + 1j, 2j + 1e-9]), True),
+        (torch.tensor([1 + 1j, 2j]), torch.tensor([1 + 1j, 3j]), False),
+        (torch.ones(2), torch.ones(2, 1), False),
+        (torch.ones(0), torch.ones(0), True),
+    ],
+)
+def test_values_that_are_no_numbers_and_types_are_compared(a, b, expected):
+    assert is_close(a, b, 1e-6) is expected
