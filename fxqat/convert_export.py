@@ -33,7 +33,7 @@ from fxqat.onnx.run_passes import run_passes
 from fxqat.onnx.runtimes import RUNTIMES, check_runtime, rewriting_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
-from fxqat.quantization.capture import Captured, capture
+from fxqat.quantization.capture import Captured, capture, has_effect
 from fxqat.quantization.deployed_copy import inputs_in_float32
 from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
 from fxqat.quantization.end_to_end import end_to_end, has_float_model
@@ -203,7 +203,11 @@ def convert_export(
     passes = [
         Simplify(),
         NameInterface(*interface),
-        NameTensors(lowered.tensors, empty_tensors(exported, lowered.tensors)),
+        NameTensors(
+            lowered.tensors,
+            empty_tensors(exported, lowered.tensors),
+            lambda names: has_effect(names, gm, inputs, normalizers, captured),
+        ),
         ConvertOpset(opset_version),
         StoreNarrow(),
         *rewriting.types,

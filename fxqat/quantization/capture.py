@@ -10,7 +10,7 @@ Beside the integers and the outputs, one run shows what is not in the file:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +71,7 @@ def capture(
     normalizers: Sequence[Normalize | None] = (),
     with_reals: bool = False,
     with_float: bool = False,
+    spoiled: Collection[str] = (),
 ) -> Captured:
     """Run a deployed copy and record every quantized value.
 
@@ -80,6 +81,7 @@ def capture(
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
         with_reals: keep the values before they are rounded, too.
         with_float: run the model with its fake-quants off, too.
+        spoiled: names of tensors that get other values, which are wrong; see :func:`has_effect`.
 
     Raises:
         ExportError: the model does not run on the inputs, a hook changes its outputs, or an output is complex.
@@ -105,11 +107,17 @@ def capture(
             if with_reals:
                 reals[name] = args[0].float().numpy().copy()
 
+    def spoil(quant: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rounded: Tensor) -> Tensor | None:
+        if kwargs["tensor_name"] not in spoiled:
+            return None
+        return rounded + 1e6 * torch.arange(1, rounded.numel() + 1, dtype=rounded.dtype).reshape(rounded.shape)
+
     layers = [module for module in work.modules() if isinstance(module, (QATLayer, QATRecurrentLayer))]
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
     before = {name: buffer.clone() for name, buffer in work.named_buffers()}
     with (
         hooked(activations, record, with_kwargs=True),
+        hooked(activations if spoiled else (), spoil, with_kwargs=True),
         hooked(layers, record_dynamic, with_kwargs=True),
         _Selections() as selections,
         _seeded() as drawn,
@@ -143,6 +151,33 @@ def capture(
     selected = selections.found
     found = (tuple(hooks), tuple(updated), carried, any(drawn))
     return Captured(integers, _arrays(outputs), selected, *found, reals, in_float)
+
+
+def has_effect(
+    names: Collection[str],
+    gm: QuantGraphModule,
+    inputs: tuple[Any, ...],
+    normalizers: Sequence[Normalize | None],
+    captured: Captured,
+) -> bool:
+    """Whether the values of quantized tensors have an effect on an output or on another quantized tensor.
+
+    ``h = torch.zeros(2, 3); h[:, 0:3] = y`` overwrites all values of ``h``. The exporter leaves such a tensor out.
+
+    Args:
+        names: of the tensors. Weights always have an effect.
+        gm: as for :func:`capture`.
+        inputs: as for :func:`capture`.
+        normalizers: as for :func:`capture`.
+        captured: what the model computes from these inputs.
+    """
+    if not captured.integers.keys() >= set(names):
+        return True
+    found = capture(gm, inputs, normalizers, spoiled=names)
+    others = captured.integers.keys() - set(names)
+    same = all(np.array_equal(found.integers[name], captured.integers[name]) for name in others)
+    pairs = zip(found.outputs.values(), captured.outputs.values(), strict=True)
+    return not (same and all(np.array_equal(a, b, equal_nan=True) for a, b in pairs))
 
 
 def _arrays(outputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

@@ -31,6 +31,9 @@ VIEWS = (*SHAPING, "permute", "getitem", "select", "split", "contiguous", "to", 
 COPIES = ("clone", torch.clone, "to", "float", "type_as", "cpu", "cuda")
 """Those of their spellings that are taken for copies where no example inputs tell."""
 
+GIVEN = {"fill_": "value", "copy_": "other"}
+"""Methods that overwrite a tensor with what they are given, and the name of that argument."""
+
 BASIC = (int, slice, type(None), type(...))
 """The types of the items of a key that selects without copying."""
 
@@ -54,14 +57,14 @@ def _out_of_place(node: fx.Node) -> Any:
     """Let a call compute a new value, and return its operand that it would overwrite."""
     overwritten = next(iter(operands(node, identify(node))), None)
     module = called_module(node)
+    if isinstance(overwritten, fx.Node) and _without_reading(node, overwritten):
+        return overwritten
     if module is not None:
         module.inplace = False  # type: ignore[assignment]  # this module is in our copy of the model
     elif node.op == "call_function" and node.target in OUT_OF_PLACE:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
         name = out_of_place_method(str(node.target))
-        if _without_reading(node, name):
-            return overwritten
         if hasattr(Tensor, name) and name != "bernoulli":  # which takes its operand for probabilities
             node.target = name
         else:
@@ -76,20 +79,45 @@ def _out_of_place(node: fx.Node) -> Any:
     return overwritten
 
 
-def _without_reading(node: fx.Node, name: str) -> bool:
-    """Rewrite a method whose result does not depend on the values that it overwrites; False for any other."""
-    target: Any
-    given = _given(node, {"fill": "value", "copy": "other"}[name])[0] if name in ("fill", "copy") else None
-    if name == "zero":
-        kind, target, args = "call_function", torch.zeros_like, node.args[:1]
-    elif isinstance(given, fx.Node) and kind_of(given) == kind_of(node):
-        kind, target, args = "call_method", "expand_as", (given, node.args[0])
-    elif name == "fill" and not isinstance(given, fx.Node):
-        kind, target, args = "call_function", torch.full_like, (node.args[0], given)
-    else:
-        return False
+def _without_reading(node: fx.Node, overwritten: fx.Node) -> bool:
+    """Rewrite a call whose result does not depend on the values that it overwrites; False for any other."""
+    if node.op == "call_method" and node.target == "zero_":
+        _rewrite(node, "call_function", torch.zeros_like, overwritten)
+        return True
+    given = _given_for_all(node, overwritten)
+    if isinstance(given, fx.Node) and kind_of(given) == kind_of(overwritten):
+        _rewrite(node, "call_method", "expand_as", given, overwritten)
+        return True
+    if isinstance(given, (int, float)):
+        _rewrite(node, "call_function", torch.full_like, overwritten, given)
+        return True
+    return False
+
+
+def _given_for_all(node: fx.Node, overwritten: fx.Node) -> Any:
+    """What a call writes to all places of a tensor: by ``x.copy_(y)``, ``x.fill_(2)`` or ``x[:] = y``; else None."""
+    if node.op == "call_method" and node.target in GIVEN:
+        return _given(node, GIVEN[str(node.target)])[0]
+    if node.target is not operator.setitem or SHAPE not in overwritten.meta or not _selects_all(node.args[1]):
+        return None
+    value = node.args[2]
+    shape = value.meta.get(SHAPE) if isinstance(value, fx.Node) else ()
+    return value if shape is not None and len(shape) <= len(overwritten.meta[SHAPE]) else None
+
+
+def _rewrite(node: fx.Node, kind: str, target: Any, *args: Any) -> None:
     node.op, node.target, node.args, node.kwargs = kind, target, args, {}
-    return True
+
+
+def _selects_all(key: Any) -> bool:
+    """Whether ``x[key]`` is all of ``x``, in its shape."""
+    items = key if isinstance(key, tuple) else (key,)
+    return all(item is ... or (type(item) is slice and _is_whole(item)) for item in items)
+
+
+def _is_whole(item: slice) -> bool:
+    """Whether a slice selects everything, whatever there is."""
+    return item.start in (None, 0) and item.stop is None and item.step in (None, 1)
 
 
 class _Write:

@@ -18,7 +18,9 @@ torch.fx itself patches ``nn.Module.__call__`` and ``__getattr__`` while it trac
 11. ``Variable(x)`` is ``x``;
 12. ``module.to(x)`` takes the device and dtype of the example value;
 13. ``len`` of a tensor is its first size, a node of the graph: Python would make a number of what ``__len__`` returns;
-14. a distribution of ``torch.distributions`` does not inspect the values of its parameters, and draws as many numbers
+14. ``torch.Tensor(2, 3)`` is ``torch.empty(2, 3)``, ``torch.Tensor([a, b])`` is ``torch.tensor([a, b])`` of the default
+    type, and ``torch.Tensor(x)`` is ``x``: torch would refuse proxies;
+15. a distribution of ``torch.distributions`` does not inspect the values of its parameters, and draws as many numbers
     as they have then.
 
 The patches have an effect in the thread that traces only.
@@ -129,6 +131,8 @@ class Patches:
             self._patch(*WRAPPER, self._wrapper)
             self._patch(*CAUSAL_CHECK, self._causal_check)
             self._patch(torch.autograd.Variable, "__new__", self._variable)
+            Tensor.__new__ = self._tensor(Tensor.__new__)  # type: ignore[method-assign]
+            stack.callback(delattr, Tensor, "__new__")  # it is that of its base class
             self._patch(nn.Module, "to", self._module_to)
             self._patch(torch.distributions.Distribution, "__init__", self._distribution)
             self._patch(*DISTRIBUTION_SIZE, self._distribution_size)
@@ -243,6 +247,21 @@ class Patches:
     def _variable(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def new(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
             return data if type(data) is ValueProxy and not self.suspended else original(cls, data, *args, **kwargs)
+
+        return new
+
+    def _tensor(self, original: Callable[..., Tensor]) -> Callable[..., Any]:
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if cls is not Tensor or self.suspended or next(proxies_in((args, kwargs)), None) is None:
+                return original(cls, *args, **kwargs)
+            first = value_of(args[0]) if args else None
+            if isinstance(first, Tensor):
+                return args[0]
+            if isinstance(first, int):
+                return torch.empty(*args, **kwargs)
+            if isinstance(first, list):
+                return torch.tensor(args[0], dtype=torch.get_default_dtype(), **kwargs)
+            return original(cls, *args, **kwargs)  # a tuple: whether of sizes or of values is not known
 
         return new
 

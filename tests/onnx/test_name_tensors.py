@@ -248,7 +248,7 @@ def test_float_tensors_of_the_model_give_way() -> None:
     assert constants(proto)["x_scale"].shape == (3,)
 
 
-def test_only_a_tensor_without_values_may_be_missing() -> None:
+def test_only_a_tensor_without_values_or_effect_may_be_missing() -> None:
     """``cat([x, p])`` of a parameter p without rows: Simplify drops p."""
     nodes = [*pair("p", "lowered_0", "a"), helper.make_node("Concat", ["x", "a"], ["y"], axis=0)]
     model = model_of(nodes, parameters("lowered_0") | {"p": np.zeros((0, 3), np.float32)}, "y")
@@ -258,4 +258,7 @@ def test_only_a_tensor_without_values_may_be_missing() -> None:
     dropped = model_of([helper.make_node("Relu", ["x"], ["y"])], {}, "y")
     with pytest.raises(ParityError, match="^lost: quantized"):
         NameTensors(tensors, empty)(dropped)
+    asked: list[str] = []
+    assert tensors_of(NameTensors(tensors, empty, lambda names: bool(asked.extend(names)))(dropped).model) == {}
+    assert asked == ["lost"]
     assert tensors_of(NameTensors({"lowered_0": record("p")}, empty)(dropped).model) == {}

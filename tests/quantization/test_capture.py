@@ -10,7 +10,7 @@ from fxqat import disable_all, prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.quantization.capture import capture
+from fxqat.quantization.capture import capture, has_effect
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import BACKENDS, TOYS, calibrate, calibrated, inputs
@@ -239,3 +239,29 @@ def test_a_model_that_draws_is_told_from_one_that_could(noise):
     assert first.draws is second.draws is noise
     assert np.array_equal(first.outputs["output"], second.outputs["output"])
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Overwrites(nn.Module):
+    """Three quantized tensors; the zeros have no effect if all of them are overwritten."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.lin, self.share = nn.Linear(4, 4), share
+
+    def forward(self, x):
+        h = torch.zeros_like(x)
+        h[:, : int(self.share * x.shape[1])] = self.lin(x)[:, : int(self.share * x.shape[1])]
+        return h * 0.5
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, False), (0.5, True)])
+def test_a_tensor_has_an_effect_unless_it_is_overwritten(share, expected):
+    x = torch.randn(3, 4)
+    gm = prepare_by_platform(Overwrites(share).eval(), "TSQAT", example_inputs=(x,))
+    calibrate(gm, (x,))
+    captured = capture(gm, (x,))
+    zeros = [name for name, q in captured.integers.items() if not q.any()]
+    assert len(zeros) == 1
+    assert has_effect(zeros, gm, (x,), (), captured) is expected
+    assert has_effect([*zeros, "lin"], gm, (x,), (), captured)
+    assert has_effect(["lin.weight"], gm, (x,), (), captured)

@@ -329,3 +329,82 @@ def test_a_write_in_training_only_is_not_read_in_eval_mode(step, tmp_path):
     found = session.run(None, {session.get_inputs()[0].name: x[:3].numpy()})[0]
     expected = gm(torch.cat([x[:3], x[:1]]))[:3].detach()
     torch.testing.assert_close(torch.from_numpy(found), expected, atol=0.03, rtol=0)
+
+
+class Whole(nn.Module):
+    """All of a new tensor is overwritten."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.first, self.last, self.write = nn.Linear(4, 6), nn.Linear(6, 3), write
+
+    def forward(self, x):
+        return self.last(self.write(x.new_zeros(len(x), 6), self.first(x)))
+
+
+def by_item(key):
+    def write(h, y):
+        h[key] = y
+        return h
+
+    return write
+
+
+def by_its_sizes(h, y):
+    h[:, 0 : y.shape[1]] = y
+    return h
+
+
+def by_a_view_of_all(h, y):
+    h[:].add_(y)
+    return h
+
+
+@pytest.mark.parametrize(
+    "write",
+    [by_item(slice(None)), by_item(...), by_item((slice(None), slice(0, None, 1))), by_its_sizes, by_a_view_of_all],
+)
+def test_a_tensor_that_is_overwritten_as_a_whole_is_no_quantized_tensor_of_the_file(write, tmp_path):
+    torch.manual_seed(0)
+    model, x = Whole(write).eval(), torch.randn(8, 4)
+    gm = quantized(model, x, "TSQAT", example_inputs=x)
+    assert noise(gm(x), model(x)) < NOISE
+    report = fxqat.convert_export(gm, (x,), tmp_path / "model.onnx")
+    assert report.certificate.passed
+    of_file = ort.InferenceSession(tmp_path / "model.onnx").run(None, {"x": x.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(of_file), gm(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (slice(1, None), torch.ones(1, 3)),
+        ((slice(None), slice(None, None, 2)), torch.ones(2, 2)),
+        ((slice(None), slice(None, 2)), 7.0),
+        ([1], torch.ones(3)),
+        (slice(None), torch.ones(1, 1, 1, 3)),  # more dimensions than there are
+        (slice(None), torch.ones(3)),
+        (slice(None), 2),
+        ((), torch.ones(2, 1)),
+        (slice(None), torch.tensor([True, False, True])),
+    ],
+)
+def test_what_is_written_is_what_torch_writes(key, value):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            self.register_buffer("value", torch.as_tensor(value))
+
+        def forward(self, x):
+            y = self.lin(x)
+            y[key] = self.value if isinstance(value, torch.Tensor) else value
+            return y, self.lin(y)
+
+    torch.manual_seed(0)
+    model, x = Writes().eval(), torch.randn(2, 3)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=x)
+    fxqat.disable_all(gm)
+    for found, expected in zip(gm(x), model(x), strict=True):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(found, expected)

@@ -232,6 +232,50 @@ def test_old_spellings_are_traced():
     assert_restored()
 
 
+class LegacyTensors(nn.Module):
+    """The old constructor ``torch.Tensor``, as in SpeechBrain's dual-path network."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        batch, channels, length = x.shape
+        pad = torch.Tensor(torch.zeros(batch, channels, (7 - length % 7) % 7)).type(x.dtype)
+        y = self.conv(torch.cat([x, pad], 2))
+        whole = torch.Tensor(batch, channels, y.shape[2]).to(x.device)
+        whole[:] = y
+        return whole * torch.Tensor([length, 2]).sum() + torch.Tensor([1.0, 2.0]).sum()
+
+
+def test_the_old_constructor_is_traced_with_open_sizes_and_stays_as_it_was(tmp_path):
+    model, x = LegacyTensors(), torch.randn(2, 4, 12)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    for batch in (2, 3):
+        x = torch.randn(batch, 4, 12)
+        torch.testing.assert_close(gm(x), model(x))
+    assert_restored()
+    assert "__new__" not in vars(torch.Tensor)
+    assert torch.Tensor(2, 3).shape == (2, 3)
+    assert torch.Tensor([1, 2]).tolist() == [1.0, 2.0]
+    part = torch.ones(2)
+    assert torch.Tensor(part).data_ptr() == part.data_ptr()
+    assert type(type("Own", (torch.Tensor,), {})([1.0])).__name__ == "Own"
+    calibrate(gm, [(x,)], progress=False)
+    enable_quantization(gm)
+    assert convert_export(gm, (x,), tmp_path / "model.onnx", dynamic_batch=True).certificate.passed
+
+
+def test_the_old_constructor_with_a_tuple_is_refused_since_it_may_hold_sizes_or_values():
+    class Net(LegacyTensors):
+        def forward(self, x):
+            return self.conv(x) + torch.Tensor(x.shape).fill_(2.0)
+
+    with pytest.raises(TraceError, match="torch.Tensor"):
+        prepare_by_platform(Net(), "TSQAT", example_inputs=(torch.randn(2, 4, 12),))
+    assert "__new__" not in vars(torch.Tensor)
+
+
 class Wrapped(nn.Module):
     """Calls functions registered with torch.fx.wrap."""
 
