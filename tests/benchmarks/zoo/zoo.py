@@ -31,12 +31,12 @@ import torchvision
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
-from zoo_report import page
+from zoo_report import MIN_COSINE, page
 
 import fxqat
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
-from fxqat.onnx.verify import MIN_COSINE, ParityCertificate
+from fxqat.onnx.verify import ParityCertificate
 from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.tensors import flatten_tensors
