@@ -9,7 +9,7 @@ With NAME the tensor's name:
 3. inputs and outputs of the model keep their names; a quantized input or output is known by that name;
 4. a value that is already named by another tensor, because what stood between them was simplified away, passes through
    an Identity, which gets the name;
-5. a tensor without values may be missing: it is dropped when it is concatenated; so may one without effect on others;
+5. a tensor without values may be missing: it is dropped when it is concatenated; so may an activation without effect;
 6. a value that is quantized at run time has no constants: its node has the path as its name.
 """
 
@@ -37,7 +37,7 @@ class NameTensors(ir.passes.InPlacePass):
     Args:
         tensors: the record of the tensor at each path; initializers are named ``<path>.<buffer>``.
         empty: paths of the tensors without values, see :func:`empty_tensors`.
-        has_effect: whether missing tensors, by their names, have an effect on what the model computes.
+        has_effect: whether missing activations, by their names, have an effect on what the model computes.
 
     Raises:
         ParityError: a tensor is not in the model.
@@ -56,9 +56,10 @@ class NameTensors(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Rename the tensors in place."""
         named = _name_values(model.graph, self.tensors)
-        lost = sorted(t.name for path, t in self.tensors.items() if path not in named and path not in self.empty)
-        if lost and self.has_effect(lost):
-            raise ParityError(f"{', '.join(lost)}: quantized in the model, but not in the exported file")
+        lost = [t for path, t in self.tensors.items() if path not in named and path not in self.empty]
+        names = sorted(tensor.name for tensor in lost)
+        if lost and (any(tensor.kind != "activation" for tensor in lost) or self.has_effect(names)):
+            raise ParityError(f"{', '.join(names)}: quantized in the model, but not in the exported file")
         _name_parameters(model.graph, named)
         model.meta[RECORDS] = named
         return ir.passes.PassResult(model, modified=bool(named))

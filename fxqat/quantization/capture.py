@@ -81,7 +81,7 @@ def capture(
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
         with_reals: keep the values before they are rounded, too.
         with_float: run the model with its fake-quants off, too.
-        spoiled: names of tensors that get other values, which are wrong; see :func:`has_effect`.
+        spoiled: names of activations that get other values, which are wrong; see :func:`has_effect`.
 
     Raises:
         ExportError: the model does not run on the inputs, a hook changes its outputs, or an output is complex.
@@ -160,19 +160,17 @@ def has_effect(
     normalizers: Sequence[Normalize | None],
     captured: Captured,
 ) -> bool:
-    """Whether the values of quantized tensors have an effect on an output or on another quantized tensor.
+    """Whether the values of quantized activations have an effect on an output or on another quantized tensor.
 
     ``h = torch.zeros(2, 3); h[:, 0:3] = y`` overwrites all values of ``h``. The exporter leaves such a tensor out.
 
     Args:
-        names: of the tensors. Weights always have an effect.
+        names: of the activations.
         gm: as for :func:`capture`.
         inputs: as for :func:`capture`.
         normalizers: as for :func:`capture`.
         captured: what the model computes from these inputs.
     """
-    if not captured.integers.keys() >= set(names):
-        return True
     found = capture(gm, inputs, normalizers, spoiled=names)
     others = captured.integers.keys() - set(names)
     same = all(np.array_equal(found.integers[name], captured.integers[name]) for name in others)

@@ -84,8 +84,8 @@ def _without_reading(node: fx.Node, overwritten: fx.Node) -> bool:
     if node.op == "call_method" and node.target == "zero_":
         _rewrite(node, "call_function", torch.zeros_like, overwritten)
         return True
-    given = _given_for_all(node, overwritten)
-    if isinstance(given, fx.Node) and kind_of(given) == kind_of(overwritten):
+    given, kind = _given_for_all(node, overwritten), kind_of(overwritten)
+    if isinstance(given, fx.Node) and kind_of(given) == kind != "tensor":  # which is of integers or of truth values
         _rewrite(node, "call_method", "expand_as", given, overwritten)
         return True
     if isinstance(given, (int, float)):

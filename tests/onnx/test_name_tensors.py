@@ -261,4 +261,6 @@ def test_only_a_tensor_without_values_or_effect_may_be_missing() -> None:
     asked: list[str] = []
     assert tensors_of(NameTensors(tensors, empty, lambda names: bool(asked.extend(names)))(dropped).model) == {}
     assert asked == ["lost"]
+    with pytest.raises(ParityError, match="^lost, w: quantized"):
+        NameTensors(tensors | {"lowered_2": record("w", "weight")}, empty, lambda names: False)(dropped)
     assert tensors_of(NameTensors({"lowered_0": record("p")}, empty)(dropped).model) == {}

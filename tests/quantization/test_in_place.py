@@ -408,3 +408,35 @@ def test_what_is_written_is_what_torch_writes(key, value):
     for found, expected in zip(gm(x), model(x), strict=True):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["setitem", "copy_"])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (torch.tensor([0, 2, 3]), torch.bool),
+        (torch.tensor([True, False, True]), torch.int64),
+        (torch.ones(3), torch.float64),
+    ],
+)
+def test_a_tensor_that_is_overwritten_keeps_its_type(name, values, dtype):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(3, 3)
+            self.register_buffer("values", values)
+
+        def forward(self, x):
+            h = torch.zeros(len(x), 3, dtype=dtype)
+            if name == "copy_":
+                h.copy_(self.values)
+            else:
+                h[:] = self.values
+            return h + 0 * h, self.lin(x) * h
+
+    model, x = Writes().eval(), torch.randn(2, 3)
+    gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=x)
+    fxqat.disable_all(gm)
+    for found, expected in zip(gm(x), model(x), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
