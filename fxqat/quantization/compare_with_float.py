@@ -150,7 +150,8 @@ def _weights(graph: fx.Graph) -> Iterator[NodeNoise]:
             problem = ""
             if error.is_above(MAX_ERROR):
                 problem = f"rounding its {name} costs {error.share():.0%} of the mean size"
-            yield NodeNoise(str(node.target), WEIGHT, error.share(), comparison.difference().sqnr, problem)
+            shares = quant.qparams()[0].dim() == 0 and len(weight) > 1
+            yield NodeNoise(str(node.target), WEIGHT, error.share(), comparison.difference().sqnr, problem, "", shares)
 
 
 def _switch_all(gm: QuantGraphModule, quantize: bool) -> None:

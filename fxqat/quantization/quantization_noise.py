@@ -18,6 +18,9 @@ WEIGHT = "weight"
 MIN_COSINE = 0.95
 """An output with a smaller cosine to the float output is warned about; training may cure it."""
 
+EQUALIZING = "fxqat.tools.ptq(model, batches, backend, equalize=True, correct_bias=True)"
+"""What helps where the channels of a weight have very different ranges and one scale: Nagel et al. 2019."""
+
 SHOWN = 5
 """The most nodes that a warning names."""
 
@@ -36,6 +39,7 @@ class NodeNoise:
         sqnr: signal to noise of a value or weight, ``10 log10(|x|^2 / |x - x'|^2)`` in dB; None for an operation.
         problem: what is wrong, in words; empty if the error is within its limit.
         source: line of the user's code, ``"file.py:12"``, or empty.
+        shares_scale: of a weight, whether all its channels have one scale.
     """
 
     node: str
@@ -44,6 +48,7 @@ class NodeNoise:
     sqnr: float | None = None
     problem: str = ""
     source: str = ""
+    shares_scale: bool = False
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
@@ -141,6 +146,8 @@ class QuantizationNoise:
             lines.append(f'To keep them float, add to prepare_custom_config_dict: "overrides": {given}')
         elif not problems:
             lines.append("No node stands out: train the model, or give more bits to the worst ones.")
+            if any(node.shares_scale for node in named):
+                lines.append(f"The channels of weights share one scale here: try {EQUALIZING} first.")
         return "\n".join(lines)
 
     def _ends(self) -> list[str]:

@@ -276,3 +276,14 @@ def test_both_weights_of_a_recurrent_layer_are_compared():
     weight = model[0].weight_hh_l0.detach().abs()
     assert worst.error == pytest.approx(float(weight[:, 1:].sum() / weight.sum()), rel=0.1)
     assert noise.overrides.count({"match": {"module": "0"}, "weight": None}) == 1
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("Vitis", True), ("OpenVINO", False)])
+def test_a_weight_whose_channels_share_a_scale_is_told_from_others(backend, expected):
+    x = torch.randn(8, 4)
+    gm = fxqat.prepare_by_platform(
+        nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), backend, example_inputs=x
+    )
+    fxqat.calibrate(gm, [x], progress=False)
+    found = {node.node: node.shares_scale for node in gm.quantization_noise if node.kind == "weight"}
+    assert found == {"0": expected, "2": False}  # a single channel has a scale of its own

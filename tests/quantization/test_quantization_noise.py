@@ -73,3 +73,12 @@ def test_a_warning_does_not_list_more_overrides_than_one_can_read():
     assert str([CURE] * 10) in few.warning()
     assert '"overrides": gm.quantization_noise.overrides (11 entries)' in many.warning()
     assert "match" not in many.warning()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_where_the_worst_weights_have_one_scale_equalization_is_named(shares):
+    found = noise(0, 0.5)
+    weight = NodeNoise("fc", WEIGHT, 0.9, 1.0, shares_scale=shares)
+    found = dataclasses.replace(found, nodes=(weight, *found.nodes))
+    assert ("equalize=True" in found.warning()) is shares
+    assert "equalize=True" not in dataclasses.replace(noise(2, 0.5), nodes=(*noise(2).nodes, weight)).warning()
