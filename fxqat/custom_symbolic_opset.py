@@ -32,7 +32,7 @@ from fxqat.quantization.dynamic_sizes import OpenSizes
 from fxqat.quantization.exported_parts import ExportedParts
 from fxqat.quantization.grouped_children import grouped_children, without_groups
 from fxqat.quantization.leaf_sizes import fix_leaf_sizes, leaf_calls
-from fxqat.utils.contexts import collector_paused
+from fxqat.utils.contexts import collector_paused, writes_to_data_seen
 from fxqat.utils.fx_graph import called_module, nodes_in
 from fxqat.utils.torch_compat import (
     ADAPTIVE_AVG_POOL2D,
@@ -105,7 +105,7 @@ def run_exporter(
     table = {operator: named_as_in_schema(operator, function) for operator, function in table.items()}
     export = partial(export, custom_translation_table=table)
     told: list[str] = []
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as heard, writes_to_data_seen():
         warnings.simplefilter("always")
         try:
             with grouped_children(module):

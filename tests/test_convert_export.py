@@ -1527,3 +1527,40 @@ def test_a_model_that_draws_random_numbers_is_told_so(tmp_path: Path) -> None:
         report = convert_export(gm, (x,), tmp_path / "m.onnx", verify=False)
         assert any("draws random numbers" in text for text in report.warnings)
         assert torch.equal(state, torch.get_rng_state())
+
+
+def clamps_in_place(layer: nn.Linear) -> None:
+    layer.weight.data.clamp_(-0.2, 0.2)
+
+
+def assigns(layer: nn.Linear) -> None:
+    layer.weight.data = torch.renorm(layer.weight.data, 2, 0, maxnorm=0.5)
+
+
+def copies(layer: nn.Linear) -> None:
+    layer.weight.data.copy_(layer.weight.data.sign())
+
+
+@pytest.mark.parametrize("overwrite", [clamps_in_place, assigns, copies])
+def test_a_module_that_overwrites_the_data_of_its_weight_is_exported(overwrite: Any, tmp_path: Path) -> None:
+    """torch.export would end the process."""
+
+    class Constrained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            overwrite(self.lin)
+            return self.lin(x)
+
+    x = torch.randn(3, 4)
+    model = nn.Sequential(Constrained(), nn.ReLU(), nn.Linear(4, 2)).eval()
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=x)
+    assert "0" in [leaf.path for leaf in gm.quant_report.leaves]
+    calibrate(gm, (x,))
+    weight = model[0].lin.weight.detach().clone()
+    assert convert_export(gm, (x,), tmp_path / "model.onnx").certificate.passed
+    assert torch.equal(model[0].lin.weight, weight)
+    (found,) = run_file(tmp_path / "model.onnx", [x])
+    torch.testing.assert_close(torch.from_numpy(found), gm(x), rtol=0, atol=1e-5)

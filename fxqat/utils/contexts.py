@@ -17,6 +17,15 @@ from fxqat.utils.torch_compat import EqualRandomNumbers, without_compiler
 FAST_PATH = threading.RLock()
 """Held while the fast path of torch's transformers is switched off."""
 
+DATA: Any = Tensor.data
+"""The attribute of tensors, as torch has it."""
+
+OF_DATA = threading.Lock()
+"""Held while it is replaced or put back."""
+
+SEEN_BY: list[int] = []
+"""The threads in which writes to it are seen, see :func:`writes_to_data_seen`."""
+
 
 def eval_mode(model: nn.Module) -> AbstractContextManager[None]:
     """``model.eval()`` for the block; afterwards every module is back in its own mode."""
@@ -167,3 +176,34 @@ def hooked(
             register = module.register_forward_pre_hook if pre else module.register_forward_hook
             stack.callback(register(hook, with_kwargs=with_kwargs).remove)
         yield
+
+
+@contextmanager
+def writes_to_data_seen() -> Iterator[None]:
+    """Let ``x.data`` be ``x.detach()`` and ``x.data = y`` be ``x.copy_(y)`` without gradients, in this thread.
+
+    ``weight.data.clamp_(-1, 1)`` in a module's code would end the process while ``torch.export`` captures it.
+    """
+    with OF_DATA:
+        if not SEEN_BY:
+            Tensor.data = property(_read_data, _write_data)  # type: ignore[assignment]
+        SEEN_BY.append(threading.get_ident())
+    try:
+        yield
+    finally:
+        with OF_DATA:
+            SEEN_BY.remove(threading.get_ident())
+            if not SEEN_BY:
+                del Tensor.data  # it is that of its base class
+
+
+def _read_data(tensor: Tensor) -> Tensor:
+    return tensor.detach() if threading.get_ident() in SEEN_BY else DATA.__get__(tensor)
+
+
+def _write_data(tensor: Tensor, values: Tensor) -> None:
+    if threading.get_ident() in SEEN_BY:
+        with torch.no_grad():
+            tensor.copy_(values)
+    else:
+        DATA.__set__(tensor, values)

@@ -1,6 +1,7 @@
 """Each context manager changes only what its name says, and restores it, also after an error."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fxqat.utils.contexts import (
     eval_mode,
     hooked,
     parameters_kept,
+    writes_to_data_seen,
 )
 from tests.models import Counting
 
@@ -208,3 +210,49 @@ def test_an_expanded_buffer_is_left_as_it_is():
     assert all(model.get_buffer(name) is tensor for name, tensor in held.items())
     assert model.index.tolist() == [[0, 2]] * 3
     assert model.count.tolist() == [0, 0]
+
+
+def test_writes_to_data_are_seen_in_this_thread_and_as_before_outside() -> None:
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def in_another_thread() -> None:
+        other.data = torch.zeros(5)  # as torch does it: it may have another shape
+
+    with writes_to_data_seen():
+        version, place = weight._version, weight.data_ptr()
+        weight.data = torch.full((3,), 2.0)
+        weight.data.mul_(2)
+        assert weight._version == version + 2
+        assert weight.data_ptr() == place
+        with pytest.raises(RuntimeError, match="size"):
+            weight.data = torch.zeros(5)
+        with writes_to_data_seen():
+            pass
+        thread = threading.Thread(target=in_another_thread)
+        thread.start()
+        thread.join()
+    assert weight.tolist() == [4.0] * 3
+    assert other.shape == (5,)
+    assert "data" not in vars(torch.Tensor)
+    weight.data = torch.zeros(5)
+    assert weight.shape == (5,)
+
+
+def test_two_threads_leave_the_data_of_tensors_as_it_was() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with writes_to_data_seen():
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait(10)
+    with writes_to_data_seen():
+        left.set()
+        thread.join()
+        weight = nn.Parameter(torch.ones(3))
+        weight.data = torch.zeros(3)
+        assert weight._version == 1
+    assert "data" not in vars(torch.Tensor)
