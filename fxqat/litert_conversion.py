@@ -49,6 +49,7 @@ from fxqat.ops.identify import identify
 from fxqat.quantization.lower import Lowered
 from fxqat.scheme import QuantizedTensor
 from fxqat.tflite.flatbuffer import missing
+from fxqat.utils.contexts import writes_to_data_seen
 from fxqat.utils.fx_graph import unique_name
 
 
@@ -78,7 +79,7 @@ def run_converter(
     graph = _to_pt2e(lowered, on_integers)
     module = _ChannelsLast(graph, channels_last).eval()
     static = PT2EQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
-    with _settings(litert_torch.config, graph):
+    with _settings(litert_torch.config, graph), writes_to_data_seen():
         try:
             model = litert_torch.convert(module, inputs, quant_config=QuantConfig(pt2e_quantizer=static))
             return bytes(model.model_content())

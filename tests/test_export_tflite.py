@@ -215,3 +215,24 @@ def test_a_query_without_a_key_gets_zero_from_a_file_that_was_exported_without_o
         for given in (mask, closed):
             [found] = run_tflite(report.tflite_path.read_bytes(), [x.numpy(), given.numpy()])
             np.testing.assert_allclose(found, gm(x, given).numpy(), atol=1.01 * step)
+
+
+def test_a_module_that_writes_to_the_data_of_its_weight(tmp_path):
+    needs_litert()
+
+    class Constrained(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.lin.weight.data.clamp_(-0.2, 0.2)
+            return self.lin(x)
+
+    x = torch.randn(3, 4)
+    gm = prepare_by_platform(
+        nn.Sequential(Constrained(), nn.ReLU(), nn.Linear(4, 2)).eval(), "LiteRT", example_inputs=x
+    )
+    assert "0" in [leaf.path for leaf in gm.quant_report.leaves]
+    calibrate(gm, (x,))
+    assert export_tflite(gm, (x,), tmp_path / "model.tflite").certificate.passed
