@@ -65,8 +65,9 @@ class ExportReport:
         warnings: what a user of the file must know: warnings of torch's exporter, hooks and buffers that are not in the
             file, outputs that do not follow the batch size, raw inputs that are normalized in float, an optimizer of
             ONNX Runtime that fails. All are logged.
-        buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter. The file
-            has no state: each run starts from the values that they had at the export.
+        buffers_not_updated: names of the buffers that the model updates, as a recurrent state or a counter, and of
+            parameters that a module overwrites which was not traced. The file has no state: each run starts from the
+            values that they had at the export.
         runtime: the runtime that the file is written for, None if it is for the chips of its backend.
         written_for: what runs the file, in words.
     """
@@ -200,12 +201,13 @@ def convert_export(
     warnings += exporter_warnings(exported)
 
     rewriting = rewriting_for(runtime, lowered.weights_only)
+    empty = empty_tensors(exported, lowered.tensors)
     passes = [
         Simplify(),
         NameInterface(*interface),
         NameTensors(
             lowered.tensors,
-            empty_tensors(exported, lowered.tensors),
+            empty,
             lambda names: has_effect(names, gm, inputs, normalizers, captured),
         ),
         ConvertOpset(opset_version),
@@ -219,6 +221,9 @@ def convert_export(
     ]
     finished = run_passes(exported, passes)
     named = tensors_of(finished)
+    without_effect = sorted(t.name for path, t in lowered.tensors.items() if path not in named and path not in empty)
+    if without_effect:
+        warnings += (f"not in the file, since nothing else depends on it: {', '.join(without_effect)}",)
     constant = [tensor for tensor in named.values() if tensor.kind != "dynamic"]
     activations = {path: t for path, t in lowered.tensors.items() if t.kind in ("activation", "dynamic")}
     del lowered, exported  # the weights are in files from now on

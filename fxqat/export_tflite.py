@@ -44,7 +44,7 @@ class TfliteReport:
         tensors: every quantized tensor of the model.
         float_operators: the operators of the file that compute in float, with their number.
         warnings: what a user of the file must know. All are logged.
-        buffers_not_updated: names of the buffers that the model updates. The file has no state.
+        buffers_not_updated: names of the buffers and parameters that the model updates. The file has no state.
     """
 
     tflite_path: Path

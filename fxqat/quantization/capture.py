@@ -3,7 +3,8 @@
 Beside the integers and the outputs, one run shows what is not in the file:
 
 1. hooks of the user: the model runs without those that the file does not have; it is an error if they change an output;
-2. buffers that the model updates: the file has no state, each run starts from the buffers as they are now;
+2. buffers that the model updates, and parameters that a module overwrites, which was not traced: the file has no
+   state, each run starts from them as they are now;
 3. random numbers that the model draws in eval mode: the file draws others.
 """
 
@@ -29,7 +30,7 @@ from fxqat.numerics import dynamic_quantize, quantize
 from fxqat.quantization.deployed_copy import deployed_copy
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.user_hooks import drop_hooks, lost_hooks
-from fxqat.utils.contexts import hooked
+from fxqat.utils.contexts import hooked, users_modules
 from fxqat.utils.tensors import map_tensors, named_leaves
 
 SELECTING = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "msort": "TopK"}
@@ -46,7 +47,7 @@ class Captured:
         outputs: the model's outputs in order, by their default names (:func:`~fxqat.utils.tensors.named_leaves`).
         selections: the indices that sorts and maxima gave, in order, by the operator that they become in ONNX.
         hooks: the user's hooks that the file does not have.
-        updated: names of the buffers that the run changed.
+        updated: names of the buffers and parameters that the run changed.
         carried: those of them whose new values change the outputs of the next run.
         draws: whether the model draws random numbers.
         reals: float32 arrays by tensor name: the values before they were rounded. Empty unless asked for.
@@ -114,7 +115,7 @@ def capture(
 
     layers = [module for module in work.modules() if isinstance(module, (QATLayer, QATRecurrentLayer))]
     activations = [quant for _, quant in named_fake_quants(work) if quant.kind == "act_fake_quant"]
-    before = {name: buffer.clone() for name, buffer in work.named_buffers()}
+    before = _state(work)
     with (
         hooked(activations, record, with_kwargs=True),
         hooked(activations if spoiled else (), spoil, with_kwargs=True),
@@ -132,18 +133,18 @@ def capture(
     if hooks:
         with _seeded():
             _check_hooks(hooks, outputs, _run(deployed_copy(gm, normalizers), inputs))
-    after = {name: buffer.clone() for name, buffer in work.named_buffers()}
+    after = _state(work)
     updated = [name for name in after if name not in before or not _same({name: before[name]}, {name: after[name]})]
 
     def carries(name: str) -> bool:
-        _set_buffers(work, before | {name: after[name]})
+        _set_state(work, before | {name: after[name]})
         with _seeded():
             return not _same(_run(work, inputs), outputs)
 
     carried = tuple(name for name in updated if carries(name))
     in_float = {}
     if with_float:
-        _set_buffers(work, {name: buffer for name, buffer in before.items() if name in updated})
+        _set_state(work, {name: tensor for name, tensor in before.items() if name in updated})
         for _, quant in named_fake_quants(work):
             quant.fake_quant_enabled = False
         with _seeded():
@@ -235,7 +236,18 @@ def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(t.nan_to_num(), b[name].nan_to_num()) for name, t in a.items())
 
 
-def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a run may change: the buffers, and the parameters of modules with the user's code."""
+    found = dict(model.named_buffers())
+    own = {id(module) for module in users_modules(model)}
+    for path, module in model.named_modules():
+        found |= dict(module.named_parameters(path)) if id(module) in own else {}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def _set_state(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, value.clone())
+        module = model.get_submodule(owner)
+        is_parameter = isinstance(getattr(module, name, None), nn.Parameter)
+        setattr(module, name, nn.Parameter(value.clone()) if is_parameter else value.clone())

@@ -150,8 +150,9 @@ def _weights(graph: fx.Graph) -> Iterator[NodeNoise]:
             problem = ""
             if error.is_above(MAX_ERROR):
                 problem = f"rounding its {name} costs {error.share():.0%} of the mean size"
-            shares = quant.qparams()[0].dim() == 0 and len(weight) > 1
-            yield NodeNoise(str(node.target), WEIGHT, error.share(), comparison.difference().sqnr, problem, "", shares)
+            figures = (error.share(), comparison.difference().sqnr, problem)
+            shares_scale = quant.qparams()[0].dim() == 0 and len(weight) > 1
+            yield NodeNoise(str(node.target), WEIGHT, *figures, shares_scale=shares_scale)
 
 
 def _switch_all(gm: QuantGraphModule, quantize: bool) -> None:

@@ -171,6 +171,32 @@ def test_buffers_that_the_model_updates_are_named_and_stay_as_they_are():
     assert capture(calibrated("conv_bn_relu"), inputs("conv_bn_relu")).updated == ()
 
 
+class Decaying(nn.Module):
+    """Overwrites its weight in each run: with another value, or with one that stays."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.lin, self.factor = nn.Linear(6, 6), factor
+
+    def forward(self, x):
+        self.lin.weight.data.mul_(self.factor).clamp_(-0.2, 0.2)
+        return self.lin(x)
+
+
+@pytest.mark.parametrize(("factor", "carried"), [(0.5, ("0.lin.weight",)), (1.0, ())])
+def test_parameters_that_the_model_overwrites_are_named_and_stay_as_they_are(factor, carried):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    model = nn.Sequential(Decaying(factor), nn.ReLU(), nn.Linear(6, 2)).eval()
+    gm = calibrate(prepare_by_platform(model, example_inputs=(x,), check="off"), (x,))
+    with torch.no_grad():
+        gm.get_parameter("0.lin.weight").fill_(0.3)
+    captured = capture(gm, (x,), with_float=True)
+    assert captured.updated == ("0.lin.weight",)
+    assert captured.carried == carried
+    assert gm.get_parameter("0.lin.weight").unique().item() == pytest.approx(0.3)
+
+
 def test_a_state_with_a_gradient_is_captured():
     """A forward without ``no_grad`` leaves a buffer that torch does not copy."""
     torch.manual_seed(0)
