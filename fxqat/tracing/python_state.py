@@ -123,13 +123,20 @@ def held_objects(root: nn.Module) -> list[dict[str, Any]]:
 
 def _contents(namespace: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The values by name, and copies of the lists, dicts and sets among them."""
-    return {n: (v, content_of(v) if type(v) in CONTAINERS else None) for n, v in namespace.items() if n[:2] != "__"}
+    return {n: (v, content_of(v) if type(v) in CONTAINERS else None) for n, v in namespace.items() if not _is_dunder(n)}
+
+
+def _is_dunder(name: str) -> bool:
+    """Whether a name is Python's own, such as ``__loader__``: forward keeps nothing there."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def _restored(namespace: dict[str, Any], contents: dict[str, tuple[Any, Any]]) -> list[str]:
     """Restore what holds a value of the trace, for which the model itself has no use; the names."""
     found = []
     for name, value in list(namespace.items()):
+        if _is_dunder(name):
+            continue
         items = items_of(value) if type(value) in CONTAINERS else []
         items += list(value) if isinstance(value, dict) else []  # its keys
         is_new = name not in contents or contents[name][0] is not value
