@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from fxqat.errors import ExportError
 from fxqat.fake_quantize import torch_ops  # noqa: F401  defines torch.ops.fxqat
 from fxqat.nn import recurrent  # noqa: F401  defines torch.ops.fxqat.recurrent
-from fxqat.onnx import recurrent_layers, scatters, stacks
+from fxqat.onnx import orders, pieces, recurrent_layers, scatters, stacks
 from fxqat.onnx.adaptive_pools import OpenWindowsError, adaptive_avg_pool, adaptive_max_pool
 from fxqat.onnx.closed_queries import attention
 from fxqat.quantization.dynamic_sizes import OpenSizes
@@ -245,6 +245,9 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.fxqat.recurrent.default: recurrent_layers.recurrent,
         torch.ops.fxqat.up_to_longest.default: recurrent_layers.up_to_longest,
         torch.ops.torchvision.roi_pool.default: _roi_pool,
+        torch.ops.aten.chunk.default: pieces.chunk,
+        torch.ops.aten.im2col.default: pieces.unfold,
+        torch.ops.aten.col2im.default: pieces.fold,
         # torch's own fail for an empty list of dimensions, which means all of them
         torch.ops.aten.amax.default: _amax,
         torch.ops.aten.amin.default: _amin,
@@ -252,8 +255,19 @@ def translation_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         # torch's own writes an empty name for dim=None
         torch.ops.aten.mean.dim: _mean,
         torch.ops.aten.scatter.src: scatters.scatter,
+        torch.ops.aten.scatter.reduce: scatters.scatter_with,
+        torch.ops.aten.scatter.value_reduce: scatters.scatter_number_with,
         torch.ops.aten.scatter_reduce.two: scatters.scatter_reduce,
+        torch.ops.aten.index_reduce.default: scatters.index_reduce,
         torch.ops.aten.sort.stable: _sort,
+        torch.ops.aten.kthvalue.default: orders.kthvalue,
+        torch.ops.aten.median.default: orders.median,
+        torch.ops.aten.median.dim: orders.median_along,
+        torch.ops.aten.cummax.default: orders.cummax,
+        torch.ops.aten.cummin.default: orders.cummin,
+        torch.ops.prims.fmax.default: orders.fmax,
+        torch.ops.prims.fmin.default: orders.fmin,
+        torch.ops.aten.masked_select.default: orders.masked_select,
         torch.ops.aten.hypot.default: _hypot,
         torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
         torch.ops.prims.prod.default: _prod,  # what the exporter makes of cumprod

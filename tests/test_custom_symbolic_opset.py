@@ -148,7 +148,16 @@ def test_the_table_is_made_anew_and_registers_nothing(tmp_path: Path) -> None:
         torch.ops.aten.mean.dim,
         torch.ops.aten.scaled_dot_product_attention.default,
         torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter.reduce,
+        torch.ops.aten.scatter.value_reduce,
         torch.ops.aten.scatter_reduce.two,
+        torch.ops.aten.index_reduce.default,
+        *(getattr(torch.ops.aten, name).default for name in ("kthvalue", "median", "cummax", "cummin")),
+        torch.ops.aten.median.dim,
+        torch.ops.aten.masked_select.default,
+        torch.ops.prims.fmax.default,
+        torch.ops.prims.fmin.default,
+        *(getattr(torch.ops.aten, name).default for name in ("chunk", "im2col", "col2im")),
         torch.ops.aten.hypot.default,
         torch.ops.aten.rrelu_with_noise_functional.default,
         torch.ops.aten.sort.stable,
@@ -219,6 +228,14 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     *(
         lambda x, how=how, own=own: x.scatter_reduce(1, FALLING, x * 3 + 1, how, include_self=own) + 9
         for how in ("mean", "sum", "amax")
+        for own in (True, False)
+    ),
+    *(lambda x, how=how: x.scatter(1, FALLING, x * 3 + 1, reduce=how) for how in ("add", "multiply")),
+    *(lambda x, how=how: x.scatter(1, FALLING[:, :, :2], 3.0, reduce=how) for how in ("add", "multiply")),
+    lambda x: x.long().scatter(1, FALLING, 2, reduce="add"),
+    *(
+        lambda x, how=how, own=own: x.index_reduce(-1, torch.tensor([0, 1, 1, 3]), x + 9, how, include_self=own)
+        for how in ("mean", "prod", "amax", "amin")
         for own in (True, False)
     ),
     lambda x: torch.sort(x.round(), dim=1, stable=True)[0],

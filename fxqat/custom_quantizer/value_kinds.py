@@ -106,7 +106,7 @@ def reads_sizes_only(node: fx.Node, kinds: Mapping[fx.Node, Kind]) -> bool:
     """Whether an op takes sizes and types of its operands, and no value."""
     op = identify(node)
     if op.family == CONSTRUCTOR:
-        return getattr(node.target, "__name__", node.target) not in ("tensor", "as_tensor", "new_tensor")
+        return getattr(node.target, "__name__", node.target) not in ("tensor", "as_tensor", "asarray", "new_tensor")
     return op.name == "size" and node.target != "item" and kinds[node] is Kind.OTHER
 
 

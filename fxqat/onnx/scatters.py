@@ -1,8 +1,10 @@
-"""Translations of scatters: from a source that is larger than the index, and of the mean of what falls together.
+"""Translations of scatters: from a source that is larger than the index, and of sums and means of what falls together.
 
-Torch's own want a source of the index's size, and write the last value where a mean is asked for.
+Torch's own want a source of the index's size, and write the last value where a mean is asked for. It has none of
+``torch.scatter(reduce=...)`` and of ``torch.index_reduce``.
 
-Source: ONNX ScatterElements, opset 18; Equal, opset 13; Where, opset 16; ConstantOfShape and Slice.
+Source: ONNX ScatterElements, opset 18; CastLike, opset 15; Equal, opset 13; Where, opset 16; ConstantOfShape, Expand,
+Unsqueeze and Slice.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import opset18 as op
 from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce as reduced
+
+REDUCTIONS = {"add": "add", "multiply": "mul"}
+"""What ONNX calls the reductions of ``torch.scatter``."""
 
 
 def scatter(x: Any, dim: int, index: Any, src: Any) -> Any:
@@ -37,6 +42,25 @@ def scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_
     if include_self:
         return op.Div(total, count)
     return op.Where(op.Equal(count, nothing), x, op.Div(total, op.Max(count, single)))
+
+
+def scatter_with(x: Any, dim: int, index: Any, src: Any, reduce: str) -> Any:
+    """``torch.scatter`` of a tensor that is added or multiplied."""
+    return op.ScatterElements(x, index, _part(src, index), axis=dim, reduction=REDUCTIONS[reduce])
+
+
+def scatter_number_with(x: Any, dim: int, index: Any, value: Any, reduce: str) -> Any:
+    """``torch.scatter`` of a number that is added or multiplied."""
+    source: Any = op.Expand(op.CastLike(value, x), op.Shape(index))
+    return op.ScatterElements(x, index, source, axis=dim, reduction=REDUCTIONS[reduce])
+
+
+def index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
+    """``torch.index_reduce``: ``torch.scatter_reduce`` with one index for each slice of the source."""
+    after: Any = op.Constant(value_ints=list(range(1, len(x.shape) - dim % len(x.shape))))
+    each = op.Expand(op.Unsqueeze(index, after), op.Shape(source))
+    each.shape, each.dtype = source.shape, index.dtype
+    return scatter_reduce(x, dim, each, source, reduce, include_self)
 
 
 def _part(src: Any, index: Any) -> Any:

@@ -152,6 +152,10 @@ def _extremum(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     return op if second is None else _BY_NAME[f"{op.name}_dim"]
 
 
+def _median(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
+    return replace(op, gives_tuple=argument(node, 1, "dim") is not None)
+
+
 def _item(node: fx.Node, op: Op, module: nn.Module | None) -> Op:
     source, index = node.args
     if not isinstance(source, fx.Node):
@@ -207,6 +211,7 @@ _CASES: dict[str, Callable[[fx.Node, Op, nn.Module | None], Op]] = {
     **dict.fromkeys((name for name in _BY_NAME if "max_pool" in name), _max_pool),
     "max": _extremum,
     "min": _extremum,
+    "median": _median,
     "getitem": _item,
     "assign_item": _assign_item,
     "roi_pool": _roi_pool,

@@ -34,7 +34,9 @@ from fxqat.utils.contexts import hooked, users_modules
 from fxqat.utils.tensors import map_tensors, named_leaves
 
 SELECTING = {"topk": "TopK", "sort": "TopK", "argsort": "TopK", "msort": "TopK"}
+SELECTING |= {"kthvalue": "TopK", "median": "TopK"}
 SELECTING |= {"max": "ArgMax", "argmax": "ArgMax", "min": "ArgMin", "argmin": "ArgMin"}
+SELECTING |= {"cummax": "ArgMax", "cummin": "ArgMin"}
 """The operators of ONNX that torch's selecting functions become."""
 
 
@@ -194,6 +196,31 @@ def _seeded() -> Iterator[list[bool]]:
         drawn.append(not torch.equal(before, torch.get_rng_state()))
 
 
+def _of_smallest(result: Any, x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Tensor:
+    """The indices of the ``k`` smallest values, of which ``kthvalue`` selects the last one as it did."""
+    own: Tensor = result.indices
+    if not x.dim():
+        return own
+    found = torch.topk(x, k, dim, largest=False).indices
+    own = own if keepdim else own.unsqueeze(dim)
+    return torch.cat([found.narrow(dim, 0, k - 1), own], dim)
+
+
+def _of_half(result: Any, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """The same of ``median``."""
+    if dim is None:
+        return torch.topk(x.flatten(), (x.numel() + 1) // 2, largest=False).indices
+    return _of_smallest(result, x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
+
+
+_OF_OPERATOR: dict[str, Callable[..., Tensor]] = {
+    "msort": lambda _, *args, **kwargs: torch.sort(*args, **kwargs, dim=0).indices,
+    "kthvalue": _of_smallest,
+    "median": _of_half,
+}
+"""Functions whose operator gives other indices than they do, or any at all; from their result and arguments."""
+
+
 class _Selections(TorchFunctionMode):
     """Records the indices that sorts and maxima give."""
 
@@ -209,8 +236,8 @@ class _Selections(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kind = SELECTING.get(name)
         indices = getattr(result, "indices", None) if isinstance(result, tuple) else result
-        if name == "msort":  # it gives values only, and becomes the same operator
-            indices = torch.sort(*args, **(kwargs or {}), dim=0).indices
+        if name in _OF_OPERATOR:
+            indices = _OF_OPERATOR[name](result, *args, **(kwargs or {}))
         if kind is not None and isinstance(indices, Tensor) and indices.dtype == torch.int64:
             self.found[kind].append(indices.detach().numpy().copy())
         return result

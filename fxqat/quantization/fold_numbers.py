@@ -27,7 +27,7 @@ from fxqat.utils.node_meta import SHAPE, kind_of
 TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose", "pad", "roll")
 """The ops whose arguments after the first are indices or sizes."""
 
-CONSTANTS = (torch.tensor, torch.as_tensor, torch.arange, torch.zeros, torch.ones, torch.full)
+CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.arange, torch.zeros, torch.ones, torch.full)
 """The functions without operands whose results are the same in each call."""
 
 

@@ -34,6 +34,10 @@ COPIES = ("clone", torch.clone, "to", "float", "type_as", "cpu", "cuda")
 GIVEN = {"fill_": "value", "copy_": "other"}
 """Methods that overwrite a tensor with what they are given, and the name of that argument."""
 
+COMPARING = {"eq", "ge", "greater", "greater_equal", "gt", "le", "less", "less_equal", "lt", "ne", "not_equal"}
+COMPARING |= {"logical_and", "logical_not", "logical_or", "logical_xor"}
+"""Methods whose result has truth values, but numbers where they overwrite numbers with it."""
+
 BASIC = (int, slice, type(None), type(...))
 """The types of the items of a key that selects without copying."""
 
@@ -65,7 +69,10 @@ def _out_of_place(node: fx.Node) -> Any:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
         name = out_of_place_method(str(node.target))
-        if hasattr(Tensor, name) and name != "bernoulli":  # which takes its operand for probabilities
+        keeps_type = name not in COMPARING or (
+            isinstance(overwritten, fx.Node) and identify(overwritten).name == "compare"
+        )
+        if hasattr(Tensor, name) and keeps_type and name != "bernoulli":  # which takes its operand for probabilities
             node.target = name
         else:
             node.args = (node.args[0], str(node.target), *node.args[1:])

@@ -51,6 +51,7 @@ from fxqat.utils.torch_compat import CAUSAL_CHECK, DISTRIBUTION_SIZE, WRAPPER, l
 CONSTRUCTORS = (
     "arange",
     "as_tensor",
+    "asarray",
     "broadcast_shapes",
     "empty",
     "eye",

@@ -175,7 +175,7 @@ DECOMPOSED = (
     *('padding="same"', "Pool1d(", "adaptive_avg_pool1d", "adaptive_max_pool1d", "AdaptiveAvgPool2d(("),
     *("output_size=(", "AdaptiveAvgPool3d", "adaptive_avg_pool3d", "hstack", "vstack", "dstack", "tensor_split"),
     *("hsplit", "absolute"),
-    *("swapaxes", "swapdims", "movedim", "moveaxis", "min(x, y", "min(x, o", "x.min(y", "max(x, y", "max(x, o"),
+    *("swapaxes", "swapdims", "movedim", "moveaxis", "min(x, y", "min(x, o", "x.min(y", "fmax", "max(x, y", "max(x, o"),
     *("x.max(y", "rsub", "1.5 - x", "clip", "linalg.matmul", "linalg.norm", "x.to(x", 'x.to("', "reshape_as"),
     *("rms_norm", "RMSNorm", "rrelu", "RReLU", "oftshrink", "ardshrink", "hreshold", "tensordot", "y.T @ y", "square"),
     *("nan_to_num", "torch.var", "x.var", "torch.std", "x.std", "cosine", "pairwise", "cdist", "setitem", "along_dim"),
@@ -627,6 +627,7 @@ TABLE: tuple[Case, ...] = (
         torch.max(x, y)
         torch.max(x, other=y)
         x.max(y)
+        torch.fmax(x, y)
         torch.maximum(x, y)
         x.maximum(y)
     """),
@@ -1125,6 +1126,19 @@ BEYOND: tuple[Case, ...] = (
     both("beyond", "sort", """
         torch.sort(x, 1)[0]
         x.sort(dim=-1, descending=True).values
+    """, elsewhere=TUPLE),
+    both("beyond", "kthvalue", """
+        torch.kthvalue(x, 2, 1)[0]
+        x.kthvalue(k=3).values
+    """, elsewhere=TUPLE),
+    both("beyond", "median", """
+        torch.median(x, 1)[0]
+        x.median(dim=-1).values
+        x.median(1, True)[0]
+    """, elsewhere=TUPLE),
+    both("beyond", "cummax", """
+        torch.cummax(x, 1)[0]
+        x.cummin(dim=-1).values
     """, elsewhere=TUPLE),
     both("beyond", "triangle", """
         torch.triu(x)

@@ -442,3 +442,48 @@ def test_a_tensor_that_is_overwritten_keeps_its_type(name, values, dtype):
     for found, expected in zip(gm(x), model(x), strict=True):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.gt_(0),
+        lambda y: y.eq_(y.roll(1, -1)),
+        lambda y: y.relu().logical_and_(y > -1),
+        lambda y: y.logical_not_(),
+        lambda y: y.argmax(-1, keepdim=True).not_equal_(2),
+        lambda y: (y > 0).logical_xor_(y < 1).logical_not_() * y,
+    ],
+)
+def test_truth_values_that_overwrite_numbers_are_numbers(write, tmp_path):
+    class Compares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = write(self.first(x))
+            return y, y - self.second(x) / 3
+
+    model, x = Compares().eval(), torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    gm = quantized(model, x, "TSQAT", example_inputs=(x,))
+    assert fxqat.convert_export(gm, (x,), tmp_path / "file.onnx").certificate.passed
+    fxqat.disable_all(gm)
+    for found, expected in zip(gm(x), model(x), strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected)
+
+
+def test_truth_values_that_overwrite_truth_values_without_example_inputs():
+    class Compares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = self.first(x)
+            return y * (y > 0).logical_not_().ne_(y < -1)
+
+    gm = quantized(Compares().eval(), torch.randn(8, 6), "TSQAT")
+    assert [row.status for row in gm.quant_report if row.op == "compare"] == ["float"] * 4
