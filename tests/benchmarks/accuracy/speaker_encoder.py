@@ -66,6 +66,7 @@ class Row:
         states: whether the hidden states that a layer gives to the next one have 16 bits.
         first: whether the weights of the first layer have 8 bits.
         block_size: weights that share a scale; None: all of a row.
+        has_zero_points: whether they share a zero point as well.
     """
 
     bits: int
@@ -75,6 +76,7 @@ class Row:
     states: bool = False
     first: bool = False
     block_size: int | None = None
+    has_zero_points: bool = False
 
     @property
     def exceptions(self) -> list[str]:
@@ -90,6 +92,7 @@ class Row:
         """
         bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
         bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
+        bits += " with zero points" if self.has_zero_points else ""
         kind = "16 bits, divided" if self.is_divided else "8 bits"
         return bits, kind, (self.method or "nearest") + (f", QAT, {steps} steps" if self.is_trained else "")
 
@@ -109,6 +112,8 @@ ROWS = [
     Row(4, True, "GPTQ", block_size=16),
     Row(4, True, "GPTQ", True, block_size=16),
     Row(4, True, "GPTQ", True, states=True, block_size=16),
+    Row(4, True, "GPTQ", block_size=16, has_zero_points=True),
+    Row(4, True, "GPTQ", True, block_size=16, has_zero_points=True),
 ]
 
 
@@ -319,7 +324,8 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
         "  inside a layer they are float in every row.",
         "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
         "* *File*: its size as a share of the float parameters. Biases are int32, and scales of rows are float32.",
-        "  *In blocks of 16*: each 16 weights of a row have a scale, 2 bits for each weight, and biases are float.",
+        "  *In blocks of 16*: each 16 weights of a row have a scale, 2 bits for each weight, and biases are float. *With",
+        "  zero points*: a zero point of 4 bits as well.",
         "",
         ".. list-table::",
         "   :header-rows: 1",
@@ -349,7 +355,8 @@ def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], st
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
     overrides = [INPUT] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
-    weights = FOUR_BITS | {"w_qscheme": {"bit": 4, "block_size": row.block_size}}
+    scheme = {"bit": 4, "block_size": row.block_size, "symmetry": not row.has_zero_points}
+    weights = FOUR_BITS | {"w_qscheme": scheme}
     config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else weights}
     batches = [(batch,) for batch in data[:CALIBRATION].split(BATCH)]
     gm = ptq(network, batches, "Experimental", config, reconstruct=row.method, compare=False)
