@@ -34,7 +34,7 @@ from fxqat.onnx.runtimes import RUNTIMES, check_runtime, rewriting_for
 from fxqat.onnx.simplify import Simplify
 from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture, has_effect
-from fxqat.quantization.deployed_copy import inputs_in_float32
+from fxqat.quantization.deployed_copy import deployed_inputs
 from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
 from fxqat.quantization.end_to_end import end_to_end, has_float_model
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
@@ -166,7 +166,7 @@ def convert_export(
     """
     check_flags(ExportError, "convert_export", dynamic_batch=dynamic_batch, verify=verify)
     gm = prepared_model(model, ExportError)
-    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
+    inputs = deployed_inputs(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     if file_path is None:
         raise ExportError("file_path is missing: give the path of the ONNX file to write")
     if opset_version is not None:

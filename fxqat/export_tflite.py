@@ -22,7 +22,7 @@ from fxqat.fake_quantize.state import require_calibrated
 from fxqat.litert_conversion import check_schemes, litert_versions, run_converter
 from fxqat.onnx.quant_params import params_document
 from fxqat.quantization.capture import Captured, capture
-from fxqat.quantization.deployed_copy import inputs_in_float32
+from fxqat.quantization.deployed_copy import deployed_inputs
 from fxqat.quantization.graph_module import prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizedTensor
@@ -104,7 +104,7 @@ def export_tflite(
     """
     check_flags(ExportError, "export_tflite", channels_last=channels_last, integer_io=integer_io, verify=verify)
     gm = prepared_model(model, ExportError)
-    inputs = inputs_in_float32(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
+    inputs = deployed_inputs(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     check_paths(file_path=file_path, file_path_json=file_path_json)
     versions = litert_versions()
     require_calibrated(gm)
@@ -157,7 +157,7 @@ def certify_tflite(model: nn.Module, inputs: tuple[Any, ...], content: bytes) ->
         versions = {"ai-edge-litert": version("ai-edge-litert")}
     except PackageNotFoundError as cause:
         raise missing(cause) from cause
-    inputs = inputs_in_float32(gm, inputs)
+    inputs = deployed_inputs(gm, inputs)
     tensors = tuple(lower(gm, "float").tensors.values())
     captured = capture(gm, inputs, with_reals=True)
     certificate = _certify(with_float_interface(content), inputs, tensors, captured, versions)

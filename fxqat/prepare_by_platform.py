@@ -34,6 +34,7 @@ from fxqat.quantization.graph_module import (
     named_tensors,
 )
 from fxqat.quantization.insert import insert
+from fxqat.quantization.left_out import LeftOut, take_left_out
 from fxqat.quantization.report import QuantReport, build_report
 from fxqat.quantization.sameness import SamenessError, check_now_or_at_first_call
 from fxqat.quantization.split_ops import split_ops
@@ -168,6 +169,9 @@ def _prepare(
     )
     prepared.provenance.modes = modes_in(prepared, traced.root, modes)
     prepared.provenance.example_inputs = inputs_to_keep(inputs)
+    prepared.provenance.left_out = LeftOut.of(model, traced.values)
+    if prepared.provenance.left_out.values:
+        prepared.register_forward_pre_hook(take_left_out, with_kwargs=True)
     _preserve(model, prepared, config.preserve_attr)
     if float_model is not None:
         trains = is_qat and config.bn_mode not in (BN_FREEZE, 0) and not traced.eval_only

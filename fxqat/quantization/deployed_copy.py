@@ -101,8 +101,16 @@ def is_half_precision(gm: nn.Module) -> bool:
     return any(parameter.dtype in HALF for parameter in gm.parameters())
 
 
-def inputs_in_float32(gm: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The inputs of the deployed copy: of a model in half precision they are float32."""
+def deployed_inputs(gm: QuantGraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of the deployed copy: those that the model has, see ``LeftOut``; in half precision as float32.
+
+    Raises:
+        ExportError: an input that it does not have is another one than in its graph.
+    """
+    try:
+        inputs, _ = gm.provenance.left_out.without(inputs, {})
+    except TypeError as cause:
+        raise ExportError(f"example_inputs: {cause}") from cause
     if not is_half_precision(gm):
         return inputs
     return map_tensors(inputs, widened)  # type: ignore[no-any-return]

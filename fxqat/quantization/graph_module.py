@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, FxqatError
 from fxqat.quantization.dtype_casts import follow_dtype
+from fxqat.quantization.left_out import LeftOut
 from fxqat.quantization.quantization_noise import QuantizationNoise
 from fxqat.quantization.report import QuantReport
 from fxqat.quantization.split_parameters import SplitParameter
@@ -59,6 +60,7 @@ class Provenance:
             (``fxqat.quantization.train_method``).
         example_inputs: the inputs that the model was prepared with, on the CPU, as arguments of the prepared model;
             None if there were none. Exports take them if none are given.
+        left_out: the arguments of the float model's forward that the prepared model does not have.
     """
 
     backend: str
@@ -73,6 +75,7 @@ class Provenance:
     runtime: str = ""
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
     example_inputs: tuple[Any, ...] | None = None
+    left_out: LeftOut = LeftOut()
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -57,6 +57,7 @@ class Traced(NamedTuple):
         root: the copy of the model, whose tensors the graph module shares.
         gm: the graph module, in the mode of the model.
         fixed: names of the arguments of forward that torch.fx fixed to a value.
+        values: of all arguments that are fixed, by name: those of the user, and defaults.
         state_changes: what forward changes outside of parameters and buffers.
         concrete_args: arguments that the user fixed to a value.
         forced: sizes that the graph holds as numbers.
@@ -74,6 +75,7 @@ class Traced(NamedTuple):
     checkpointed: tuple[str, ...] = ()
     state_changes: tuple[str, ...] = ()
     concrete_args: Mapping[str, Any] = MappingProxyType({})
+    values: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def remarks(self) -> dict[str, tuple[Any, ...]]:
@@ -169,6 +171,7 @@ def trace(
         checkpointed=tuple(dict.fromkeys(checkpointed)),
         state_changes=tuple(dict.fromkeys([*state_changes, *_not_followed(graph, model)])),
         concrete_args=dict(concrete_args or {}),
+        values=fixed,
     )
 
 

@@ -8,7 +8,7 @@ from fxqat import prepare_by_platform
 from fxqat.errors import ExportError
 from fxqat.fake_quantize.state import named_fake_quants
 from fxqat.nn.deployed import Normalize
-from fxqat.quantization.deployed_copy import deployed_copy, inputs_in_float32, is_half_precision
+from fxqat.quantization.deployed_copy import deployed_copy, deployed_inputs, is_half_precision
 from tests.export_models import calibrate
 from tests.models import prepared
 
@@ -73,7 +73,7 @@ def test_a_model_in_half_precision_is_deployed_in_float32(dtype):
     x = torch.randn(4, 3).to(dtype)
     gm = calibrate(prepare_by_platform(Casting().to(dtype).eval(), "TSQAT", example_inputs=x), (x,))
     assert is_half_precision(gm)
-    assert inputs_in_float32(gm, (x,))[0].dtype == torch.float32
+    assert deployed_inputs(gm, (x,))[0].dtype == torch.float32
     work = deployed_copy(gm)
     assert {tensor.dtype for tensor in (*work.parameters(), *work.buffers())} == {torch.float32}
     assert dtype not in {argument for node in work.graph.nodes for argument in (*node.args, *node.kwargs.values())}
@@ -86,7 +86,7 @@ def test_a_model_in_half_precision_is_deployed_in_float32(dtype):
 def test_inputs_of_a_float32_model_keep_their_type():
     gm = prepared("two_readers")
     assert not is_half_precision(gm)
-    assert inputs_in_float32(gm, (torch.ones(1).half(),))[0].dtype == torch.float16
+    assert deployed_inputs(gm, (torch.ones(1).half(),))[0].dtype == torch.float16
 
 
 def test_a_float64_model_is_refused_with_the_remedy():
