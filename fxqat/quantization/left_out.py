@@ -9,15 +9,12 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fxqat.utils.batches import described
-
-if TYPE_CHECKING:
-    from fxqat.quantization.graph_module import QuantGraphModule
 
 PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, NoneType)
 """The types of values that are compared; any other value is a different one, unless it is the same object."""
@@ -75,10 +72,12 @@ class LeftOut:
 
 
 def take_left_out(
-    gm: QuantGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    gm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward pre-hook of a prepared model, see :meth:`LeftOut.without`."""
-    return gm.provenance.left_out.without(args, kwargs)
+    provenance: Any = gm.provenance
+    found: LeftOut = provenance.left_out
+    return found.without(args, kwargs)
 
 
 take_left_out.fxqat_internal = True  # type: ignore[attr-defined]

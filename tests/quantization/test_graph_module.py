@@ -282,7 +282,7 @@ def test_arguments_by_name_and_wrong_arguments(how, training):
         ((X,), {}, "missing 1 required positional argument: 'mask'"),
         ((X, MASK), {"masks": MASK}, "unexpected keyword argument 'masks'"),
         ((X, MASK), {"x": X}, "multiple values for argument 'x'"),
-        ((X, MASK, 1.0, False), {}, "takes from 3 to 4 positional arguments but 5 were given"),
+        ((X, MASK, 1.0, False, 1), {}, "takes from 3 to 4 positional arguments but 6 were given"),
     ):
         with pytest.raises(TypeError, match=message):
             gm(*args, **kwargs)

@@ -1,6 +1,7 @@
 """A program that gives arguments which the prepared model does not have goes on working, if they are as before."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -44,6 +45,7 @@ def prepared(example_inputs=(X, None, Y), **config):
 def test_a_call_may_give_them(args, kwargs):
     gm = prepared()
     torch.testing.assert_close(gm(*args, **kwargs), Optional()(X, None, Y))
+    assert list(inspect.signature(gm.forward).parameters) == ["x", "other"]  # what trainers read
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,10 @@ def test_a_call_may_give_them(args, kwargs):
     ],
 )
 def test_another_value_is_refused(args, kwargs, told):
+    gm = prepared()
     with pytest.raises(TypeError, match=told):
-        prepared()(*args, **kwargs)
+        gm(*args, **kwargs)
+    assert gm(X, Y).shape == (3,)
 
 
 def test_what_forward_never_had_is_refused_by_python():
@@ -102,8 +106,10 @@ def test_compiled_code_takes_them():
     fxqat.enable_quantization(gm)
     compiled = torch.compile(gm, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X, None, Y, scale=1.0), gm(X, Y))
+    torch.testing.assert_close(compiled(X, Y), gm(X, Y))
 
 
 def test_a_model_without_such_arguments_has_no_hook():
     gm = fxqat.prepare_by_platform(nn.Sequential(nn.Linear(8, 8)), "TSQAT", example_inputs=X)
     assert not gm._forward_pre_hooks
+    assert prepared()._forward_pre_hooks
