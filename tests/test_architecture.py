@@ -269,6 +269,7 @@ GRAPH_PASSES = (
     "tracing.leaf_tracer",
     "tracing.value_tracer",
     "tracing.train_eval_fork",
+    "tracing.written_constants",
     "tracing.layer_hooks",
     "tracing.batch_norm_calls",
     "quantization.drop_unread",

@@ -233,6 +233,7 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     *(lambda x, how=how: x.scatter(1, FALLING, x * 3 + 1, reduce=how) for how in ("add", "multiply")),
     *(lambda x, how=how: x.scatter(1, FALLING[:, :, :2], 3.0, reduce=how) for how in ("add", "multiply")),
     lambda x: x.long().scatter(1, FALLING, 2, reduce="add"),
+    lambda x: x[0, 0].index_reduce(0, torch.tensor([0, 1, 1, 3]), x[1, 2], "amax"),
     *(
         lambda x, how=how, own=own: x.index_reduce(-1, torch.tensor([0, 1, 1, 3]), x + 9, how, include_self=own)
         for how in ("mean", "prod", "amax", "amin")

@@ -60,11 +60,15 @@ def cummin(x: Any, dim: int) -> tuple[Any, Any]:
 
 def fmax(x: Any, y: Any) -> Any:
     """``torch.fmax`` of two tensors of one type: of a number and of what is no number, the number."""
+    if not x.dtype.is_floating_point():
+        return op.Max(x, y)
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Max(x, y)))
 
 
 def fmin(x: Any, y: Any) -> Any:
     """``torch.fmin``, see :func:`fmax`."""
+    if not x.dtype.is_floating_point():
+        return op.Min(x, y)
     return op.Where(op.IsNaN(x), y, op.Where(op.IsNaN(y), x, op.Min(x, y)))
 
 

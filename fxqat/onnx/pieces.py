@@ -1,8 +1,8 @@
 """Translations of what cuts tensors into pieces, and joins them: chunk, unfold and fold.
 
-Torch's own make no list of one chunk, and want a batch of images.
+Torch's own make no list of one chunk, count chunks that are empty, and want a batch of images.
 
-Source: ONNX SplitToSequence, opset 11; Squeeze and Unsqueeze, opset 13; Col2Im, opset 18.
+Source: ONNX SequenceConstruct and SplitToSequence, opset 11; Squeeze and Unsqueeze, opset 13; Col2Im, opset 18.
 """
 
 from __future__ import annotations
@@ -19,19 +19,30 @@ from onnxscript.function_libs.torch_lib.ops.nn import aten_col2im, aten_im2col
 def chunk(x: Any, chunks: int, dim: int = 0) -> Any:
     """``torch.chunk``."""
     size = x.shape[dim]
-    if not isinstance(size, int):
-        return aten_chunk(x, chunks, dim)
-    return aten_split(x, op.Constant(value_int=max(1, -(-size // chunks))), dim)
+    if chunks == 1:
+        return op.SequenceConstruct(x)
+    if isinstance(size, int):
+        return aten_split(x, op.Constant(value_int=max(1, -(-size // chunks))), dim)
+    return aten_chunk(x, chunks, dim)
 
 
-def unfold(x: Any, *sizes: Sequence[int]) -> Any:
+def unfold(
+    x: Any, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]
+) -> Any:
     """``torch.nn.functional.unfold`` of an image, or of a batch of them."""
-    return _batched(aten_im2col, x, 4, *sizes)
+    return _batched(aten_im2col, x, 4, kernel_size, dilation, padding, stride)
 
 
-def fold(x: Any, *sizes: Sequence[int]) -> Any:
+def fold(
+    x: Any,
+    output_size: Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Any:
     """``torch.nn.functional.fold`` of an image, or of a batch of them."""
-    return _batched(aten_col2im, x, 3, *sizes)
+    return _batched(aten_col2im, x, 3, output_size, kernel_size, dilation, padding, stride)
 
 
 def _batched(function: Callable[..., Any], x: Any, rank: int, *sizes: Sequence[int]) -> Any:

@@ -57,8 +57,9 @@ def scatter_number_with(x: Any, dim: int, index: Any, value: Any, reduce: str) -
 
 def index_reduce(x: Any, dim: int, index: Any, source: Any, reduce: str, include_self: bool = True) -> Any:
     """``torch.index_reduce``: ``torch.scatter_reduce`` with one index for each slice of the source."""
-    after: Any = op.Constant(value_ints=list(range(1, len(x.shape) - dim % len(x.shape))))
-    each = op.Expand(op.Unsqueeze(index, after), op.Shape(source))
+    behind = list(range(1, len(x.shape) - dim % len(x.shape)))
+    new: Any = op.Constant(value_ints=behind)
+    each = op.Expand(op.Unsqueeze(index, new) if behind else index, op.Shape(source))
     each.shape, each.dtype = source.shape, index.dtype
     return scatter_reduce(x, dim, each, source, reduce, include_self)
 

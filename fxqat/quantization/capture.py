@@ -196,21 +196,21 @@ def _seeded() -> Iterator[list[bool]]:
         drawn.append(not torch.equal(before, torch.get_rng_state()))
 
 
-def _of_smallest(result: Any, x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Tensor:
+def _of_smallest(result: Any, input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Tensor:
     """The indices of the ``k`` smallest values, of which ``kthvalue`` selects the last one as it did."""
     own: Tensor = result.indices
-    if not x.dim():
+    if not input.dim():
         return own
-    found = torch.topk(x, k, dim, largest=False).indices
+    found = torch.topk(input, k, dim, largest=False).indices
     own = own if keepdim else own.unsqueeze(dim)
     return torch.cat([found.narrow(dim, 0, k - 1), own], dim)
 
 
-def _of_half(result: Any, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+def _of_half(result: Any, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """The same of ``median``."""
     if dim is None:
-        return torch.topk(x.flatten(), (x.numel() + 1) // 2, largest=False).indices
-    return _of_smallest(result, x, (x.shape[dim] + 1) // 2 if x.dim() else 1, dim, keepdim)
+        return torch.topk(input.flatten(), (input.numel() + 1) // 2, largest=False).indices
+    return _of_smallest(result, input, (input.shape[dim] + 1) // 2 if input.dim() else 1, dim, keepdim)
 
 
 _OF_OPERATOR: dict[str, Callable[..., Tensor]] = {

@@ -69,10 +69,8 @@ def _out_of_place(node: fx.Node) -> Any:
         node.target = OUT_OF_PLACE[node.target]
     elif node.op == "call_method":
         name = out_of_place_method(str(node.target))
-        keeps_type = name not in COMPARING or (
-            isinstance(overwritten, fx.Node) and identify(overwritten).name == "compare"
-        )
-        if hasattr(Tensor, name) and keeps_type and name != "bernoulli":  # which takes its operand for probabilities
+        gives_numbers = name in COMPARING and isinstance(overwritten, fx.Node) and _has_numbers(overwritten)
+        if hasattr(Tensor, name) and not gives_numbers and name != "bernoulli":  # which takes probabilities there
             node.target = name
         else:
             node.args = (node.args[0], str(node.target), *node.args[1:])
@@ -84,6 +82,11 @@ def _out_of_place(node: fx.Node) -> Any:
         else:
             node.kwargs = {**node.kwargs, "inplace": False}
     return overwritten
+
+
+def _has_numbers(node: fx.Node) -> bool:
+    """Whether the example inputs show that a value has numbers, or that it may have."""
+    return kind_of(node) is not None and identify(node).name != "compare"
 
 
 def _without_reading(node: fx.Node, overwritten: fx.Node) -> bool:

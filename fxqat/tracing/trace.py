@@ -33,6 +33,7 @@ from fxqat.tracing.leaf_tracer import LeafTracer, ParameterOverwritten, TypeNotI
 from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
+from fxqat.tracing.written_constants import constants_of, copy_written_constants
 from fxqat.utils.closures import copy_with_closures
 from fxqat.utils.contexts import buffers_kept
 from fxqat.utils.fx_graph import copy_modes
@@ -130,6 +131,7 @@ def trace(
     root.eval()
     for module in root.modules():
         mark_if_idle(module)
+    held = constants_of(root)
     fixed = dict(concrete_args or {})
     tracers: list[fx.Tracer] = [LeafTracer(leaf_modules, untraceable)] if custom_tracer is None else [custom_tracer]
     if example_inputs is not None and custom_tracer is None:
@@ -145,6 +147,7 @@ def trace(
         python_state_kept(root) as state_changes,
     ):
         graph, tracer = _first_success(model, root, tracers, fixed, remedies)
+    copy_written_constants(graph, held)
     _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)

@@ -9,12 +9,14 @@ import fxqat
 from tests.export_models import run_file
 
 FUNCTIONS = {
-    "kthvalue": lambda x: torch.kthvalue(x, 2),
+    "kthvalue": lambda x: torch.kthvalue(input=x, k=2),
     "kthvalue along the first": lambda x: x.kthvalue(3, 0, True),
     "median": lambda x: (x.median(),),
     "median along the last": lambda x: x.median(-1),
     "median of an even number": lambda x: torch.median(x, 1, keepdim=True),
+    "median of one number": lambda x: x[0, 0, 0].median(0),
     "cummax": lambda x: torch.cummax(x, 1),
+    "cummax of a row": lambda x: x[0, 0].cummax(0),
     "cummax along the first": lambda x: x.cummax(0),
     "cummin": lambda x: x.cummin(-1),
     "fmax": lambda x: (torch.fmax(x, x.flip(1)),),
@@ -70,7 +72,15 @@ def test_of_equal_values_the_last_is_selected(function, tmp_path):
     np.testing.assert_array_equal(run_file(tmp_path / "file.onnx", (x,))[1], function(x, -1).indices.numpy())
 
 
-@pytest.mark.parametrize("function", [torch.cummax, torch.cummin, lambda x, dim: x.kthvalue(2, dim)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.cummax,
+        torch.cummin,
+        lambda x, dim: x.kthvalue(2, dim),
+        lambda x, _: (torch.fmax(x, -x), torch.fmin(x, -x)),
+    ],
+)
 def test_integers(function, tmp_path):
     def of_integers(x):
         return function((x * 10).long(), 1)
