@@ -147,10 +147,10 @@ def trace(
         python_state_kept(root) as state_changes,
     ):
         graph, tracer = _first_success(model, root, tracers, fixed, remedies)
-    copy_written_constants(graph, held)
     _keep_signature(graph, root, tracer.inputs if isinstance(tracer, TrainEvalTracer) else {})
     copy_modes(model, root)
     gm = TracedGraphModule(root, graph, type(model).__name__)
+    copy_written_constants(gm.graph, held)
     hooked = settle_hooks(gm)
     copy_modes(root, gm)
     batch_norms_to_modules(root, gm, tracer.batch_norms if isinstance(tracer, TrainEvalTracer) else None)

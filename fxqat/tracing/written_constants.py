@@ -29,7 +29,7 @@ def copy_written_constants(graph: fx.Graph, held: Collection[str] = ()) -> None:
     """Read a copy of each constant that the graph overwrites, in place.
 
     Args:
-        graph: the graph of a model; what it calls is not in the graph.
+        graph: the graph of a graph module.
         held: names of constants that the model held before it was traced: they are its state.
     """
     reads: dict[str, list[fx.Node]] = {}

@@ -72,7 +72,20 @@ def test_constants_that_the_model_held_before_are_its_state():
     root.register_buffer("_tensor_constant0", torch.zeros(2))
     model = fx.GraphModule(root, graph)
     assert constants_of(model) == {"_tensor_constant0"}
-    copy_written_constants(graph, constants_of(model))
-    assert [node.target for node in graph.nodes if node.op == "call_method"] == ["add_"]
-    copy_written_constants(graph)
-    assert [node.target for node in graph.nodes if node.op == "call_method"] == ["clone", "add_"]
+    copy_written_constants(model.graph, constants_of(model))
+    assert [node.target for node in model.graph.nodes if node.op == "call_method"] == ["add_"]
+    copy_written_constants(model.graph)
+    assert [node.target for node in model.graph.nodes if node.op == "call_method"] == ["clone", "add_"]
+
+
+def test_a_module_that_overwrites_a_constant():
+    class Overwrites(Writes):
+        def __init__(self):
+            super().__init__(lambda y: self.rectified(torch.zeros(6) - 1) + y[0])
+            self.rectified = nn.ReLU(inplace=True)
+
+    model, x = Overwrites().eval(), torch.randn(3, 6)
+    gm = fxqat.prepare_by_platform(model, "TSQAT")
+    fxqat.disable_all(gm)
+    for _ in range(2):
+        torch.testing.assert_close(gm(x), model(x))
