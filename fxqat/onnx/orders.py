@@ -8,6 +8,7 @@ opset 11; Expand, Max and Min, opset 13; Where, opset 16; GreaterOrEqual, opset 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,22 +41,12 @@ def median_along(x: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any]:
 
 def cummax(x: Any, dim: int) -> tuple[Any, Any]:
     """``torch.cummax``: of equal values the last one is selected."""
-    if not x.shape:
-        return op.Identity(x), op.Constant(value_int=0)
-    axis, up_to_each = _up_to_each(x, dim, _limits(x.dtype)[0])
-    last: Any = op.ArgMax(up_to_each, axis=axis + 1, keepdims=False, select_last_index=True)
-    behind: Any = op.Constant(value_ints=[axis + 1])
-    return op.ReduceMax(up_to_each, behind, keepdims=False), last
+    return _running(x, dim, op.ReduceMax, op.ArgMax, _limits(x.dtype)[0])
 
 
 def cummin(x: Any, dim: int) -> tuple[Any, Any]:
     """``torch.cummin``: of equal values the last one is selected."""
-    if not x.shape:
-        return op.Identity(x), op.Constant(value_int=0)
-    axis, up_to_each = _up_to_each(x, dim, _limits(x.dtype)[1])
-    last: Any = op.ArgMin(up_to_each, axis=axis + 1, keepdims=False, select_last_index=True)
-    behind: Any = op.Constant(value_ints=[axis + 1])
-    return op.ReduceMin(up_to_each, behind, keepdims=False), last
+    return _running(x, dim, op.ReduceMin, op.ArgMin, _limits(x.dtype)[1])
 
 
 def fmax(x: Any, y: Any) -> Any:
@@ -89,6 +80,16 @@ def _size(x: Any, dim: int) -> Any:
     """The size of a dimension, as a tensor of one number."""
     place: Any = op.Constant(value_ints=[dim])
     return op.Gather(op.Shape(x), place)
+
+
+def _running(x: Any, dim: int, reduce: Callable[..., Any], select: Callable[..., Any], beyond: Any) -> tuple[Any, Any]:
+    """The extreme of the values up to each place, and its last place; ``beyond`` is never one."""
+    if not x.shape:
+        return op.Identity(x), op.Constant(value_int=0)
+    axis, up_to_each = _up_to_each(x, dim, beyond)
+    last: Any = select(up_to_each, axis=axis + 1, keepdims=False, select_last_index=True)
+    behind: Any = op.Constant(value_ints=[axis + 1])
+    return reduce(up_to_each, behind, keepdims=False), last
 
 
 def _up_to_each(x: Any, dim: int, beyond: Any) -> tuple[int, Any]:
