@@ -20,6 +20,7 @@ from fxqat.tools.training.accumulation import round_weights_once
 from fxqat.tools.training.batch_norm import reestimate_batch_norm
 from fxqat.tools.training.dampening import dampening_loss
 from fxqat.tools.training.nan_guard import NaNGuard, first_not_finite
+from fxqat.tools.training.trained_rounding import TrainedRounding, train_rounding
 
 __all__ = [
     "Choice",
@@ -30,6 +31,7 @@ __all__ = [
     "Reconstruction",
     "Sensitivity",
     "Skipped",
+    "TrainedRounding",
     "WidthBank",
     "activation_peak",
     "average_weight_bits",
@@ -53,5 +55,6 @@ __all__ = [
     "solve",
     "sweep",
     "to_float",
+    "train_rounding",
     "weight_bytes",
 ]

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.numerics import per_axis
+from fxqat.numerics import per_axis, valid_scale
 
 ZETA, GAMMA = 1.1, -0.1
 
+DECIDED = 6.0
+"""A rounding variable whose fraction is 1, and with the opposite sign 0."""
+
 
 class AdaRoundFakeQuantize(FakeQuantizeBase):
-    """Replaces a weight's fake-quant while its rounding is learned; scale and zero point are fixed.
+    """Replaces a weight's fake-quant while its rounding is learned; the zero point is fixed.
 
-    At the start it returns the weight itself: ``h(V)`` is the fractional part of ``W / s``.
+    At the start it returns the weight itself: ``h(V)`` is the fractional part of ``W / s``. A scale that is learned as
+    well moves the values of the integers, not the integers.
 
     Args:
         quant: the calibrated fake-quant.
@@ -29,21 +33,30 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
 
     Attributes:
         rounding: ``V``, of the weight's shape (in blocks).
+        log_factor: logarithm of the scale relative to that of ``quant``, of the scale's shape; requires no gradient.
     """
 
     def __init__(self, quant: FakeQuantizeBase, weight: Tensor) -> None:
         super().__init__(quant.scheme, quant.observer, quant.kind, quant.channel_axis)
         self.fake_quant_enabled = True
         scale, zero_point = quant.qparams()
-        self.register_buffer("scale", scale)
+        self.register_buffer("start_scale", scale)
         self.register_buffer("zero_point", zero_point)
+        self.log_factor = nn.Parameter(torch.zeros_like(scale), requires_grad=False)
         rows = self.in_blocks(weight.detach())
         steps = rows / per_axis(self.scale, rows.dim(), self.axis)
         self.register_buffer("floor", steps.floor())
         fraction = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
         self.rounding = nn.Parameter(torch.logit(fraction))
 
+    start_scale: Tensor
     floor: Tensor
+
+    @property
+    def scale(self) -> Tensor:  # type: ignore[override]
+        """The scale in use; the gradient passes straight through its rounding to ``scale_bits``."""
+        scale = self.start_scale * self.log_factor.exp()
+        return scale + (valid_scale(scale.detach(), self.scale_bits) - scale.detach())
 
     def fraction(self) -> Tensor:
         """``h(V)``: how far each weight is rounded up, 0 to 1."""
@@ -56,6 +69,11 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
     def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
         """The softly rounded weight. ``x`` must be the constructor's weight."""
         return self._dequantized(self.fraction())
+
+    @torch.no_grad()
+    def decide_(self) -> None:
+        """Round every fraction to 0 or 1."""
+        self.rounding.copy_(torch.where(self.fraction() >= 0.5, DECIDED, -DECIDED))
 
     @torch.no_grad()
     def decided(self, shape: torch.Size) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.parametrized import has_computed_weight
@@ -176,3 +177,21 @@ def weights_of(layer: Layer) -> list[LayerWeight]:
     if isinstance(layer, QATRecurrentLayer):
         return [InputWeight(layer), StateWeight(layer)]
     return [FoldedWeight(layer)]
+
+
+def require_plain(path: str, weight: LayerWeight, caller: str) -> None:
+    """Raise if a weight's fake-quant rounds a function of the weight: no result could be written into the weight.
+
+    Args:
+        path: of the layer.
+        weight: one of its weights.
+        caller: names the function in the error.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if type(weight.quant).target is not FakeQuantizeBase.target:
+        raise ConfigError(
+            f"{caller}: {type(weight.quant).__name__} of {path} rounds a function of the weight; "
+            "prepare the model with another w_fakequantize, such as Fixed or Learnable"
+        )

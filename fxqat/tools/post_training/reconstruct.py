@@ -46,7 +46,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fxqat.errors import CalibrationError, ConfigError
-from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
@@ -55,7 +54,7 @@ from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
 from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
-from fxqat.tools.post_training.layer_weights import weights_of
+from fxqat.tools.post_training.layer_weights import require_plain, weights_of
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
@@ -263,11 +262,7 @@ def _require_plain_weights(gm: QuantGraphModule) -> None:
         )
     for path, layer in gm.named_modules():
         for weight in weights_of(layer) if isinstance(layer, (QATLayer, QATRecurrentLayer)) else ():
-            if type(weight.quant).target is not FakeQuantizeBase.target:
-                raise ConfigError(
-                    f"reconstruct: {type(weight.quant).__name__} of {path} rounds a function of the weight; "
-                    "prepare the model with another w_fakequantize, such as Fixed or Learnable"
-                )
+            require_plain(path, weight, "reconstruct")
 
 
 @contextmanager

@@ -1,0 +1,205 @@
+"""Learned rounding in a training loop: it starts at the float weights and ends on the grid."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
+from fxqat.errors import CalibrationError, ConfigError
+from fxqat.tools import train_rounding
+from fxqat.tools.training.trained_rounding import END
+
+
+def weights(bits, **scheme):
+    return {"extra_qconfig_dict": {"w_observer": "MSE", "w_qscheme": {"bit": bits, **scheme}}}
+
+
+def quantized(model, config, x, backend="Experimental"):
+    gm = prepare_by_platform(model.eval(), backend, config, example_inputs=x)
+    calibrate(gm, [x], progress=False)
+    enable_quantization(gm)
+    return gm
+
+
+def convolutions():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(),
+        nn.Linear(8 * 4 * 4, 5),
+    )  # fmt: skip
+    model[1].running_var.uniform_(0.5, 2.0)
+    model[1].weight.data.uniform_(0.5, 2.0)
+    return model, torch.randn(16, 3, 6, 6)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(16, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def train(gm, x, target, steps=200, rounding_lr=2e-2):
+    """Train the rounding; returns what the model computed in the last step."""
+    with train_rounding(gm) as rounding:
+        optimizer = torch.optim.Adam(rounding.parameter_groups(rounding_lr, 1e-3))
+        for step in range(steps):
+            optimizer.zero_grad()
+            (gm(x) - target).square().mean().backward()
+            rounding.pull(step / steps)
+            optimizer.step()
+        assert rounding.undecided() == 0
+        return gm(x).detach()
+
+
+def test_inside_the_weights_are_those_of_the_float_model() -> None:
+    model, x = convolutions()
+    gm = quantized(
+        model, {"activation": "float", "extra_qconfig_dict": {"w_qscheme": {"bit": 6, "symmetry": False}}}, x
+    )
+    target = model(x).detach()
+    rounded = float((gm(x) - target).detach().square().mean())
+    with train_rounding(gm) as rounding:
+        assert float((gm(x) - target).detach().square().mean()) < 0.02 * rounded
+        assert rounding.undecided() > 0.9
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [{}, {"symmetry": False}, {"per_channel": False}, {"scale_bits": 24}],
+    ids=["rows", "zeros", "tensor", "scales"],
+)
+def test_convolutions_are_nearer_to_the_float_model(tmp_path, scheme) -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(3, **scheme), x)
+    target = model(x).detach()
+    before = float((gm(x) - target).detach().square().mean())
+    last = train(gm, x, target)
+    after = float((gm(x) - target).detach().square().mean())
+    assert after < 0.5 * before
+    torch.testing.assert_close(gm(x), last, rtol=0.05, atol=0.05 * float(last.abs().max()))  # of the last step
+    assert convert_export(gm, (x,), tmp_path / "m.onnx").certificate.passed
+
+
+@pytest.mark.parametrize("scheme", [{}, {"block_size": 8, "symmetry": False, "scale_bits": 24}], ids=["rows", "blocks"])
+def test_recurrent_layers_are_nearer_to_the_float_model(tmp_path, scheme) -> None:
+    model, x = Recurrent(), torch.randn(16, 7, 16)
+    gm = quantized(model, weights(3, **scheme), x)
+    target = model(x).detach()
+    before = float((gm(x) - target).detach().square().mean())
+    train(gm, x, target)
+    assert float((gm(x) - target).detach().square().mean()) < 0.5 * before
+    assert convert_export(gm, (x,), tmp_path / "m.onnx").certificate.passed
+
+
+def test_integers_and_scales_are_those_that_were_learned() -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4, scale_bits=24), x)
+    target = model(x).detach()
+    scales = {name: quant.scale.clone() for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")}
+    with train_rounding(gm) as rounding:
+        optimizer = torch.optim.Adam(rounding.parameter_groups())
+        for step in range(60):
+            optimizer.zero_grad()
+            (gm(x) - target).square().mean().backward()
+            rounding.pull(step / 60)
+            optimizer.step()
+        rounding.pull(1.0)  # of what is left
+        inside = gm(x).detach()
+        learned = {name: gm.get_submodule(name).qparams()[0] for name in scales}
+    for name, scale in scales.items():
+        assert not torch.equal(learned[name], scale)
+        torch.testing.assert_close(gm.get_submodule(name).qparams()[0], learned[name], rtol=0, atol=0)
+    torch.testing.assert_close(gm(x), inside, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", [{}, {"pot_scale": True}], ids=["of_the_backend", "powers_of_two"])
+def test_scales_of_few_bits_stay(scheme) -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4, **scheme), x)
+    scales = [quant.scale.clone() for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")]
+    train(gm, x, model(x).detach(), steps=50, rounding_lr=0.1)
+    found = [quant.scale for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")]
+    assert all(map(torch.equal, scales, found))
+
+
+def test_batch_norm_is_frozen_inside_and_as_before_afterwards() -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x).train()
+    layer = next(module for module in gm.modules() if getattr(module, "bn", None) is not None)
+    mean, gamma = layer.bn.running_mean.clone(), layer.bn.weight.detach().clone()
+    train(gm, x, model(x).detach(), steps=50, rounding_lr=0.1)
+    assert torch.equal(layer.bn.running_mean, mean)
+    assert torch.equal(layer.bn.weight, gamma)
+    gm(x)
+    assert not torch.equal(layer.bn.running_mean, mean)
+    assert all(parameter.requires_grad for parameter in (layer.weight, layer.bn.weight, layer.bn.bias))
+
+
+def test_an_error_leaves_the_weights_as_before() -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x)
+    before = copy.deepcopy(gm.state_dict())
+
+    def fail() -> None:
+        with train_rounding(gm) as rounding:
+            optimizer = torch.optim.Adam([group for group in rounding.parameter_groups() if group["lr"] > 1e-3])
+            gm(x).sum().backward()
+            optimizer.step()
+            raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        fail()
+    after = gm.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def test_shared_weights_stay_and_are_told(caplog) -> None:
+    model, x = Tied(), torch.randn(16, 8)
+    gm = quantized(model, weights(3), x)
+    before = gm.first.weight.detach().clone()
+    with caplog.at_level(logging.WARNING, "fxqat"):
+        train(gm, x, model(x).detach())
+    assert "the weights of first, second stay rounded to the nearest" in caplog.text
+    assert not torch.equal(gm.last.weight, model.last.weight) or gm.last is model.last
+    assert torch.equal(gm.first.weight, gm.second.weight)
+    assert before.shape == gm.first.weight.shape
+
+
+def test_what_cannot_be_learned_is_refused() -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x)
+    with train_rounding(gm) as rounding:
+        with pytest.raises(ConfigError, match="after loss.backward"):
+            rounding.pull(0.5)
+        with pytest.raises(ConfigError, match="progress must be from 0 to 1, got 3"):
+            rounding.pull(3)
+        with pytest.raises(ConfigError, match="learning rates must be positive, got 0"):
+            rounding.parameter_groups(0)
+        rounding.pull(END)
+        assert rounding.undecided() == 0
+    disable_all(gm)
+    with pytest.raises(CalibrationError, match="none of 3 layers has a weight of its own with its fake-quant on"):
+        train_rounding(gm).__enter__()
+    other = {"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}}
+    with pytest.raises(ConfigError, match="train_rounding: DoReFaFakeQuantize of .* rounds a function of the weight"):
+        train_rounding(quantized(convolutions()[0], other, x)).__enter__()
