@@ -8,7 +8,7 @@ AdaRound learns the layers one after another on their own outputs; this learns t
 
 The pull is measured by the gradients of the loss. ``g`` is the root mean square of the gradients of a weight's rounding
 variables V, averaged over the steps; the pull is the gradient of ``sum 1 - (2 h(V) - 1)**2``, AdaRound's regularization
-with the exponent 2, times ``strength(progress) * g``. So it needs no coefficient that fits the loss.
+with the exponent 2, times ``strength(step) * g``. So it needs no coefficient that fits the loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxqat.tools.post_training.layer_weights import LayerWeight, require_plain, 
 from fxqat.tools.post_training.segments import WEIGHTED_LAYERS
 
 START, END = 0.1, 0.75
-"""Progress at which the pull starts, and at which what is left is rounded to the nearest."""
+"""Shares of the steps after which the pull starts, and after which what is left is rounded to the nearest."""
 
 WEAKEST, STRONGEST = 0.03, 5.0
 """Strength of the pull at the start and at the end; it grows exponentially."""
@@ -41,6 +41,12 @@ MOMENTUM = 0.05
 
 SMALLEST = 0.01
 """Parameters that are smaller, such as biases that are zero, have the learning rate of this size."""
+
+PATH = 40.0
+"""Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
+
+MOST_LEFT = 0.01
+"""A larger share of weights that the pull has not decided is told."""
 
 LEAST_BITS = 8
 """Scales with fewer significant bits, such as powers of two, are not learned."""
@@ -52,18 +58,22 @@ class TrainedRounding:
     Args:
         gm: the prepared model, whose weights have ``quants``.
         quants: the learned rounding of each weight.
+        steps: of the training.
     """
 
-    def __init__(self, gm: QuantGraphModule, quants: list[AdaRoundFakeQuantize]) -> None:
+    def __init__(self, gm: QuantGraphModule, quants: list[AdaRoundFakeQuantize], steps: int) -> None:
         self._gm = gm
         self._quants = quants
+        self._steps = steps
+        self._done = 0
+        self._is_decided = False
         self._sizes: dict[AdaRoundFakeQuantize, Tensor] = {}
 
-    def parameter_groups(self, rounding_lr: float = 2e-2, relative_lr: float = 3e-4) -> list[dict[str, Any]]:
+    def parameter_groups(self, rounding_lr: float | None = None, relative_lr: float = 3e-4) -> list[dict[str, Any]]:
         """Groups for an optimizer, Adam or one of its kind: all that is learned.
 
         Args:
-            rounding_lr: of the rounding variables.
+            rounding_lr: of the rounding variables; None: ``40 / steps``.
             relative_lr: of the scales of weights and of all other parameters that require gradients, relative to the
                 root mean square of each. Zero points are not
                 learned, nor are scales of weights of fewer than :data:`LEAST_BITS` significant bits.
@@ -71,6 +81,7 @@ class TrainedRounding:
         Returns:
             Dicts with ``params`` and ``lr``.
         """
+        rounding_lr = PATH / self._steps if rounding_lr is None else rounding_lr
         if not (rounding_lr > 0 and relative_lr > 0):
             raise ConfigError(f"learning rates must be positive, got {rounding_lr} and {relative_lr}")
         own = [(quant.rounding, quant.log_factor) for quant in self._quants]
@@ -86,22 +97,20 @@ class TrainedRounding:
         return [group for group in groups if group["params"]]
 
     @torch.no_grad()
-    def pull(self, progress: float) -> None:
-        """Pull the fractions to 0 or 1: call it between ``loss.backward()`` and ``optimizer.step()``.
+    def pull(self) -> None:
+        """Pull the fractions to 0 or 1: call it in each step, between ``loss.backward()`` and ``optimizer.step()``.
 
-        From :data:`END` on, all weights are rounded, and only scales and the other parameters are learned.
-
-        Args:
-            progress: of the training, 0 to 1.
+        After the share :data:`END` of the steps all weights are rounded, and only scales and the other parameters are
+        learned.
 
         Raises:
-            ConfigError: ``progress`` is out of range, or there is no gradient.
+            ConfigError: there is no gradient.
         """
-        if not 0.0 <= progress <= 1.0:
-            raise ConfigError(f"pull: progress must be from 0 to 1, got {progress}")
+        progress = self._done / self._steps
+        self._done += 1
         if progress >= END:
-            for quant in self._quants:
-                quant.decide_()
+            self.decide()
+            for quant in self._quants:  # its optimizer leaves a parameter without a gradient
                 quant.rounding.grad = None
             return
         trained = [quant for quant in self._quants if quant.rounding.grad is not None]
@@ -120,6 +129,23 @@ class TrainedRounding:
                     (pull,) = torch.autograd.grad(quant.regularization(2.0), quant.rounding)
                 gradient.add_(strength * self._sizes[quant] * pull)
 
+    def decide(self) -> None:
+        """Round all weights, if they are not yet; :meth:`pull` and the end of the block do this."""
+        if self._is_decided:
+            return
+        left = self.undecided()
+        if left > MOST_LEFT:
+            logging.getLogger("fxqat").warning(
+                "train_rounding: after %d of %d steps, %.0f %% of the weights were not decided, and are rounded to the "
+                "nearest. Take more steps, or a larger rounding_lr",
+                self._done,
+                self._steps,
+                100 * left,
+            )
+        for quant in self._quants:
+            quant.decide_()
+        self._is_decided = True
+
     @torch.no_grad()
     def undecided(self) -> float:
         """The share of the weights whose fraction is neither 0 nor 1, to be printed now and then."""
@@ -128,17 +154,17 @@ class TrainedRounding:
 
 
 @contextmanager
-def train_rounding(model: nn.Module) -> Iterator[TrainedRounding]:
+def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
     """Inside, the weights of a model are not rounded but lie between their integers, and a training loop decides.
 
     ::
 
-        with train_rounding(gm) as rounding:
+        with train_rounding(gm, steps) as rounding:
             optimizer = torch.optim.Adam(rounding.parameter_groups())
-            for step, (x, y) in enumerate(batches):
+            for x, y in batches:
                 optimizer.zero_grad()
                 criterion(gm(x), y).backward()
-                rounding.pull(step / steps)
+                rounding.pull()
                 optimizer.step()
 
     Afterwards the weights are what was decided, so that rounding to the nearest gives it, with the learned scales.
@@ -151,12 +177,16 @@ def train_rounding(model: nn.Module) -> Iterator[TrainedRounding]:
 
     Args:
         model: a prepared and calibrated model, with its fake-quants on.
+        steps: how often :meth:`TrainedRounding.pull` will be called. With few steps or few data, nothing is gained:
+            hundreds are needed, thousands are better.
 
     Raises:
         CalibrationError: no weight has its fake-quant on.
-        ConfigError: a weight fake-quant rounds a function of the weight, or the model is wrapped by DDP, whose buckets
-            would not have the new parameters: wrap it inside the block.
+        ConfigError: ``steps`` is not positive, a weight fake-quant rounds a function of the weight, or the model is
+            wrapped by DDP, whose buckets would not have the new parameters: wrap it inside the block.
     """
+    if steps < 1:
+        raise ConfigError(f"train_rounding: steps must be at least 1, got {steps}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             "train_rounding: the model is wrapped by DistributedDataParallel already, which would not average the new "
@@ -178,7 +208,9 @@ def train_rounding(model: nn.Module) -> Iterator[TrainedRounding]:
             layer.bn_mode = BN_FREEZE
         for weight, quant in zip(weights, quants, strict=True):
             weight.quant = quant
-        yield TrainedRounding(gm, quants)
+        rounding = TrainedRounding(gm, quants, steps)
+        yield rounding
+        rounding.decide()
     finally:
         for weight, before in zip(weights, given, strict=True):
             weight.quant = before

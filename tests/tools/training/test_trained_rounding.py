@@ -10,7 +10,6 @@ from torch import nn
 from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.tools import train_rounding
-from fxqat.tools.training.trained_rounding import END
 
 
 def weights(bits, **scheme):
@@ -46,14 +45,14 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def train(gm, x, target, steps=200, rounding_lr=2e-2):
+def train(gm, x, target, steps=200):
     """Train the rounding; returns what the model computed in the last step."""
-    with train_rounding(gm) as rounding:
-        optimizer = torch.optim.Adam(rounding.parameter_groups(rounding_lr, 1e-3))
-        for step in range(steps):
+    with train_rounding(gm, steps) as rounding:
+        optimizer = torch.optim.Adam(rounding.parameter_groups(relative_lr=1e-3))
+        for _ in range(steps):
             optimizer.zero_grad()
             (gm(x) - target).square().mean().backward()
-            rounding.pull(step / steps)
+            rounding.pull()
             optimizer.step()
         assert rounding.undecided() == 0
         return gm(x).detach()
@@ -66,7 +65,7 @@ def test_inside_the_weights_are_those_of_the_float_model() -> None:
     )
     target = model(x).detach()
     rounded = float((gm(x) - target).detach().square().mean())
-    with train_rounding(gm) as rounding:
+    with train_rounding(gm, 60) as rounding:
         assert float((gm(x) - target).detach().square().mean()) < 0.02 * rounded
         assert rounding.undecided() > 0.9
 
@@ -104,14 +103,13 @@ def test_integers_and_scales_are_those_that_were_learned() -> None:
     gm = quantized(model, weights(4, scale_bits=24), x)
     target = model(x).detach()
     scales = {name: quant.scale.clone() for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")}
-    with train_rounding(gm) as rounding:
+    with train_rounding(gm, 60) as rounding:
         optimizer = torch.optim.Adam(rounding.parameter_groups())
-        for step in range(60):
+        for _ in range(60):
             optimizer.zero_grad()
             (gm(x) - target).square().mean().backward()
-            rounding.pull(step / 60)
+            rounding.pull()
             optimizer.step()
-        rounding.pull(1.0)  # of what is left
         inside = gm(x).detach()
         learned = {name: gm.get_submodule(name).qparams()[0] for name in scales}
     for name, scale in scales.items():
@@ -125,7 +123,7 @@ def test_scales_of_few_bits_stay(scheme) -> None:
     model, x = convolutions()
     gm = quantized(model, weights(4, **scheme), x)
     scales = [quant.scale.clone() for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")]
-    train(gm, x, model(x).detach(), steps=50, rounding_lr=0.1)
+    train(gm, x, model(x).detach(), steps=50)
     found = [quant.scale for name, quant in gm.named_modules() if name.endswith("weight_fake_quant")]
     assert all(map(torch.equal, scales, found))
 
@@ -135,12 +133,26 @@ def test_batch_norm_is_frozen_inside_and_as_before_afterwards() -> None:
     gm = quantized(model, weights(4), x).train()
     layer = next(module for module in gm.modules() if getattr(module, "bn", None) is not None)
     mean, gamma = layer.bn.running_mean.clone(), layer.bn.weight.detach().clone()
-    train(gm, x, model(x).detach(), steps=50, rounding_lr=0.1)
+    train(gm, x, model(x).detach(), steps=50)
     assert torch.equal(layer.bn.running_mean, mean)
     assert torch.equal(layer.bn.weight, gamma)
     gm(x)
     assert not torch.equal(layer.bn.running_mean, mean)
     assert all(parameter.requires_grad for parameter in (layer.weight, layer.bn.weight, layer.bn.bias))
+
+
+@pytest.mark.parametrize("steps", [20, 400])
+def test_weights_that_are_not_decided_are_told(caplog, steps) -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x)
+    with caplog.at_level(logging.WARNING, "fxqat"), train_rounding(gm, steps) as rounding:
+        optimizer = torch.optim.SGD(rounding.parameter_groups(), lr=1e-6)
+        for _ in range(20):
+            optimizer.zero_grad()
+            gm(x).square().mean().backward()
+            rounding.pull()
+            optimizer.step()
+    assert f"after {16 if steps == 20 else 20} of {steps} steps, 100 % of the weights were not decided" in caplog.text
 
 
 def test_an_error_leaves_the_weights_as_before() -> None:
@@ -149,7 +161,7 @@ def test_an_error_leaves_the_weights_as_before() -> None:
     before = copy.deepcopy(gm.state_dict())
 
     def fail() -> None:
-        with train_rounding(gm) as rounding:
+        with train_rounding(gm, 60) as rounding:
             optimizer = torch.optim.Adam([group for group in rounding.parameter_groups() if group["lr"] > 1e-3])
             gm(x).sum().backward()
             optimizer.step()
@@ -188,18 +200,18 @@ def test_shared_weights_stay_and_are_told(caplog) -> None:
 def test_what_cannot_be_learned_is_refused() -> None:
     model, x = convolutions()
     gm = quantized(model, weights(4), x)
-    with train_rounding(gm) as rounding:
+    with train_rounding(gm, 60) as rounding:
         with pytest.raises(ConfigError, match="after loss.backward"):
-            rounding.pull(0.5)
-        with pytest.raises(ConfigError, match="progress must be from 0 to 1, got 3"):
-            rounding.pull(3)
+            rounding.pull()
         with pytest.raises(ConfigError, match="learning rates must be positive, got 0"):
             rounding.parameter_groups(0)
-        rounding.pull(END)
-        assert rounding.undecided() == 0
+    with pytest.raises(ConfigError, match="steps must be at least 1, got 0"):
+        train_rounding(gm, 0).__enter__()
+    with pytest.raises(ConfigError, match="wrapped by DistributedDataParallel already"):
+        train_rounding(nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel), 60).__enter__()
     disable_all(gm)
     with pytest.raises(CalibrationError, match="none of 3 layers has a weight of its own with its fake-quant on"):
-        train_rounding(gm).__enter__()
+        train_rounding(gm, 60).__enter__()
     other = {"extra_qconfig_dict": {"w_fakequantize": "DoReFa"}}
     with pytest.raises(ConfigError, match="train_rounding: DoReFaFakeQuantize of .* rounds a function of the weight"):
-        train_rounding(quantized(convolutions()[0], other, x)).__enter__()
+        train_rounding(quantized(convolutions()[0], other, x), 60).__enter__()
