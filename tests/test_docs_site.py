@@ -103,6 +103,7 @@ def loops():
         ("mixed_precision", "torch"),
         ("data_parallel", "torch"),
         ("distilled", "torch"),
+        ("learned_rounding", "torch"),
         ("resumed", "torch"),
         ("with_timm", "timm"),
         ("with_lightning", "lightning"),
@@ -129,7 +130,7 @@ def test_every_loop_is_on_the_page():
     page = (DOCS / "howto" / "training_loops.rst").read_text(encoding="utf-8")
     marks = re.findall(r"^# (\[\w+\])$", code, re.MULTILINE)
     assert [mark for mark in marks[:-1] if f":start-after: # {mark}" not in page] == []
-    assert len(marks) == 9
+    assert len(marks) == 10
 
 
 def test_five_minutes_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):

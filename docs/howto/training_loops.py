@@ -14,6 +14,7 @@ from fxqat import (
     prepare_by_platform,
     save_checkpoint,
 )
+from fxqat.tools import train_rounding
 
 
 # [plain]
@@ -78,6 +79,25 @@ def distilled(gm, loader, temperature=2.0):
         loss = nn.functional.cross_entropy(logits, target) * temperature**2
         loss.backward()
         optimizer.step()
+    return loss.item()
+
+
+# [rounding]
+def learned_rounding(gm, loader):
+    teacher = copy.deepcopy(gm).eval()
+    disable_all(teacher)
+    enable_quantization(gm)
+    gm.train()
+    with train_rounding(gm, steps=len(loader)) as rounding:
+        optimizer = torch.optim.Adam(rounding.parameter_groups())
+        for x, _ in loader:
+            with torch.no_grad():
+                target = teacher(x).softmax(1)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(gm(x), target)
+            loss.backward()
+            rounding.pull()
+            optimizer.step()
     return loss.item()
 
 
