@@ -37,7 +37,7 @@ from fxqat.numerics import SCALE_MAX, SCALE_MIN, valid_scale
 from fxqat.onnx.opset import opset_for
 from fxqat.onnx.quant_params import params_document, read_params
 from fxqat.onnx.runtimes import check_runtime
-from fxqat.quantization.graph_module import QuantGraphModule, float_tensors, prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model, float_tensors, prepared_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizeScheme
 from fxqat.utils.files import atomic_path, check_distinct, check_path
@@ -92,7 +92,7 @@ def save_checkpoint(
         ExportError: ``runtime`` is unknown; or JSON or ONNX is requested of a model that cannot be exported, then the
             ``.pth`` is written already.
     """
-    gm = prepared_model(model, CheckpointError)
+    gm = finished_model(model, CheckpointError)
     knows_inputs = example_inputs is not None or gm.provenance.example_inputs is not None
     onnx_path = _onnx_path(file_path_onnx, file_path_json, knows_inputs)
     if onnx_path is None and not (runtime is None and example_inputs is None):

@@ -37,7 +37,7 @@ from fxqat.quantization.capture import Captured, capture, has_effect
 from fxqat.quantization.deployed_copy import deployed_inputs
 from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
 from fxqat.quantization.end_to_end import end_to_end, has_float_model
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
 from fxqat.quantization.report import ANY_BATCH
@@ -165,7 +165,7 @@ def convert_export(
     Source: ONNX QuantizeLinear, DequantizeLinear (opset 13; 21 for 4 and 16 bits and for blocks; 25 for 2 bits).
     """
     check_flags(ExportError, "convert_export", dynamic_batch=dynamic_batch, verify=verify)
-    gm = prepared_model(model, ExportError)
+    gm = finished_model(model, ExportError)
     inputs = deployed_inputs(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     if file_path is None:
         raise ExportError("file_path is missing: give the path of the ONNX file to write")
@@ -319,7 +319,7 @@ def certify_file(
         ExportError: the file has none of the model's quantized tensors, the model or the file does not run.
         ParityError: they do not compute the same.
     """
-    gm = prepared_model(model, ExportError)
+    gm = finished_model(model, ExportError)
     normalizers = parse_input_stats(input_stats, inputs)
     lowered = lower(gm, "float", normalizers=normalizers)
     captured = capture(gm, inputs, normalizers)

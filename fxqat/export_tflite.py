@@ -23,7 +23,7 @@ from fxqat.litert_conversion import check_schemes, litert_versions, run_converte
 from fxqat.onnx.quant_params import params_document
 from fxqat.quantization.capture import Captured, capture
 from fxqat.quantization.deployed_copy import deployed_inputs
-from fxqat.quantization.graph_module import prepared_model
+from fxqat.quantization.graph_module import finished_model
 from fxqat.quantization.lower import lower
 from fxqat.scheme import QuantizedTensor
 from fxqat.tflite.flatbuffer import missing, with_float_interface
@@ -103,7 +103,7 @@ def export_tflite(
     Source: LiteRT documentation, "LiteRT 8-bit quantization specification".
     """
     check_flags(ExportError, "export_tflite", channels_last=channels_last, integer_io=integer_io, verify=verify)
-    gm = prepared_model(model, ExportError)
+    gm = finished_model(model, ExportError)
     inputs = deployed_inputs(gm, example_tuple(gm, example_inputs, gm.provenance.example_inputs))
     check_paths(file_path=file_path, file_path_json=file_path_json)
     versions = litert_versions()
@@ -151,7 +151,7 @@ def certify_tflite(model: nn.Module, inputs: tuple[Any, ...], content: bytes) ->
         ExportError: the runtime of LiteRT is not installed, or the model or the file does not run.
         ParityError: they do not compute the same.
     """
-    gm = prepared_model(model, ExportError)
+    gm = finished_model(model, ExportError)
     require_calibrated(gm)
     try:
         versions = {"ai-edge-litert": version("ai-edge-litert")}

@@ -61,6 +61,7 @@ class Provenance:
         example_inputs: the inputs that the model was prepared with, on the CPU, as arguments of the prepared model;
             None if there were none. Exports take them if none are given.
         left_out: the arguments of the float model's forward that the prepared model does not have.
+        learns_rounding: the model is inside :func:`fxqat.tools.train_rounding`, or is a copy that was made there.
     """
 
     backend: str
@@ -76,6 +77,7 @@ class Provenance:
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
     example_inputs: tuple[Any, ...] | None = None
     left_out: LeftOut = LeftOut()
+    learns_rounding: bool = False
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -302,3 +304,22 @@ def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModul
     modules = gm.named_modules() if isinstance(gm, nn.Module) else ()
     inside = [path for path, module in modules if isinstance(module, QuantGraphModule)]
     raise error(f"{message}. It holds one: pass its {inside[0]!r}" if inside else message)
+
+
+def finished_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:
+    """As :func:`prepared_model`; the weights must be what the fake-quants round.
+
+    Args:
+        model: the model that the user gave.
+        error: the class of the error.
+
+    Raises:
+        error: as of :func:`prepared_model`, or the rounding of the weights is being learned.
+    """
+    gm = prepared_model(model, error)
+    if gm.provenance.learns_rounding:
+        raise error(
+            "the rounding of the model's weights is being learned, and they are not on their grid yet. Leave the block "
+            "of train_rounding first"
+        )
+    return gm

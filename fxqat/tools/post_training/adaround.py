@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.numerics import per_axis, valid_scale
 
@@ -57,6 +58,10 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         """The scale in use; the gradient passes straight through its rounding to ``scale_bits``."""
         scale = self.start_scale * self.log_factor.exp()
         return scale + (valid_scale(scale.detach(), self.scale_bits) - scale.detach())
+
+    def store(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Refuse a new range: the integers belong to the one at the start."""
+        raise ConfigError("the rounding of this weight is being learned: calibrate before or after it")
 
     def fraction(self) -> Tensor:
         """``h(V)``: how far each weight is rounded up, 0 to 1."""

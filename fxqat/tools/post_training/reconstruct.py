@@ -50,7 +50,7 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
 from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
@@ -126,7 +126,7 @@ def reconstruct(
             float model).
     """
     check_flags(ConfigError, "reconstruct", correct_bias=correct_bias, progress=progress)
-    gm = prepared_model(gm, ConfigError)
+    gm = finished_model(gm, ConfigError)
     setting = _setting(method)
     require_float_biases(gm, "reconstruct")
     inputs = read_batches(gm, batches, "reconstruct")

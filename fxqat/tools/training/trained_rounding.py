@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import BN_FREEZE, QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
 from fxqat.tools.post_training.layer_weights import LayerWeight, require_plain, weights_of
 from fxqat.tools.post_training.segments import WEIGHTED_LAYERS
@@ -170,7 +170,7 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
     Afterwards the weights are what was decided, so that rounding to the nearest gives it, with the learned scales.
     Inside, the quantized weights themselves and the BatchNorm that is folded into them do not change; biases, scales of
     activations and whatever else requires gradients may be trained as usual. If an error leaves the block, weights and
-    their scales are as before.
+    their scales are as before. A model is not exported or saved inside.
 
     A weight that several layers share, one that is computed from other tensors, and tables of embeddings stay rounded
     to the nearest; the first two are told.
@@ -192,7 +192,7 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
             "train_rounding: the model is wrapped by DistributedDataParallel already, which would not average the new "
             "gradients. Give it the prepared model, and wrap that inside the block"
         )
-    gm = prepared_model(model, ConfigError)
+    gm = finished_model(model, ConfigError)
     weights = _weights(gm)
     norms = [weight.layer for weight in weights if isinstance(weight.layer, QATLayer) and weight.layer.bn is not None]
     modes = [layer.bn_mode for layer in norms]
@@ -202,6 +202,7 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
     for quant in quants:
         quant.log_factor.requires_grad_(quant.scale_bits >= LEAST_BITS)
     try:
+        gm.provenance.learns_rounding = True
         for tensor in frozen:
             tensor.requires_grad_(False)
         for layer in norms:
@@ -212,6 +213,7 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
         yield rounding
         rounding.decide()
     finally:
+        gm.provenance.learns_rounding = False
         for weight, before in zip(weights, given, strict=True):
             weight.quant = before
         for layer, mode in zip(norms, modes, strict=True):

@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from fxqat import calibrate, convert_export, disable_all, enable_quantization, prepare_by_platform
-from fxqat.errors import CalibrationError, ConfigError
+from fxqat import (
+    calibrate,
+    convert_export,
+    disable_all,
+    enable_quantization,
+    prepare_by_platform,
+    save_checkpoint,
+)
+from fxqat.errors import CalibrationError, CheckpointError, ConfigError, ExportError
 from fxqat.tools import train_rounding
 
 
@@ -195,6 +202,25 @@ def test_shared_weights_stay_and_are_told(caplog) -> None:
     assert not torch.equal(gm.last.weight, model.last.weight) or gm.last is model.last
     assert torch.equal(gm.first.weight, gm.second.weight)
     assert before.shape == gm.first.weight.shape
+
+
+def test_the_model_is_not_finished_inside(tmp_path) -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x)
+    with train_rounding(gm, 60):
+        for made in (gm, copy.deepcopy(gm)):
+            with pytest.raises(ExportError, match="Leave the block of train_rounding first"):
+                convert_export(made, (x,), tmp_path / "m.onnx")
+            with pytest.raises(CheckpointError, match="Leave the block of train_rounding first"):
+                save_checkpoint(made, tmp_path / "m.pth")
+            with pytest.raises(ConfigError, match="Leave the block of train_rounding first"):
+                train_rounding(made, 60).__enter__()
+        with pytest.raises(ConfigError, match="being learned: calibrate before or after it"):
+            calibrate(gm, [x], progress=False)
+    assert list(tmp_path.iterdir()) == []
+    calibrate(gm, [x], progress=False)
+    enable_quantization(gm)
+    assert convert_export(gm, (x,), tmp_path / "m.onnx").certificate.passed
 
 
 def test_what_cannot_be_learned_is_refused() -> None:
