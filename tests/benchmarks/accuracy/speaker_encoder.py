@@ -16,9 +16,12 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import re
 import tempfile
 import time
 import wave
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ from torch.nn import functional as F
 from fxqat import convert_export
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
-from fxqat.tools import ptq
+from fxqat.tools import ptq, train_rounding
 from fxqat.utils.contexts import hooked
 
 RATE, WINDOW, HOP, CHANNELS, FRAMES = 16000, 400, 160, 40, 160
@@ -43,6 +46,10 @@ RATES = {8: 1e-4, 4: 3e-3}
 HIDDEN = {8: 0.0, 4: 1.0}
 """Weight of the error of the hidden states of all layers and steps in the loss of QAT, by bits."""
 WARMUP, BATCH = 10, 16
+VOICES_IN_BATCH = 2
+"""Of :data:`BATCH` inputs with :meth:`Material.fresh`."""
+LEARNED = "learned rounding"
+"""The training by :func:`fxqat.tools.train_rounding`; else QAT."""
 
 INPUT = {"match": {"node": "mels"}, "output": {"bit": 16, "observer": "Percentile"}}
 STATES = {"match": {"node": "re:lstm_layer_[0-9]_(output|hidden)"}, "output": {"bit": 16}}
@@ -62,7 +69,7 @@ class Row:
         bits: of the weights.
         is_divided: the recipe for the input, see :class:`DividedInput`.
         method: reconstruction after calibration.
-        is_trained: whether QAT follows.
+        training: what follows.
         states: whether the hidden states that a layer gives to the next one have 16 bits.
         first: whether the weights of the first layer have 8 bits.
         block_size: weights that share a scale; None: all of a row.
@@ -72,7 +79,7 @@ class Row:
     bits: int
     is_divided: bool
     method: str | None = None
-    is_trained: bool = False
+    training: str | None = None
     states: bool = False
     first: bool = False
     block_size: int | None = None
@@ -94,7 +101,9 @@ class Row:
         bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
         bits += " with zero points" if self.has_zero_points else ""
         kind = "16 bits, divided" if self.is_divided else "8 bits"
-        return bits, kind, (self.method or "nearest") + (f", QAT, {steps} steps" if self.is_trained else "")
+        bits += ", float32 scales" if self.training == LEARNED else ""
+        start = self.method or ("float weights" if self.training == LEARNED else "nearest")
+        return bits, kind, start + (f", {self.training}, {steps} steps" if self.training else "")
 
 
 ROWS = [
@@ -103,17 +112,18 @@ ROWS = [
     Row(8, True),
     Row(8, True, "GPTQ"),
     Row(8, True, "GPTQ", states=True),
-    Row(8, True, "GPTQ", True),
-    Row(8, True, "GPTQ", True, states=True),
+    Row(8, True, "GPTQ", "QAT"),
+    Row(8, True, "GPTQ", "QAT", states=True),
     Row(4, False, "GPTQ"),
     Row(4, True, "GPTQ"),
-    Row(4, True, "GPTQ", True),
-    Row(4, True, "GPTQ", True, states=True, first=True),
+    Row(4, True, "GPTQ", "QAT"),
+    Row(4, True, "GPTQ", "QAT", states=True, first=True),
     Row(4, True, "GPTQ", block_size=16),
-    Row(4, True, "GPTQ", True, block_size=16),
-    Row(4, True, "GPTQ", True, states=True, block_size=16),
+    Row(4, True, "GPTQ", "QAT", block_size=16),
+    Row(4, True, "GPTQ", "QAT", states=True, block_size=16),
     Row(4, True, "GPTQ", block_size=16, has_zero_points=True),
-    Row(4, True, "GPTQ", True, block_size=16, has_zero_points=True),
+    Row(4, True, "GPTQ", "QAT", block_size=16, has_zero_points=True),
+    Row(4, True, None, LEARNED, block_size=16, has_zero_points=True),
 ]
 
 
@@ -128,7 +138,11 @@ class Encoder(nn.Module):
     def forward(self, mels: Tensor) -> Tensor:
         """``(N, frames, 40)`` to embeddings ``(N, 256)`` of length 1."""
         _, (hidden, _) = self.lstm(mels)
-        raw = torch.relu(self.linear(hidden[-1]))
+        return self.embedding(hidden[-1])
+
+    def embedding(self, hidden: Tensor) -> Tensor:
+        """The last hidden state of the last layer, ``(N, 256)``, to embeddings."""
+        raw = torch.relu(self.linear(hidden))
         return raw / torch.norm(raw, dim=1, keepdim=True)
 
     @torch.no_grad()
@@ -265,42 +279,67 @@ def voices(count: int, seed: int) -> Tensor:
     return torch.stack(found)
 
 
-def distill(gm: QuantGraphModule, network: Encoder, inputs: Tensor, targets: Tensor, bits: int, steps: int) -> None:
-    """QAT without labels: the embeddings, and with few bits the hidden states, become those of the float model.
+def relative_rates(gm: QuantGraphModule, rate: float) -> list[dict[str, Any]]:
+    """Each parameter with a learning rate relative to its root mean square.
 
-    Each parameter has a learning rate relative to its root mean square: a step of a scale and a step of a weight must
-    not be equally long. The rate falls to zero.
+    A step of a scale and a step of a weight must not be equally long.
     """
     groups: list[dict[str, Any]] = []
     for name, parameter in gm.named_parameters():
         size = 10.0 if name.endswith("zero_point") else float(parameter.detach().square().mean().sqrt())
-        groups.append({"params": [parameter], "lr": RATES[bits] * size})
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        groups.append({"params": [parameter], "lr": rate * size})
+    return groups
+
+
+def distill(
+    gm: QuantGraphModule, network: Encoder, draw: Callable[[int], Tensor], bits: int, steps: int, training: str
+) -> None:
+    """Train without labels: the embeddings, and with few bits the hidden states, become those of the float model.
+
+    The learning rate falls to zero.
+
+    Args:
+        gm: the calibrated model.
+        network: the float model with the same inputs.
+        draw: gives the inputs of a step.
+        bits: of the weights.
+        steps: of the training.
+        training: QAT, or :data:`LEARNED`.
+    """
     layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)] if HIDDEN[bits] else []
     states: list[Tensor] = []
 
     def share(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
-    generator = torch.Generator().manual_seed(0)
-    gm.train()
-    for _ in range(steps):
-        batch = torch.randint(len(inputs), (BATCH,), generator=generator)
-        optimizer.zero_grad()
-        states.clear()
-        with hooked(layers, lambda _, args, output: states.append(output[0][:, 0].transpose(0, 1))):
-            embeddings = gm(inputs[batch])
-        loss = (1 - F.cosine_similarity(embeddings, targets[batch])).mean()
-        for ours, theirs in zip(states, network.hidden_states(inputs[batch]) if states else (), strict=True):
-            loss = loss + HIDDEN[bits] * (ours - theirs).square().mean() / theirs.square().mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    with train_rounding(gm, steps) if training == LEARNED else nullcontext() as rounding:
+        groups = relative_rates(gm, RATES[bits]) if rounding is None else rounding.parameter_groups()
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        gm.train()
+        for step in range(steps):
+            inputs = draw(step)
+            with torch.no_grad():
+                theirs = network.hidden_states(inputs)
+                expected = network.embedding(theirs[-1][:, -1])
+            optimizer.zero_grad()
+            states.clear()
+            with hooked(layers, lambda _, args, output: states.append(output[0][:, 0].transpose(0, 1))):
+                embeddings = gm(inputs)
+            loss = (1 - F.cosine_similarity(embeddings, expected)).mean()
+            for ours, target in zip(states, theirs if states else (), strict=True):
+                loss = loss + HIDDEN[bits] * (ours - target).square().mean() / target.square().mean()
+            loss.backward()
+            if rounding is not None:
+                rounding.pull()
+            optimizer.step()
+            schedule.step()
     gm.eval()
 
 
-def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: list[tuple[str, ...]]) -> str:
+def page(
+    names: list[str], speech: list[Path], test_speech: list[Path], spoken: int, rows: list[tuple[str, ...]]
+) -> str:
     """The page of the documentation."""
     lines = [
         "Accuracy of a speaker encoder",
@@ -323,6 +362,9 @@ def page(names: list[str], speech: list[Path], test_speech: list[Path], rows: li
         "* *Bits*: what has more bits is named in brackets. ``hidden states``: those that a layer gives to the next;",
         "  inside a layer they are float in every row.",
         "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
+        "* *Learned rounding*: :func:`fxqat.tools.train_rounding`, with the targets of QAT, new inputs in each step:",
+        "  synthesised voices, pieces of the real speech"
+        + (f", and of {spoken} recordings of a speech synthesiser." if spoken else "."),
         "* *File*: its size as a share of the float parameters. Biases are int32, and scales of rows are float32.",
         "  *In blocks of 16*: each 16 weights of a row have a scale, 2 bits for each weight, and biases are float.",
         "  *With zero points*: each 16 weights have a zero point of 4 bits as well.",
@@ -343,11 +385,36 @@ def rows_of(page: str) -> list[tuple[str, ...]]:
     return [tuple(cell.strip() for cell in row.split("\n     - ")) for row in rows][1:]
 
 
-def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], steps: int) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Material:
+    """What is heard.
+
+    Args:
+        data: inputs to calibrate and to train with, ``(N, frames, 40)``.
+        speech: recordings.
+        spoken: recordings of speech synthesisers.
+        tests: inputs by the name of the set.
+    """
+
+    data: Tensor
+    speech: list[Tensor]
+    spoken: list[Tensor]
+    tests: dict[str, Tensor]
+
+    def fresh(self, step: int) -> Tensor:
+        """Inputs of one step that no other step has, of all kinds: ``(BATCH, frames, 40)``."""
+        seed = 3 * step + 1000
+        given = [sounds for sounds in (self.speech, self.spoken) if sounds]
+        pieces = (BATCH - VOICES_IN_BATCH) // len(given) if given else 0
+        parts = [varied(sounds, pieces, seed + place) for place, sounds in enumerate(given)]
+        return torch.cat([voices(BATCH - pieces * len(given), seed + 2), *parts])
+
+
+def measure(row: Row, model: Encoder, material: Material, steps: int) -> tuple[str, ...]:
     """The cells of one row of the table."""
     start = time.process_time()
+    data, tests = material.data, material.tests
     with torch.no_grad():
-        targets = torch.cat([model(batch) for batch in data.split(64)])
         references = {name: model(mels) for name, mels in tests.items()}
     bits = 8 if row.first else row.bits
     parts = PARTS[bits] if row.block_size is None else PARTS_IN_BLOCKS
@@ -355,13 +422,22 @@ def measure(row: Row, model: Encoder, data: Tensor, tests: dict[str, Tensor], st
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
     overrides = [INPUT] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
-    scheme = {"bit": 4, "block_size": row.block_size, "symmetry": not row.has_zero_points}
+    scheme: dict[str, Any] = {"bit": 4, "block_size": row.block_size, "symmetry": not row.has_zero_points}
+    if row.training == LEARNED:
+        scheme["scale_bits"] = 24
     weights = FOUR_BITS | {"w_qscheme": scheme}
     config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else weights}
     batches = [(batch,) for batch in data[:CALIBRATION].split(BATCH)]
     gm = ptq(network, batches, "Experimental", config, reconstruct=row.method, compare=False)
-    if row.is_trained:
-        distill(gm, network, data, targets, row.bits, steps)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(step: int) -> Tensor:
+        if row.training != LEARNED:
+            return data[torch.randint(len(data), (BATCH,), generator=generator)]
+        return material.fresh(step) if divided is None else divided(material.fresh(step))
+
+    if row.training is not None:
+        distill(gm, network, draw, row.bits, steps, row.training)
     cells = []
     for name, mels in tests.items():
         with torch.no_grad():
@@ -381,9 +457,9 @@ def in_order(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     order = [row.labels(0) for row in ROWS]
 
     def place(cells: tuple[str, ...]) -> tuple[int, int]:
-        method, _, steps = cells[2].partition("QAT, ")
-        count = int(steps.split()[0]) if steps else 0
-        return order.index((*cells[:2], f"{method}QAT, 0 steps" if steps else method)), count
+        steps = re.search(r"\d+(?= steps)", cells[2])
+        method = re.sub(r"\d+(?= steps)", "0", cells[2])
+        return order.index((*cells[:2], method)), int(steps[0]) if steps else 0
 
     return sorted({cells[:3]: cells for cells in rows}.values(), key=place)
 
@@ -393,8 +469,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("weights", type=Path)
     parser.add_argument("--speech", type=Path, nargs="+", default=[], help="recordings to calibrate and train with")
+    parser.add_argument(
+        "--spoken", type=Path, nargs="+", default=[], help="of a speech synthesiser, for learned rounding"
+    )
     parser.add_argument("--test-speech", type=Path, nargs="+", default=[], help="recordings of other speakers")
-    parser.add_argument("--steps", type=int, default=400, help="of QAT")
+    parser.add_argument("--steps", type=int, default=400, help="of the training")
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(len(ROWS))), help="numbers of rows, from 0")
     parser.add_argument("--output", type=Path, help="page to write")
     parser.add_argument("--keep", action="store_true", help="keep the other rows of the page")
@@ -404,8 +483,9 @@ def main() -> None:
     state = torch.load(arguments.weights, map_location="cpu", weights_only=True)["model_state"]
     model.load_state_dict({name: tensor for name, tensor in state.items() if name.startswith(("lstm", "linear"))})
     sets = [voices(VOICES, 0)]
-    if arguments.speech:
-        sets.append(varied([recorded(path) for path in arguments.speech], PIECES, 2))
+    speech, spoken = ([recorded(path) for path in paths] for paths in (arguments.speech, arguments.spoken))
+    if speech:
+        sets.append(varied(speech, PIECES, 2))
     data = torch.cat(sets)
     data = data[torch.randperm(len(data), generator=torch.Generator().manual_seed(0))]
     tests = {"synthesised": voices(32, 1)}
@@ -416,10 +496,10 @@ def main() -> None:
     is_kept = arguments.keep and arguments.output and arguments.output.exists()
     rows = rows_of(arguments.output.read_text(encoding="utf-8")) if is_kept else []
     for number in arguments.rows:
-        rows.append(measure(ROWS[number], model, data, tests, arguments.steps))
+        rows.append(measure(ROWS[number], model, Material(data, speech, spoken, tests), arguments.steps))
         print(*rows[-1], flush=True)
         if arguments.output:
-            text = page(list(tests), arguments.speech, arguments.test_speech, in_order(rows))
+            text = page(list(tests), arguments.speech, arguments.test_speech, len(spoken), in_order(rows))
             arguments.output.write_text(text, encoding="utf-8")
 
 
