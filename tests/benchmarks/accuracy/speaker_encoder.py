@@ -34,6 +34,7 @@ from fxqat import convert_export
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import ptq, train_rounding
+from fxqat.tools.training.trained_rounding import END
 from fxqat.utils.contexts import hooked
 
 RATE, WINDOW, HOP, CHANNELS, FRAMES = 16000, 400, 160, 40, 160
@@ -46,6 +47,8 @@ RATES = {8: 1e-4, 4: 3e-3}
 HIDDEN = {8: 0.0, 4: 1.0}
 """Weight of the error of the hidden states of all layers and steps in the loss of QAT, by bits."""
 WARMUP, BATCH = 10, 16
+LEARNED_RATE, RAISED = 1e-4, 5.0
+"""Relative learning rate with it, and what it is multiplied by when all weights are integers."""
 VOICES_IN_BATCH = 2
 """Of :data:`BATCH` inputs with :meth:`Material.fresh`."""
 LEARNED = "learned rounding"
@@ -296,7 +299,8 @@ def distill(
 ) -> None:
     """Train without labels: the embeddings, and with few bits the hidden states, become those of the float model.
 
-    The learning rate falls to zero.
+    The learning rate of QAT falls to zero. With learned rounding, that of scales and biases is raised when all weights
+    are integers, and falls then.
 
     Args:
         gm: the calibrated model.
@@ -312,10 +316,19 @@ def distill(
     def share(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
 
+    def share_of_the_rest(step: int) -> float:
+        last = (step / steps - END) / (1 - END)  # the part of the training after which all weights are integers
+        return min(1.0, (step + 1) / WARMUP) if last < 0 else RAISED * (1 + math.cos(math.pi * last)) / 2
+
     with train_rounding(gm, steps) if training == LEARNED else nullcontext() as rounding:
-        groups = relative_rates(gm, RATES[bits]) if rounding is None else rounding.parameter_groups()
+        if rounding is None:
+            groups = relative_rates(gm, RATES[bits])
+            shares = [share] * len(groups)
+        else:
+            groups = rounding.parameter_groups(relative_lr=LEARNED_RATE)
+            shares = [lambda step: 1.0, *[share_of_the_rest] * (len(groups) - 1)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shares)
         gm.train()
         for step in range(steps):
             inputs = draw(step)
