@@ -320,6 +320,6 @@ def finished_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModul
     if gm.provenance.learns_rounding:
         raise error(
             "the rounding of the model's weights is being learned, and they are not on their grid yet. Leave the block "
-            "of train_rounding first"
+            "of train_rounding first; a copy that was made inside stays as it is"
         )
     return gm

@@ -40,7 +40,7 @@ MOMENTUM = 0.05
 """Of the moving average of the gradients."""
 
 SMALLEST = 0.01
-"""Parameters that are smaller, such as biases that are zero, have the learning rate of this size."""
+"""Smaller parameters, such as biases that are zero, have the learning rate of this size; scales do not."""
 
 PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
@@ -75,8 +75,8 @@ class TrainedRounding:
         Args:
             rounding_lr: of the rounding variables; None: ``40 / steps``.
             relative_lr: of the scales of weights and of all other parameters that require gradients, relative to the
-                root mean square of each. Zero points are not
-                learned, nor are scales of weights of fewer than :data:`LEAST_BITS` significant bits.
+                root mean square of each. Zero points are not learned, nor are scales of weights with fewer than
+                :data:`LEAST_BITS` significant bits.
 
         Returns:
             Dicts with ``params`` and ``lr``.
@@ -93,7 +93,8 @@ class TrainedRounding:
         for name, parameter in self._gm.named_parameters():
             if parameter.requires_grad and parameter not in known and not name.endswith("zero_point"):
                 size = float(parameter.detach().float().square().mean().sqrt())
-                groups.append({"params": [parameter], "lr": relative_lr * max(size, SMALLEST)})
+                size = size if name.endswith("scale") else max(size, SMALLEST)
+                groups.append({"params": [parameter], "lr": relative_lr * size})
         return [group for group in groups if group["params"]]
 
     @torch.no_grad()
@@ -121,8 +122,8 @@ class TrainedRounding:
             gradient = quant.rounding.grad
             assert gradient is not None
             size = gradient.float().square().mean().sqrt()
-            before = self._sizes.get(quant, size)
-            # a step that a gradient scaler skips has infinite gradients
+            before = self._sizes.get(quant, torch.zeros_like(size))
+            # a step that a gradient scaler skips has infinite gradients: its first ones do
             self._sizes[quant] = torch.where(size.isfinite(), torch.lerp(before, size, MOMENTUM), before)
             if progress >= START:
                 with torch.enable_grad():
