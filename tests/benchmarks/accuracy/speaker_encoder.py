@@ -54,12 +54,14 @@ VOICES_IN_BATCH = 2
 LEARNED = "learned rounding"
 """The training by :func:`fxqat.tools.train_rounding`; else QAT."""
 
-INPUT = {"match": {"node": "mels"}, "output": {"bit": 16, "observer": "Percentile"}}
+INPUT = {"match": {"node": "mels"}}
 STATES = {"match": {"node": "re:lstm_layer_[0-9]_(output|hidden)"}, "output": {"bit": 16}}
 FIRST = {"match": {"node": "lstm_layer_0"}, "weight": {"bit": 8}}
 FOUR_BITS = {"w_qscheme": {"bit": 4}, "w_observer": "MSE"}
 PARTS = {8: 2, 4: 3}
 """Parts of the first layer's input weight, by bits."""
+LOUD, LOUDNESS = 16.0, 32.0
+"""The largest value that is not loud, relative to the root mean square; and what the excess is divided by."""
 PARTS_IN_BLOCKS = 4
 """The same with scales of blocks, whose size divides the number of inputs."""
 
@@ -77,6 +79,7 @@ class Row:
         first: whether the weights of the first layer have 8 bits.
         block_size: weights that share a scale; None: all of a row.
         has_zero_points: whether they share a zero point as well.
+        loud: whether loud values of the divided input are apart.
     """
 
     bits: int
@@ -87,6 +90,7 @@ class Row:
     first: bool = False
     block_size: int | None = None
     has_zero_points: bool = False
+    loud: bool = False
 
     @property
     def exceptions(self) -> list[str]:
@@ -103,7 +107,7 @@ class Row:
         bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
         bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
         bits += " with zero points" if self.has_zero_points else ""
-        kind = "16 bits, divided" if self.is_divided else "8 bits"
+        kind = "16 bits, divided" + (", loud apart" if self.loud else "") if self.is_divided else "8 bits"
         bits += ", float32 scales" if self.training == LEARNED else ""
         start = self.method or ("float weights" if self.training == LEARNED else "nearest")
         return bits, kind, start + (f", {self.training}, {steps} steps" if self.training else "")
@@ -126,7 +130,8 @@ ROWS = [
     Row(4, True, "GPTQ", "QAT", states=True, block_size=16),
     Row(4, True, "GPTQ", block_size=16, has_zero_points=True),
     Row(4, True, "GPTQ", "QAT", block_size=16, has_zero_points=True),
-    Row(4, True, None, LEARNED, block_size=16, has_zero_points=True),
+    Row(4, True, "GPTQ", block_size=16, has_zero_points=True, loud=True),
+    Row(4, True, None, LEARNED, block_size=16, has_zero_points=True, loud=True),
 ]
 
 
@@ -169,15 +174,22 @@ class DividedInput:
     weight leaves, times ``k``, is a second weight, which multiplies the input divided by ``k``; and so on. The host
     computes the input, so it divides and repeats it; all weights of the file have the same bits.
 
+    Loud sounds are 100 times as large as usual ones: a step of 16 bits that is fine enough for these clips the loud
+    ones. With ``loud`` what exceeds :data:`LOUD` is an input of its own, divided by :data:`LOUDNESS`, whose weight is
+    multiplied by it. Both inputs are filled with zeros, so that a block of weights has those of one only. (A row with
+    one scale would lose the small ones.)
+
     Args:
         model: the encoder.
         mels: inputs for calibration, ``(N, frames, 40)``.
         bits: of the weights.
         parts: of the weight.
+        loud: whether loud values are apart.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Encoder, mels: Tensor, bits: int, parts: int) -> None:
+    def __init__(self, model: Encoder, mels: Tensor, bits: int, parts: int, loud: bool = False) -> None:
+        self.loud = loud
         weight = model.lstm.weight_ih_l0
         largest = 2 ** (bits - 1) - 1
         self.factor = (mels.square().mean((0, 1)).sqrt() / weight.abs().amax(0)).sqrt()
@@ -189,12 +201,23 @@ class DividedInput:
             found.append((rest * multiple / step).round() * step)
             rest = rest - found[-1] / multiple
         found.append(rest * self.multiples[-1])
-        self.model = Encoder(CHANNELS * parts).eval()
-        self.model.load_state_dict(model.state_dict() | {"lstm.weight_ih_l0": torch.cat(found, 1)})
+        columns = torch.cat(found, 1)
+        if loud:
+            columns = torch.cat([filled(columns), filled(weight * self.factor * LOUDNESS)], 1)
+        self.model = Encoder(columns.shape[1]).eval()
+        self.model.load_state_dict(model.state_dict() | {"lstm.weight_ih_l0": columns})
 
     def __call__(self, mels: Tensor) -> Tensor:
         """The input of the divided model."""
-        return torch.cat([mels / self.factor / multiple for multiple in self.multiples], -1)
+        mels = mels / self.factor
+        usual = mels.clamp(max=LOUD) if self.loud else mels
+        parts = torch.cat([usual / multiple for multiple in self.multiples], -1)
+        return torch.cat([filled(parts), filled((mels - usual) / LOUDNESS)], -1) if self.loud else parts
+
+
+def filled(columns: Tensor) -> Tensor:
+    """Columns of zeros behind the others: a multiple of 16."""
+    return F.pad(columns, (0, -columns.shape[-1] % 16))
 
 
 def mel_filters() -> Tensor:
@@ -371,7 +394,8 @@ def page(
         "",
         "* *Input*: ``8 bits`` is the power of the sound in 40 bands as it comes. ``16 bits, divided``: 16 bits with",
         "  the observer ``Percentile``, divided per band, and the first layer's input weight in two parts (W4: three,",
-        "  in blocks four), each of the bits of the row. In float this is the same function.",
+        "  in blocks four), each of the bits of the row. ``loud apart``: what exceeds 16 is its own input, with a",
+        "  larger step, the observer is ``MinMax``, and the weight has three parts. All are one function in float.",
         "* *Bits*: what has more bits is named in brackets. ``hidden states``: those that a layer gives to the next;",
         "  inside a layer they are float in every row.",
         "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
@@ -430,11 +454,12 @@ def measure(row: Row, model: Encoder, material: Material, steps: int) -> tuple[s
     with torch.no_grad():
         references = {name: model(mels) for name, mels in tests.items()}
     bits = 8 if row.first else row.bits
-    parts = PARTS[bits] if row.block_size is None else PARTS_IN_BLOCKS
-    divided = DividedInput(model, data, bits, parts) if row.is_divided else None
+    parts = PARTS[bits] if row.block_size is None or row.loud else PARTS_IN_BLOCKS  # filled to whole blocks, if loud
+    divided = DividedInput(model, data, bits, parts, row.loud) if row.is_divided else None
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
-    overrides = [INPUT] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
+    of_input = INPUT | {"output": {"bit": 16, "observer": "MinMax" if row.loud else "Percentile"}}
+    overrides = [of_input] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
     scheme: dict[str, Any] = {"bit": 4, "block_size": row.block_size, "symmetry": not row.has_zero_points}
     if row.training == LEARNED:
         scheme["scale_bits"] = 24
