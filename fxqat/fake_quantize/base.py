@@ -82,6 +82,8 @@ class FakeQuantizeBase(KeepsDtype):
             scale covers them. Otherwise a scalar parameter would be clipped, and have no gradient.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
+        temporary: (of the class) it replaces another one while the weight's rounding is learned. Until that is back,
+            the model is not saved or exported.
 
     Raises:
         ConfigError: ``kind`` is an activation, but the method quantizes weights only.
@@ -89,6 +91,7 @@ class FakeQuantizeBase(KeepsDtype):
 
     learned: ClassVar[bool] = False
     weights_only: ClassVar[bool] = False
+    temporary: ClassVar[bool] = False
     scale: Tensor
     zero_point: Tensor
 

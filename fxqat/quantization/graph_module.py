@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxqat.errors import ConfigError, FxqatError
+from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.quantization.dtype_casts import follow_dtype
 from fxqat.quantization.left_out import LeftOut
 from fxqat.quantization.quantization_noise import QuantizationNoise
@@ -61,7 +62,6 @@ class Provenance:
         example_inputs: the inputs that the model was prepared with, on the CPU, as arguments of the prepared model;
             None if there were none. Exports take them if none are given.
         left_out: the arguments of the float model's forward that the prepared model does not have.
-        learns_rounding: the model is inside :func:`fxqat.tools.train_rounding`, or is a copy that was made there.
     """
 
     backend: str
@@ -77,7 +77,6 @@ class Provenance:
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
     example_inputs: tuple[Any, ...] | None = None
     left_out: LeftOut = LeftOut()
-    learns_rounding: bool = False
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -317,7 +316,7 @@ def finished_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModul
         error: as of :func:`prepared_model`, or the rounding of the weights is being learned.
     """
     gm = prepared_model(model, error)
-    if gm.provenance.learns_rounding:
+    if any(isinstance(module, FakeQuantizeBase) and module.temporary for module in gm.modules()):
         raise error(
             "the rounding of the model's weights is being learned, and they are not on their grid yet. Leave the block "
             "of train_rounding first; a copy that was made inside stays as it is"

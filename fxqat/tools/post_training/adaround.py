@@ -50,6 +50,7 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         fraction = (steps - steps.floor()).sub(GAMMA).div(ZETA - GAMMA)
         self.rounding = nn.Parameter(torch.logit(fraction))
 
+    temporary = True
     start_scale: Tensor
     floor: Tensor
 

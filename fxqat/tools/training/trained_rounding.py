@@ -173,8 +173,8 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
     activations and whatever else requires gradients may be trained as usual. If an error leaves the block, weights and
     their scales are as before. A model is not exported or saved inside.
 
-    A weight that several layers share, one that is computed from other tensors, and tables of embeddings stay rounded
-    to the nearest; the first two are told.
+    A weight that several layers share, one that is computed from other tensors, and tables of embeddings are trained as
+    in QAT, rounded to the nearest; the first two are told.
 
     Args:
         model: a prepared and calibrated model, with its fake-quants on.
@@ -203,7 +203,6 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
     for quant in quants:
         quant.log_factor.requires_grad_(quant.scale_bits >= LEAST_BITS)
     try:
-        gm.provenance.learns_rounding = True
         for tensor in frozen:
             tensor.requires_grad_(False)
         for layer in norms:
@@ -214,7 +213,6 @@ def train_rounding(model: nn.Module, steps: int) -> Iterator[TrainedRounding]:
         yield rounding
         rounding.decide()
     finally:
-        gm.provenance.learns_rounding = False
         for weight, before in zip(weights, given, strict=True):
             weight.quant = before
         for layer, mode in zip(norms, modes, strict=True):
@@ -248,8 +246,8 @@ def _weights(gm: QuantGraphModule) -> list[LayerWeight]:
         )
     if left:
         logging.getLogger("fxqat").warning(
-            "train_rounding: the weights of %s stay rounded to the nearest: they are computed from other tensors, or "
-            "several layers share them",
+            "train_rounding: the weights of %s are trained as in QAT, rounded to the nearest: they are computed from "
+            "other tensors, or several layers share them",
             ", ".join(left),
         )
     return found

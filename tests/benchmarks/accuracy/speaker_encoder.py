@@ -104,7 +104,7 @@ class Row:
         """The first cells: bits, input and method.
 
         Args:
-            steps: of QAT.
+            steps: of the training.
         """
         bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
         bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
