@@ -148,6 +148,22 @@ def test_batch_norm_is_frozen_inside_and_as_before_afterwards() -> None:
     assert all(parameter.requires_grad for parameter in (layer.weight, layer.bn.weight, layer.bn.bias))
 
 
+@pytest.mark.parametrize("pulls", [True, False])
+def test_the_pull_decides_most_weights(pulls) -> None:
+    model, x = convolutions()
+    gm = quantized(model, weights(4), x)
+    target = model(x).detach()
+    with train_rounding(gm, 200) as rounding:
+        optimizer = torch.optim.Adam(rounding.parameter_groups())
+        for _ in range(149):
+            optimizer.zero_grad()
+            (gm(x) - target).square().mean().backward()
+            if pulls:
+                rounding.pull()
+            optimizer.step()
+        assert (rounding.undecided() < 0.2) == pulls
+
+
 @pytest.mark.parametrize("steps", [20, 400])
 def test_weights_that_are_not_decided_are_told(caplog, steps) -> None:
     model, x = convolutions()
