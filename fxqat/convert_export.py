@@ -14,7 +14,14 @@ import numpy as np
 import onnx
 from torch import Tensor, nn
 
-from fxqat.config.export_arguments import check_names, check_paths, check_weights, example_tuple, interface_names
+from fxqat.config.export_arguments import (
+    check_names,
+    check_paths,
+    check_scales,
+    check_weights,
+    example_tuple,
+    interface_names,
+)
 from fxqat.custom_symbolic_opset import exporter_warnings, run_exporter, user_translations
 from fxqat.errors import ExportError, ParityError, tells_of_the_bundle
 from fxqat.fake_quantize.state import require_calibrated
@@ -23,6 +30,7 @@ from fxqat.onnx.convert_opset import ConvertOpset
 from fxqat.onnx.dynamic_lstm import DynamicLSTM
 from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.gather_integers import GatherIntegers
+from fxqat.onnx.half_scales import HalfScales
 from fxqat.onnx.integer_products import IntegerProducts
 from fxqat.onnx.name_interface import NameInterface
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
@@ -108,6 +116,7 @@ def convert_export(
     dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
     verify: bool = True,
     weights: str = "integer",
+    scales: str = "float32",
     input_stats: InputStats | None = None,
     runtime: str | None = None,
     custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
@@ -139,6 +148,8 @@ def convert_export(
             twice as long, or as the bounds allow.
         verify: compare the file with the model in ONNX Runtime, and write the certificate ``<stem>.parity.json``.
         weights: ``"integer"``, or ``"float"`` for float weights before Q/DQ pairs.
+        scales: ``"float32"``, or ``"float16"`` to store the scales of weights in blocks so. They are the same numbers,
+            so the model must have scales with at most 11 significant bits, see :mod:`fxqat.onnx.half_scales`.
         input_stats: ``(mean, std)`` of each input, or None for an input that stays as it is. The model was trained on
             ``(x - mean) / std`` of raw values x, integers from 0 to 255. The file takes x as uint8, in the layout of
             the model, and ``example_inputs`` must be raw too. Mean and std are numbers, or lists of one number per
@@ -172,6 +183,7 @@ def convert_export(
     if opset_version is not None:
         check_opset(opset_version)
     check_weights(weights)
+    check_scales(scales, weights)
     check_names(input_names, output_names)
     check_runtime(runtime)
     runtime = runtime or gm.provenance.runtime or None
@@ -218,6 +230,7 @@ def convert_export(
         DynamicLSTM(),
         WriteClamps(),
         *rewriting.operators,
+        *([HalfScales()] if scales == "float16" else []),
     ]
     finished = run_passes(exported, passes)
     named = tensors_of(finished)

@@ -78,7 +78,7 @@ def test_importing_names_from_the_seed_paths_works_as_written() -> None:
         (
             fxqat.convert_export,
             "model, example_inputs=, file_path=, file_path_json=, *, opset_version=, input_names=, output_names=, "
-            "dynamic_batch=, dynamic_shapes=, verify=, weights=, input_stats=, runtime=, "
+            "dynamic_batch=, dynamic_shapes=, verify=, weights=, scales=, input_stats=, runtime=, "
             "custom_translation_table=",
         ),
         (

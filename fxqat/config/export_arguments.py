@@ -62,6 +62,22 @@ def check_weights(weights: str) -> None:
         raise ExportError(f"weights must be 'integer' or 'float', got {weights!r}")
 
 
+def check_scales(scales: str, weights: str) -> None:
+    """Check the kind of scales in the file.
+
+    Args:
+        scales: the argument of this name.
+        weights: the kind of weights, checked.
+
+    Raises:
+        ExportError: it is unknown, or the weights are not integers.
+    """
+    if scales not in ("float32", "float16"):
+        raise ExportError(f"scales must be 'float32' or 'float16', got {scales!r}")
+    if scales == "float16" and weights == "float":
+        raise ExportError("scales='float16' makes a file of integer weights smaller; weights='float' keeps floats")
+
+
 def check_names(input_names: Sequence[str] | None, output_names: Sequence[str] | None) -> None:
     """Check names of inputs and outputs.
 

@@ -13,6 +13,7 @@ import onnx
 
 from fxqat.errors import CheckpointError, ParityError
 from fxqat.onnx.external_data import values_of
+from fxqat.onnx.half_scales import half_scales_of
 from fxqat.onnx.integer_products import OF_ALL
 from fxqat.scheme import QuantizedTensor
 
@@ -121,27 +122,33 @@ def check_params(model: onnx.ModelProto, tensors: Iterable[QuantizedTensor]) -> 
 def check_entries(model: onnx.ModelProto, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """As :func:`check_params`, with the entries of a document by name."""
     constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    halves = half_scales_of(model)
+
+    def values(name: str) -> np.ndarray:
+        return halves[name] if name in halves else values_of(constants[name])
+
+    known = constants.keys() | halves.keys()
     weights = {name for name, entry in entries.items() if entry["kind"] == "weight"}
     of_value: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     zero_points: dict[str, np.ndarray] = {}
     products: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     for node in model.graph.node:
-        if node.op_type in ("QuantizeLinear", "DequantizeLinear") and constants.keys() >= set(node.input[1:3]):
-            scale, *rest = (values_of(constants[name]) for name in node.input[1:3])
+        if node.op_type in ("QuantizeLinear", "DequantizeLinear") and known >= set(node.input[1:3]):
+            scale, *rest = (values(name) for name in node.input[1:3])
             zero_point = rest[0] if rest else np.zeros_like(scale)
             key = node.input[0] if node.op_type == "QuantizeLinear" else node.output[0]
             of_value[key] = (scale, zero_point)
         elif node.op_type == "Sub" and node.input[1] in constants:
             zero_points[node.output[0]] = values_of(constants[node.input[1]])
-        elif node.op_type == "Mul" and node.input[1] in constants:  # see fxqat.onnx.foldable_weights
-            scale = values_of(constants[node.input[1]])
+        elif node.op_type == "Mul" and node.input[1] in known:  # see fxqat.onnx.foldable_weights
+            scale = values(node.input[1])
             products[node.output[0]] = (scale, zero_points.get(node.input[0], np.zeros_like(scale)))
         elif node.op_type == "Reshape" and node.input[0] in products:
             products[node.output[0]] = products[node.input[0]]
     of_value |= {name: found for name, found in products.items() if name in weights}
     for name, entry in entries.items():
-        if name not in of_value and f"{name}_scale" in constants:  # GatherIntegers, IntegerProducts
-            scale = values_of(constants[f"{name}_scale"])
+        if name not in of_value and f"{name}_scale" in known:  # GatherIntegers, IntegerProducts
+            scale = values(f"{name}_scale")
             held = constants.get(f"{name}_zero_point") or constants.get(f"{name}_zero_point{OF_ALL}")
             zero_point = np.zeros(1, np.int8) if held is None else values_of(held)
             of_value[name] = (scale, np.broadcast_to(zero_point.reshape(-1), scale.size))
