@@ -62,7 +62,7 @@ def _replace(graph: ir.Graph, weight: str) -> None:
     if lost:
         raise ExportError(
             f"{weight}: float16 does not hold {lost} of its {values.size} scales: it has {BITS} significant bits. "
-            f'Prepare the model with w_qscheme {{"scale_bits": {BITS}}} or fewer, or leave out scales=\'float16\''
+            f"Prepare the model with w_qscheme {{\"scale_bits\": {BITS}}} or fewer, or leave out scales='float16'"
         )
     cast = ir.node("Cast", [_constant(graph, name + HALF, halves)], {"to": ir.DataType.FLOAT})
     product = ir.node("Mul", [cast.outputs[0], _constant(graph, name + UNIT, unit)])
