@@ -87,6 +87,8 @@ def read_change(entry: Mapping[str, Any] | str, where: str, tensor: str) -> Tens
             modules[name] = dict(mapping(value, f"{where}: {name}"))
     if scheme.get("block_size") is not None:
         scheme.setdefault("per_channel", True)
+    if scheme.get("symmetric") is False:  # the integer that a symmetric range leaves out
+        scheme.setdefault("narrow_range", False)
     _check_possible(scheme, modules, where, tensor)
     return TensorChange(scheme, modules)
 

@@ -511,7 +511,7 @@ def test_older_spellings_mean_the_same_as_newer_ones():
     assert one == two
     assert one.overrides[0].match == Match(node="x", where="overrides[0]")
     assert one.overrides[0].changes["weight"] == TensorChange(
-        {"bit_width": 4, "symmetric": False}, {"observer": "MSE", "fake_quantize": "Learnable"}
+        {"bit_width": 4, "symmetric": False, "narrow_range": False}, {"observer": "MSE", "fake_quantize": "Learnable"}
     )
 
 

@@ -170,7 +170,7 @@ def test_the_error_falls_and_the_integers_are_the_solution(name, monkeypatch):
 SCHEMES = {
     "per channel": {},
     "per tensor": {"per_channel": False},
-    "asymmetric": {"symmetry": False, "signed": False},
+    "asymmetric": {"symmetry": False, "signed": False, "narrow_range": True},
     "power of two": {"pot_scale": True},
 }
 
