@@ -77,9 +77,19 @@ class AdaRoundFakeQuantize(FakeQuantizeBase):
         return self._dequantized(self.fraction())
 
     @torch.no_grad()
-    def decide_(self) -> None:
-        """Round every fraction to 0 or 1."""
-        self.rounding.copy_(torch.where(self.fraction() >= 0.5, DECIDED, -DECIDED))
+    def decide_(self, undecided: int = 0) -> None:
+        """Round every fraction to 0 or 1.
+
+        Args:
+            undecided: so many fractions stay, those nearest to one half.
+        """
+        fraction = self.fraction()
+        decided = torch.where(fraction >= 0.5, DECIDED, -DECIDED)
+        if undecided > 0:
+            distance = (fraction - 0.5).abs()
+            limit = distance.flatten().kthvalue(undecided).values
+            decided = torch.where(distance > limit, decided, self.rounding)
+        self.rounding.copy_(decided)
 
     @torch.no_grad()
     def decided(self, shape: torch.Size) -> Tensor:

@@ -4,6 +4,8 @@ Straight-through training at few bits ends in weights that jump between two inte
 less they do, and the less is learned. Here no weight is rounded while it is learned. Each lies at a fraction between
 its two integers, as in AdaRound (Nagel et al. 2020, arXiv:2004.10568, equations 22 and 23), and during the training the
 fractions are pulled to 0 or 1, harder and harder: first those that the loss does not mind, the others make up for them.
+Those that the loss minds most would stay undecided, with none left to make up for them. So from :data:`LIMITED` on, the
+number of undecided ones is limited, to a share that falls to 0 as a parabola; the nearest to 0 or 1 are rounded.
 AdaRound learns the layers one after another on their own outputs; this learns the model on the user's loss.
 
 The pull is measured by the gradients of the loss. ``g`` is the root mean square of the gradients of a weight's rounding
@@ -30,8 +32,8 @@ from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
 from fxqat.tools.post_training.layer_weights import LayerWeight, require_plain, weights_of
 from fxqat.tools.post_training.segments import WEIGHTED_LAYERS
 
-START, END = 0.1, 0.75
-"""Shares of the steps after which the pull starts, and after which what is left is rounded to the nearest."""
+START, LIMITED, END = 0.1, 0.45, 0.75
+"""Shares of the steps after which the pull starts, the number of undecided weights is limited, and the limit is 0."""
 
 WEAKEST, STRONGEST = 0.03, 5.0
 """Strength of the pull at the start and at the end; it grows exponentially."""
@@ -45,8 +47,11 @@ SMALLEST = 0.01
 PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
 
-MOST_LEFT = 0.01
-"""A larger share of weights that the pull has not decided is told."""
+MOST_BEFORE, MOST_AFTER = 0.9, 0.01
+"""A larger share of undecided weights is told, before their number is limited and after the last step of that."""
+
+NEAR = 1e-3
+"""A fraction this near to 0 or 1 is decided: a weight that was on an integer before is so only up to float32."""
 
 LEAST_BITS = 8
 """Scales with fewer significant bits, such as powers of two, are not learned."""
@@ -66,7 +71,7 @@ class TrainedRounding:
         self._quants = quants
         self._steps = steps
         self._done = 0
-        self._is_decided = False
+        self._is_limited = self._is_decided = False
         self._sizes: dict[AdaRoundFakeQuantize, Tensor] = {}
 
     def parameter_groups(self, rounding_lr: float | None = None, relative_lr: float = 3e-4) -> list[dict[str, Any]]:
@@ -101,8 +106,8 @@ class TrainedRounding:
     def pull(self) -> None:
         """Pull the fractions to 0 or 1: call it in each step, between ``loss.backward()`` and ``optimizer.step()``.
 
-        After the share :data:`END` of the steps all weights are rounded, and only scales and the other parameters are
-        learned.
+        After the share :data:`LIMITED` of the steps it rounds more and more weights, after :data:`END` all, and only
+        scales and the other parameters are learned.
 
         Raises:
             ConfigError: there is no gradient.
@@ -114,6 +119,8 @@ class TrainedRounding:
             for quant in self._quants:  # its optimizer leaves a parameter without a gradient
                 quant.rounding.grad = None
             return
+        if progress >= LIMITED:
+            self._limit((1 - (progress - LIMITED) / (END - LIMITED)) ** 2)
         trained = [quant for quant in self._quants if quant.rounding.grad is not None]
         if not trained:
             raise ConfigError("pull: no weight has a gradient. Call it after loss.backward(), before optimizer.step()")
@@ -134,8 +141,23 @@ class TrainedRounding:
         """Round all weights, if they are not yet; :meth:`pull` and the end of the block do this."""
         if self._is_decided:
             return
+        self._tell(MOST_AFTER)
+        for quant in self._quants:
+            quant.decide_()
+        self._is_decided = True
+
+    def _limit(self, share: float) -> None:
+        """Round the weights nearest to an integer, so that this share of each tensor is undecided."""
+        if not self._is_limited:
+            self._tell(MOST_BEFORE)
+        for quant in self._quants:
+            quant.decide_(int(share * quant.rounding.numel()))
+        self._is_limited = True
+
+    def _tell(self, most: float) -> None:
+        """Warn if a larger share of the weights is not decided."""
         left = self.undecided()
-        if left > MOST_LEFT:
+        if left > most:
             logging.getLogger("fxqat").warning(
                 "train_rounding: after %d of %d steps, %.0f %% of the weights were not decided, and are rounded to the "
                 "nearest. Take more steps, or a larger rounding_lr",
@@ -143,15 +165,12 @@ class TrainedRounding:
                 self._steps,
                 100 * left,
             )
-        for quant in self._quants:
-            quant.decide_()
-        self._is_decided = True
 
     @torch.no_grad()
     def undecided(self) -> float:
         """The share of the weights whose fraction is neither 0 nor 1, to be printed now and then."""
-        fractions = torch.cat([quant.fraction().flatten() for quant in self._quants])
-        return float(((fractions > 0) & (fractions < 1)).float().mean())
+        distances = torch.cat([(quant.fraction() - 0.5).abs().flatten() for quant in self._quants])
+        return float((distances < 0.5 - NEAR).float().mean())
 
 
 @contextmanager

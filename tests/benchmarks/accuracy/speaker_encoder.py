@@ -34,6 +34,7 @@ from torch.nn import functional as F
 
 from fxqat import convert_export
 from fxqat.nn.recurrent import QATRecurrentLayer
+from fxqat.numerics import valid_scale
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.tools import ptq, train_rounding
 from fxqat.tools.training.trained_rounding import END
@@ -46,22 +47,27 @@ CALIBRATION = 256
 """Of them, for calibration."""
 RATES = {8: 1e-4, 4: 3e-3}
 """Learning rate by bits, relative to the root mean square of each parameter; of scales as well."""
-HIDDEN = {8: 0.0, 4: 1.0}
-"""Weight of the error of the hidden states of all layers and steps in the loss of QAT, by bits."""
+HIDDEN, LEARNED_HIDDEN = {8: 0.0, 4: 1.0}, 0.5
+"""Weight of the error of the hidden states of all layers and steps in the loss of QAT, by bits; of learned rounding."""
 WARMUP, BATCH = 10, 16
-LEARNED_RATE, RAISED = 1e-4, 5.0
-"""Relative learning rate with it, and what it is multiplied by when all weights are integers."""
-VOICES_IN_BATCH = 2
+LEARNED_PATH, LEARNED_RATE, RAISED = 15.0, 1e-4, 10.0
+"""Of learned rounding: the rate of the rounding variables times the steps, the relative rate of all others, and what
+that is multiplied by when all weights are integers."""
+SCALE_BITS = 11
+"""Of the scales of learned rounding, which the file has as float16."""
+VOICES_IN_BATCH = 4
 """Of :data:`BATCH` inputs with :meth:`Material.fresh`."""
 LEARNED = "learned rounding"
 """The training by :func:`fxqat.tools.train_rounding`; else QAT."""
 
 INPUT = {"match": {"node": "mels"}}
 STATES = {"match": {"node": "re:lstm_layer_[0-9]_(output|hidden)"}, "output": {"bit": 16}}
-FIRST = {"match": {"node": "lstm_layer_0"}, "weight": {"bit": 8}}
+FIRST = {"match": {"node": "lstm_layer_0"}}
 FOUR_BITS = {"w_qscheme": {"bit": 4}, "w_observer": "MSE"}
 PARTS = {8: 2, 4: 3}
 """Parts of the first layer's input weight, by bits."""
+SMALL_BLOCKS, PARTS_IN_SMALL_BLOCKS = 8, 2
+"""The same with scales of so many weights or fewer."""
 LOUD, LOUDNESS = 16.0, 32.0
 """The largest value that is not loud, relative to the root mean square; and what the excess is divided by."""
 PARTS_IN_BLOCKS = 4
@@ -82,6 +88,7 @@ class Row:
         block_size: weights that share a scale; None: all of a row.
         has_zero_points: whether they share a zero point as well.
         loud: whether loud values of the divided input are apart.
+        first_block_size: weights that share a scale in the first layer, if others than elsewhere.
     """
 
     bits: int
@@ -93,6 +100,16 @@ class Row:
     block_size: int | None = None
     has_zero_points: bool = False
     loud: bool = False
+    first_block_size: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Parts of the first layer's input weight."""
+        if self.block_size is not None and self.block_size <= SMALL_BLOCKS:
+            return PARTS_IN_SMALL_BLOCKS
+        if self.block_size is not None and not self.has_zero_points:
+            return PARTS_IN_BLOCKS
+        return PARTS[8 if self.first else self.bits]
 
     @property
     def exceptions(self) -> list[str]:
@@ -108,9 +125,10 @@ class Row:
         """
         bits = f"W{self.bits}A8" + (f" ({', '.join(self.exceptions)})" if self.exceptions else "")
         bits += "" if self.block_size is None else f" in blocks of {self.block_size}"
+        bits += "" if self.first_block_size is None else f" (first layer {self.first_block_size})"
         bits += " with zero points" if self.has_zero_points else ""
         kind = "16 bits, divided" + (", loud apart" if self.loud else "") if self.is_divided else "8 bits"
-        bits += ", float32 scales" if self.training == LEARNED else ""
+        bits += ", float16 scales" if self.training == LEARNED else ""
         start = self.method or ("float weights" if self.training == LEARNED else "nearest")
         return bits, kind, start + (f", {self.training}, {steps} steps" if self.training else "")
 
@@ -134,6 +152,8 @@ ROWS = [
     Row(4, True, "GPTQ", "QAT", block_size=16, has_zero_points=True),
     Row(4, True, "GPTQ", block_size=16, has_zero_points=True, loud=True),
     Row(4, True, None, LEARNED, block_size=16, has_zero_points=True, loud=True),
+    Row(4, True, "GPTQ", block_size=8, has_zero_points=True, loud=True, first_block_size=4),
+    Row(4, True, None, LEARNED, block_size=8, has_zero_points=True, loud=True, first_block_size=4),
 ]
 
 
@@ -176,50 +196,67 @@ class DividedInput:
     weight leaves, times ``k``, is a second weight, which multiplies the input divided by ``k``; and so on. The host
     computes the input, so it divides and repeats it; all weights of the file have the same bits.
 
+    With zero points, the parts are those of blocks, and each is filled with zeros to whole ones.
+
     Loud sounds are 100 times as large as usual ones: a step of 16 bits that is fine enough for these clips the loud
     ones. With ``loud`` what exceeds :data:`LOUD` is an input of its own, divided by :data:`LOUDNESS`, whose weight is
-    multiplied by it. Both inputs are filled with zeros, so that a block of weights has those of one only. (A row with
-    one scale would lose the small ones.)
+    multiplied by it. A block of weights has those of one input only. (A row with one scale would lose the small ones.)
 
     Args:
         model: the encoder.
         mels: inputs for calibration, ``(N, frames, 40)``.
-        bits: of the weights.
-        parts: of the weight.
-        loud: whether loud values are apart.
+        row: the recipe.
     """
 
     @torch.no_grad()
-    def __init__(self, model: Encoder, mels: Tensor, bits: int, parts: int, loud: bool = False) -> None:
-        self.loud = loud
+    def __init__(self, model: Encoder, mels: Tensor, row: Row) -> None:
+        self.loud = row.loud
+        self.block_size = (row.first_block_size or row.block_size or 1) if row.has_zero_points else 1
         weight = model.lstm.weight_ih_l0
-        largest = 2 ** (bits - 1) - 1
+        largest = 2 ** ((8 if row.first else row.bits) - 1) - 1
+        base = largest if row.has_zero_points else 2 * largest  # the rest is at most one step, or half of one
         self.factor = (mels.square().mean((0, 1)).sqrt() / weight.abs().amax(0)).sqrt()
-        self.multiples = [(2 * largest) ** part for part in range(parts)]
-        rest = weight * self.factor
+        self.multiples = [float(base**part) for part in range(row.parts)]
+        rest = self._filled(weight * self.factor)
         step = rest.abs().amax(1, keepdim=True) / largest
         found = []
         for multiple in self.multiples[:-1]:
-            found.append((rest * multiple / step).round() * step)
+            part = rest * multiple
+            rounded = (part / step).round() * step
+            found.append(rounded_in_blocks(part, self.block_size, row.bits) if row.has_zero_points else rounded)
             rest = rest - found[-1] / multiple
         found.append(rest * self.multiples[-1])
+        if row.loud:
+            found.append(self._filled(weight * self.factor * LOUDNESS))
         columns = torch.cat(found, 1)
-        if loud:
-            columns = torch.cat([filled(columns), filled(weight * self.factor * LOUDNESS)], 1)
         self.model = Encoder(columns.shape[1]).eval()
         self.model.load_state_dict(model.state_dict() | {"lstm.weight_ih_l0": columns})
 
     def __call__(self, mels: Tensor) -> Tensor:
         """The input of the divided model."""
-        mels = mels / self.factor
+        mels = self._filled(mels / self.factor)
         usual = mels.clamp(max=LOUD) if self.loud else mels
-        parts = torch.cat([usual / multiple for multiple in self.multiples], -1)
-        return torch.cat([filled(parts), filled((mels - usual) / LOUDNESS)], -1) if self.loud else parts
+        parts = [usual / multiple for multiple in self.multiples]
+        return torch.cat([*parts, (mels - usual) / LOUDNESS] if self.loud else parts, -1)
+
+    def _filled(self, columns: Tensor) -> Tensor:
+        """Columns of zeros behind the others: whole blocks."""
+        return F.pad(columns, (0, -columns.shape[-1] % self.block_size))
 
 
-def filled(columns: Tensor) -> Tensor:
-    """Columns of zeros behind the others: a multiple of 16."""
-    return F.pad(columns, (0, -columns.shape[-1] % 16))
+def rounded_in_blocks(weight: Tensor, block_size: int, bits: int) -> Tensor:
+    """A weight ``(rows, columns)`` on a grid of its blocks with zero points, which a quantizer finds again.
+
+    The smallest and the largest number of each block lie at the ends of its range.
+    """
+    blocks, last = weight.reshape(len(weight), -1, block_size), 2**bits - 1
+    low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
+    scale = valid_scale((high.clamp(min=0) - low.clamp(max=0)) / last, SCALE_BITS, up=True)
+    zero_point = (-low.clamp(max=0) / scale).round()
+    integers = ((blocks / scale).round() + zero_point).clamp(0, last)
+    integers = torch.where((blocks == low) & (low < 0), 0.0, integers)
+    integers = torch.where((blocks == high) & (high > 0), float(last), integers)
+    return ((integers - zero_point) * scale).reshape(weight.shape)
 
 
 def mel_filters() -> Tensor:
@@ -335,7 +372,8 @@ def distill(
         steps: of the training.
         training: QAT, or :data:`LEARNED`.
     """
-    layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)] if HIDDEN[bits] else []
+    hidden = LEARNED_HIDDEN if training == LEARNED else HIDDEN[bits]
+    layers = [module for module in gm.modules() if isinstance(module, QATRecurrentLayer)] if hidden else []
     states: list[Tensor] = []
 
     def share(step: int) -> float:
@@ -350,7 +388,7 @@ def distill(
             groups = relative_rates(gm, RATES[bits])
             shares = [share] * len(groups)
         else:
-            groups = rounding.parameter_groups(relative_lr=LEARNED_RATE)
+            groups = rounding.parameter_groups(LEARNED_PATH / steps, LEARNED_RATE)
             shares = [lambda step: 1.0, *[share_of_the_rest] * (len(groups) - 1)]
         optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, shares)
@@ -366,7 +404,7 @@ def distill(
                 embeddings = gm(inputs)
             loss = (1 - F.cosine_similarity(embeddings, expected)).mean()
             for ours, target in zip(states, theirs if states else (), strict=True):
-                loss = loss + HIDDEN[bits] * (ours - target).square().mean() / target.square().mean()
+                loss = loss + hidden * (ours - target).square().mean() / target.square().mean()
             loss.backward()
             if rounding is not None:
                 rounding.pull()
@@ -396,8 +434,9 @@ def page(
         "",
         "* *Input*: ``8 bits`` is the power of the sound in 40 bands as it comes. ``16 bits, divided``: 16 bits with",
         "  the observer ``Percentile``, divided per band, and the first layer's input weight in two parts (W4: three,",
-        "  in blocks four), each of the bits of the row. ``loud apart``: what exceeds 16 is its own input, with a",
-        "  larger step, the observer is ``MinMax``, and the weight has three parts. All are one function in float.",
+        "  in blocks without zero points four, in small blocks two), each of the bits of the row. ``loud apart``: what",
+        "  exceeds 16 is its own input, with a larger step, and the observer is ``MinMax``. All are one function in",
+        "  float.",
         "* *Bits*: what has more bits is named in brackets. ``hidden states``: those that a layer gives to the next;",
         "  inside a layer they are float in every row.",
         "* *QAT*: no labels. The embeddings of the float model are the target; for W4 its hidden states are as well.",
@@ -406,7 +445,9 @@ def page(
         + (f", and of {spoken} recordings of eSpeak NG." if spoken else "."),
         "* *File*: its size as a share of the float parameters. Biases are int32, and scales of rows are float32.",
         "  *In blocks of 16*: each 16 weights of a row have a scale, 2 bits for each weight, and biases are float.",
-        "  *With zero points*: each 16 weights have a zero point of 4 bits as well.",
+        "  *With zero points*: each block has a zero point of 4 bits as well. *float16 scales*: the scales have 11",
+        "  significant bits and are stored in 16. Then a weight takes 5.25 bits in blocks of 16, 6.5 in blocks of 8",
+        "  and 9 in blocks of 4.",
         "",
         ".. list-table::",
         "   :header-rows: 1",
@@ -455,16 +496,18 @@ def measure(row: Row, model: Encoder, material: Material, steps: int) -> tuple[s
     data, tests = material.data, material.tests
     with torch.no_grad():
         references = {name: model(mels) for name, mels in tests.items()}
-    bits = 8 if row.first else row.bits
-    parts = PARTS[bits] if row.block_size is None or row.loud else PARTS_IN_BLOCKS  # filled to whole blocks, if loud
-    divided = DividedInput(model, data, bits, parts, row.loud) if row.is_divided else None
+    divided = DividedInput(model, data, row) if row.is_divided else None
     network = model if divided is None else divided.model
     data = data if divided is None else divided(data)
     of_input = INPUT | {"output": {"bit": 16, "observer": "MinMax" if row.loud else "Percentile"}}
-    overrides = [of_input] * row.is_divided + [STATES] * row.states + [FIRST] * row.first
+    of_first = {"bit": 8} if row.first else {"block_size": row.first_block_size}
+    is_first_different = row.first or row.first_block_size is not None
+    overrides = (
+        [of_input] * row.is_divided + [STATES] * row.states + [FIRST | {"weight": of_first}] * is_first_different
+    )
     scheme: dict[str, Any] = {"bit": 4, "block_size": row.block_size, "symmetry": not row.has_zero_points}
     if row.training == LEARNED:
-        scheme["scale_bits"] = 24
+        scheme["scale_bits"] = SCALE_BITS
     weights = FOUR_BITS | {"w_qscheme": scheme}
     config = {"overrides": overrides, "extra_qconfig_dict": {} if row.bits == 8 else weights}
     batches = [(batch,) for batch in data[:CALIBRATION].split(BATCH)]
@@ -485,7 +528,7 @@ def measure(row: Row, model: Encoder, material: Material, steps: int) -> tuple[s
         cells += [f"{cosine.mean():.4f}", f"{cosine.min():.4f}"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "encoder.onnx"
-        report = convert_export(gm, (data[:2],), path)
+        report = convert_export(gm, (data[:2],), path, scales="float16" if row.training == LEARNED else "float32")
         share = path.stat().st_size / (4 * sum(p.numel() for p in model.parameters()))
     assert report.certificate is not None
     took, verdict = f"{time.process_time() - start:.0f}", "passed" if report.certificate.passed else "FAILED"
