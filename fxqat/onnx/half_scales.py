@@ -1,12 +1,12 @@
-"""Store the scales of weights in blocks as float16, half as large.
+"""Store the scales of weights in blocks as float16, in half the size.
 
-The file has many of them: with a float32 scale for 16 weights of 4 bits, a third of it. With NAME the weight's name,
-the initializer NAME_scale becomes the result of ``Mul(Cast(NAME_scale_float16), NAME_scale_unit)``, which its readers
-read. The unit is the power of two that brings the largest scale just below 65536, so that scales which are 2**29 times
-smaller are still exact. A scale has at most 11 significant bits, those of float16; then no value changes, because a
-cast to a wider type and a product with a power of two are exact.
+With a float32 scale for each 16 weights of 4 bits, the scales are a third of the file. For a weight NAME, the
+initializer NAME_scale is replaced by ``Mul(Cast(NAME_scale_float16), NAME_scale_unit)``. The unit is a power of two
+that brings the largest scale just below 65536, so that scales which are 2**29 times smaller are exact, too. No value
+changes, because the cast and the product with a power of two are exact. Scales with more than 11 significant bits are
+refused.
 
-An engine must compute constants before it reads the scales, as ONNX Runtime and OpenVINO do when they load a file.
+The engine must fold constants when it loads the file, as ONNX Runtime and OpenVINO do.
 
 Source: ONNX Cast, Mul (opset 13); IEEE 754 binary16.
 """

@@ -4,9 +4,10 @@ Straight-through training at few bits ends in weights that jump between two inte
 less they do, and the less is learned. Here no weight is rounded while it is learned. Each lies at a fraction between
 its two integers, as in AdaRound (Nagel et al. 2020, arXiv:2004.10568, equations 22 and 23), and during the training the
 fractions are pulled to 0 or 1, harder and harder: first those that the loss does not mind, the others make up for them.
-Those that the loss minds most would stay undecided, with none left to make up for them. So from :data:`LIMITED` on, the
-number of undecided ones is limited, to a share that falls to 0 as a parabola; the nearest to 0 or 1 are rounded.
-AdaRound learns the layers one after another on their own outputs; this learns the model on the user's loss.
+The weights with the largest gradients would stay undecided to the end, with none left to make up for them. So from the
+share :data:`LIMITED` of the steps on, the number of undecided weights is limited. The limit falls to 0 as a parabola,
+and the weights that are nearest to an integer are rounded. AdaRound learns the layers one after another on their own
+outputs; this learns the model on the user's loss.
 
 The pull is measured by the gradients of the loss. ``g`` is the root mean square of the gradients of a weight's rounding
 variables V, averaged over the steps; the pull is the gradient of ``sum 1 - (2 h(V) - 1)**2``, AdaRound's regularization
@@ -48,10 +49,10 @@ PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
 
 MOST_BEFORE, MOST_AFTER = 0.9, 0.01
-"""A larger share of undecided weights is told, before their number is limited and after the last step of that."""
+"""Warn if more weights are undecided: when the limit begins, and when it has ended."""
 
 NEAR = 1e-3
-"""A fraction this near to 0 or 1 is decided: a weight that was on an integer before is so only up to float32."""
+"""A fraction this near to 0 or 1 counts as decided: float32 does not give an exact 0 for a weight on an integer."""
 
 LEAST_BITS = 8
 """Scales with fewer significant bits, such as powers of two, are not learned."""
@@ -71,7 +72,7 @@ class TrainedRounding:
         self._quants = quants
         self._steps = steps
         self._done = 0
-        self._is_limited = self._is_decided = False
+        self._is_decided = False
         self._sizes: dict[AdaRoundFakeQuantize, Tensor] = {}
 
     def parameter_groups(self, rounding_lr: float | None = None, relative_lr: float = 3e-4) -> list[dict[str, Any]]:
@@ -112,7 +113,7 @@ class TrainedRounding:
         Raises:
             ConfigError: there is no gradient.
         """
-        progress = self._done / self._steps
+        before, progress = (self._done - 1) / self._steps, self._done / self._steps
         self._done += 1
         if progress >= END:
             self.decide()
@@ -120,6 +121,8 @@ class TrainedRounding:
                 quant.rounding.grad = None
             return
         if progress >= LIMITED:
+            if before < LIMITED:
+                self._tell(MOST_BEFORE)
             self._limit((1 - (progress - LIMITED) / (END - LIMITED)) ** 2)
         trained = [quant for quant in self._quants if quant.rounding.grad is not None]
         if not trained:
@@ -129,9 +132,9 @@ class TrainedRounding:
             gradient = quant.rounding.grad
             assert gradient is not None
             size = gradient.float().square().mean().sqrt()
-            before = self._sizes.get(quant, torch.zeros_like(size))
+            average = self._sizes.get(quant, torch.zeros_like(size))
             # a step that a gradient scaler skips has infinite gradients: its first ones do
-            self._sizes[quant] = torch.where(size.isfinite(), torch.lerp(before, size, MOMENTUM), before)
+            self._sizes[quant] = torch.where(size.isfinite(), torch.lerp(average, size, MOMENTUM), average)
             if progress >= START:
                 with torch.enable_grad():
                     (pull,) = torch.autograd.grad(quant.regularization(2.0), quant.rounding)
@@ -148,11 +151,8 @@ class TrainedRounding:
 
     def _limit(self, share: float) -> None:
         """Round the weights nearest to an integer, so that this share of each tensor is undecided."""
-        if not self._is_limited:
-            self._tell(MOST_BEFORE)
         for quant in self._quants:
             quant.decide_(int(share * quant.rounding.numel()))
-        self._is_limited = True
 
     def _tell(self, most: float) -> None:
         """Warn if a larger share of the weights is not decided."""

@@ -245,9 +245,10 @@ class DividedInput:
 
 
 def rounded_in_blocks(weight: Tensor, block_size: int, bits: int) -> Tensor:
-    """A weight ``(rows, columns)`` on a grid of its blocks with zero points, which a quantizer finds again.
+    """A weight ``(rows, columns)`` rounded to a grid of its blocks with zero points.
 
-    The smallest and the largest number of each block lie at the ends of its range.
+    The smallest and the largest number of each block lie at the ends of its range, so that a quantizer whose scales
+    have :data:`SCALE_BITS` finds the same grid. Rows without training have fewer bits: their grid is near to it.
     """
     blocks, last = weight.reshape(len(weight), -1, block_size), 2**bits - 1
     low, high = blocks.amin(2, keepdim=True), blocks.amax(2, keepdim=True)
