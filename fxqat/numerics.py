@@ -252,7 +252,8 @@ def choose_qparams(
 
     The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
     zero_point)`` if symmetric, else ``(high - low) / (quant_max - quant_min)`` and ``zero_point = quant_min -
-    round(low / scale)``, rounded to an even number if the scheme wants one: that moves the range by a step at most.
+    round(low / scale)``. If the scheme wants an even zero point, an odd one is moved by one, so that the range loses a
+    step on its longer side: a step of the shorter one can be all of it, as with the negative values of SiLU.
     If the scheme is for values that are never negative, ``low`` is 0.
 
     Args:
@@ -287,7 +288,11 @@ def choose_qparams(
     scale = valid_scale(scale, scheme.scale_bits, up=up)
     if fixed is not None:
         return scale, torch.full_like(low, fixed)
-    return scale, valid_zero_point(quant_min - torch.round(low / scale), quant_min, quant_max, scheme.zero_point_step)
+    zero_point, step = quant_min - torch.round(low / scale), scheme.zero_point_step
+    if step > 1:
+        multiple = zero_point / step
+        zero_point = step * torch.where(-low < high, multiple.ceil(), multiple.floor())
+    return scale, valid_zero_point(zero_point, quant_min, quant_max, step)
 
 
 def covered_range(scale: Tensor, zero_point: Tensor, scheme: QuantizeScheme) -> tuple[Tensor, Tensor]:

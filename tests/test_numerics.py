@@ -196,6 +196,22 @@ def test_an_even_zero_point_moves_the_range_by_a_step_at_most(signed: bool) -> N
     assert not fake_quantize(torch.zeros(1000), scale, zero_point, scheme.quant_min, scheme.quant_max, 0).any()
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(0.0, 0), (0.4, 0), (0.9, 2), (1.1, 2), (2.2, 2), (4.8, 6), (5.2, 6)])
+def test_an_even_zero_point_keeps_the_shorter_side(steps: float, expected: int) -> None:
+    """One step of a side of one step is all of it, as with the negative values of SiLU; of the longer side it is 0.4 %.
+
+    ``steps``: length of the shorter side in steps of the scale.
+    """
+    scheme = QuantizeScheme(8, signed=False, symmetric=False, even_zero_point=True)
+    short, long = torch.tensor(steps), torch.tensor(255.0 - steps)
+    assert choose_qparams(-short, long, scheme)[1].item() == expected
+    above = 255 - choose_qparams(-long, short, scheme)[1].item()  # steps of the shorter side, an odd number
+    assert above % 2
+    assert 0 <= above - round(steps) <= 1
+    _, high = covered_range(*choose_qparams(-long, short, scheme), scheme)
+    assert high > short - 0.5
+
+
 def test_even_zero_points_stay_within_the_range() -> None:
     values = torch.tensor([float("nan"), -1e30, 1e30, 127.0, 125.0, -127.0])
     assert valid_zero_point(values, -127, 127, 2).tolist() == [-126, -126, 126, 126, 124, -126]
