@@ -1,9 +1,11 @@
-"""Bias correction: subtract the mean error that quantization causes in each channel from the bias.
+"""Bias correction: shift each channel so that quantization causes the least squared error.
 
-Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2 and appendix D: ``E[y] = E[y_q] - E[error]`` (equation 17).
-Both means are measured on data, before the activation, layer by layer, with all earlier layers already corrected.
+Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2 and appendix D: ``E[y] = E[y_q] - E[error]`` (equation 17), on
+data, layer by layer, with all earlier layers already corrected. There the error is that before the activation. Here it
+is what the activation makes of it: most outputs of a layer before SiLU or GELU are negative, where these are flat, and
+the mean error of those says nothing of the others. Without an activation, the shift is minus the mean error.
 
-The float means are those of the prepared model with its fake-quants off. Correction changes its biases, so a model can
+The float values are those of the prepared model with its fake-quants off. Correction changes its biases, so a model can
 be corrected only once, and tools that compare with the float model (``reconstruct``, ``profile``) must run before.
 """
 
@@ -21,9 +23,16 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.tools.post_training.activations import Activation
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
+
+COMPARED = 2**15
+"""Values of a channel that are compared, of all batches together."""
+
+STEPS = 6
+"""Shifts that are tried, each a Gauss-Newton step from the one before."""
 
 
 @torch.no_grad()
@@ -53,7 +62,7 @@ def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         quant_inputs = [dict(values) for values in float_inputs]
         for i, (segment, original) in enumerate(zip(segments, float_segments(segments), strict=True)):
             targets = original.run(float_inputs, quantized=False)
-            found |= correct_means(segment, quant_inputs, channel_means(original, float_inputs, quantized=False))
+            found |= correct_channels(segment, quant_inputs, channel_values(original, float_inputs, quantized=False))
             float_inputs = values_read_later(segments[i:], float_inputs, targets)
             quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
     return found
@@ -69,72 +78,109 @@ def require_float_biases(gm: QuantGraphModule, caller: str) -> None:
         )
 
 
-def channel_means(segment: Segment, batches: list[Values], quantized: bool) -> dict[str, Tensor]:
-    """The channel means of each layer's output before its activation, ``(channels,)``, by path.
+def channel_values(segment: Segment, batches: list[Values], quantized: bool) -> dict[str, Tensor]:
+    """Values of each channel of each layer's output before its activation, ``(channels, values)``, by path.
 
-    Only layers that can be corrected are measured: those with a bias or a BatchNorm. What the products of a recurrent
-    layer are is not seen from outside, so its bias is not corrected.
+    They are at the same random places whenever the segment runs on these batches, :data:`COMPARED` in all, or all there
+    are. Only layers that can be corrected are measured: those with a bias or a BatchNorm. What the products of a
+    recurrent layer are is not seen from outside, so its bias is not corrected.
     """
     qat = {path: layer for path, layer in segment.own_layers.items() if isinstance(layer, QATLayer)}
     layers = {path: layer for path, layer in qat.items() if layer.bias is not None or layer.bn is not None}
     with ExitStack() as stack:
-        means = {path: stack.enter_context(_recorded(layer)) for path, layer in layers.items()}
+        recorded = {path: stack.enter_context(_recorded(layer, len(batches))) for path, layer in layers.items()}
         segment.run(batches, quantized)
-    return {path: torch.stack(values).mean(0).to(layers[path].weight.dtype) for path, values in means.items()}
+    return {path: torch.cat(values, 1) for path, values in recorded.items()}
 
 
-def correct_means(segment: Segment, batches: list[Values], targets: Mapping[str, Tensor]) -> dict[str, float]:
+def correct_channels(segment: Segment, batches: list[Values], targets: Mapping[str, Tensor]) -> dict[str, float]:
     """Correct the biases of a segment's layers in order, in place.
 
     Args:
         segment: a segment of a calibrated model.
         batches: its inputs in the quantized model.
-        targets: the float model's means of the layers to correct, see :func:`channel_means`.
+        targets: the float model's values of the layers to correct, see :func:`channel_values`.
 
     Returns:
         The largest correction of each layer.
     """
     found: dict[str, float] = {}
-    for path, means in targets.items():
-        error = channel_means(segment, batches, quantized=True)[path] - means
+    for path, wanted in targets.items():
+        values = channel_values(segment, batches, quantized=True)[path]
         layer = segment.layers[path]
-        if not error.isfinite().all():
+        if not (values - wanted).isfinite().all():
             raise CalibrationError(
                 f"biases cannot be corrected: on these batches the outputs of {path} have NaN or infinity. Look for "
                 "NaN in them and for overflow in the float model, and prepare the model again: layers before it are "
                 "corrected"
             )
-        assert isinstance(layer, QATLayer)  # channel_means measures no other
-        _shift_output(layer, -error)
-        found[path] = float(error.abs().max())
+        assert isinstance(layer, QATLayer)  # channel_values measures no other
+        shift = best_shift(values, wanted, segment.activations[path])
+        _shift_output(layer, shift)
+        found[path] = float(shift.abs().max())
     return found
 
 
+def best_shift(values: Tensor, wanted: Tensor, activation: Activation | None) -> Tensor:
+    """What to add to the values of each channel for the least squared error after the activation.
+
+    Formula: ``argmin over s of sum of (activation(values + s) - activation(wanted))**2``, by Gauss-Newton steps from
+    the mean difference.
+
+    Args:
+        values: ``(channels, values)``.
+        wanted: of the same shape.
+        activation: elementwise; None for the identity.
+
+    Returns:
+        ``(channels,)``: the best of 0 and the shifts that were tried.
+    """
+    shift = (wanted.double() - values.double()).mean(1).to(values.dtype)
+    if activation is None:
+        return shift
+    target = activation(wanted.clone())
+    best, least = torch.zeros_like(shift), (activation(values.clone()) - target).square().sum(1)
+    for _ in range(STEPS):
+        with torch.enable_grad():
+            shifted = (values + shift.unsqueeze(1)).requires_grad_()
+            y = activation(shifted.clone())
+            (slope,) = torch.autograd.grad(y.sum(), shifted)
+        error = target - y.detach()
+        squared = error.square().sum(1)
+        best, least = torch.where(squared < least, shift, best), torch.minimum(squared, least)
+        shift = shift + (slope * error).sum(1) / slope.square().sum(1).clamp(min=torch.finfo(slope.dtype).tiny)
+    return best
+
+
 @contextmanager
-def _recorded(layer: QATLayer) -> Iterator[list[Tensor]]:
-    """Record the channel means of a layer's output before its activation, call by call."""
+def _recorded(layer: QATLayer, batches: int) -> Iterator[list[Tensor]]:
+    """Record values of each channel of a layer's output before its activation, call by call."""
     activation = layer.activation
-    recorder = _Recorder(activation, -1 if layer.weight.dim() == 2 else 1)
+    recorder = _Recorder(activation, -1 if layer.weight.dim() == 2 else 1, max(1, COMPARED // batches))
     layer.activation = recorder
     try:
-        yield recorder.means
+        yield recorder.values
     finally:
         layer.activation = activation
 
 
 class _Recorder(nn.Module):
-    """An activation (or none) that records the channel means of its input."""
+    """An activation (or none) that records values of each channel of its input, at random places."""
 
-    def __init__(self, activation: nn.Module | None, axis: int) -> None:
+    def __init__(self, activation: nn.Module | None, axis: int, limit: int) -> None:
         super().__init__()
         self.activation = activation
         self.axis = axis
-        self.means: list[Tensor] = []
+        self.limit = limit
+        self.values: list[Tensor] = []
 
     def forward(self, y: Tensor) -> Tensor:
         """Apply the activation."""
-        axis = self.axis % y.dim()
-        self.means.append(y.double().mean([d for d in range(y.dim()) if d != axis]))
+        rows = y.movedim(self.axis, 0).flatten(1)
+        if rows.shape[1] > self.limit:
+            places = torch.randint(rows.shape[1], (self.limit,), generator=torch.Generator().manual_seed(0))
+            rows = rows[:, places.to(y.device)]
+        self.values.append(torch.where(y.isfinite().all(), rows, torch.nan))  # what is not finite may be elsewhere
         return y if self.activation is None else self.activation(y)
 
 

@@ -52,7 +52,7 @@ from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
-from fxqat.tools.post_training.correct_bias import channel_means, correct_means, require_float_biases
+from fxqat.tools.post_training.correct_bias import channel_values, correct_channels, require_float_biases
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
 from fxqat.tools.post_training.layer_weights import require_plain, weights_of
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
@@ -145,10 +145,10 @@ def reconstruct(
             targets = originals[i].run(float_inputs, quantized=False)
             if segment.own_layers:
                 _require_numbers(segment, targets)
-                means = channel_means(originals[i], float_inputs, quantized=False) if correct_bias else {}
+                wanted = channel_values(originals[i], float_inputs, quantized=False) if correct_bias else {}
                 before = _error(segment, quant_inputs, targets)
                 after = _reconstruct_(
-                    segment, originals[i], float_inputs, quant_inputs, targets, means, setting, generator
+                    segment, originals[i], float_inputs, quant_inputs, targets, wanted, setting, generator
                 )
                 errors[list(segment.own_layers)[-1]] = (before, after)
             float_inputs = values_read_later(segments[i:], float_inputs, targets)
@@ -162,22 +162,22 @@ def _reconstruct_(
     float_inputs: list[Values],
     quant_inputs: list[Values],
     targets: list[Values],
-    means: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
     setting: Reconstruction,
     generator: torch.Generator,
 ) -> float:
     """Reconstruct one segment, and return its error; the arguments are those of :func:`learn_rounding`.
 
-    ``original`` computes the values of the float model. ``means`` has its channel means for the layers whose biases are
+    ``original`` computes the values of the float model. ``wanted`` has its values for the layers whose biases are
     corrected.
     """
     float_segment = copy.deepcopy(original) if setting.gptq else original  # before its biases are corrected
-    round_by_gptq = partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, means, setting)
+    round_by_gptq = partial(_apply_gptq_, segment, float_segment, float_inputs, quant_inputs, wanted, setting)
     steps: list[Callable[[], object]] = []
     if not setting.gptq:
-        correct_means(segment, quant_inputs, means)
+        correct_channels(segment, quant_inputs, wanted)
     elif not segment.repeated.isdisjoint(segment.own_layers):
-        correct_means(segment, quant_inputs, means)
+        correct_channels(segment, quant_inputs, wanted)
         nearest = copy.deepcopy(segment.module.state_dict())
 
         def round_from(towards_float: bool) -> None:
@@ -189,8 +189,8 @@ def _reconstruct_(
         round_by_gptq()
     if setting.iterations:
         steps.append(partial(learn_rounding, segment, float_inputs, quant_inputs, targets, setting, generator))
-    if setting.iterations and means:
-        steps.append(partial(correct_means, segment, quant_inputs, means))
+    if setting.iterations and wanted:
+        steps.append(partial(correct_channels, segment, quant_inputs, wanted))
     return _keep_best_(segment, quant_inputs, targets, steps)
 
 
@@ -199,7 +199,7 @@ def _apply_gptq_(
     float_segment: Segment,
     float_inputs: list[Values],
     quant_inputs: list[Values],
-    means: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
     setting: GPTQ,
     towards_float: bool = True,
 ) -> None:
@@ -208,7 +208,7 @@ def _apply_gptq_(
     ``towards_float`` says where the weights of ``segment.repeated`` start, see :func:`gptq_weight`.
     """
     for path, layer in segment.own_layers.items():
-        centred = path in means
+        centred = path in wanted
         to_float = towards_float or path not in segment.repeated
         for place, weight in enumerate(weights_of(layer)):
             inputs = (quant_inputs, float_inputs)
@@ -224,7 +224,7 @@ def _apply_gptq_(
             )
             weight.write_(found)
             weight.quant.set_qparams(scale, weight.quant.qparams()[1])
-        correct_means(segment, quant_inputs, {path: means[path]} if centred else {})
+        correct_channels(segment, quant_inputs, {path: wanted[path]} if centred else {})
 
 
 def _keep_best_(

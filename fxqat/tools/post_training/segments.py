@@ -13,7 +13,6 @@ would have too many layers, as in a Siamese network, whose segment would be the 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule
+from fxqat.tools.post_training.activations import Activation, activation_after
 from fxqat.utils.fx_graph import called_module
 from fxqat.utils.train_eval_graph import graph_of_mode
 
@@ -56,6 +56,7 @@ class Segment:
         repeated: paths of the layers whose inputs may change with their own weights: recurrent ones, and those that the
             segment calls several times.
         quantizers: its activation quantizers that round, by path, each once.
+        activations: what reads the output of each of its layers, by path: see :func:`activation_after`.
     """
 
     module: fx.GraphModule
@@ -65,6 +66,7 @@ class Segment:
     own_layers: Mapping[str, QATLayer | QATRecurrentLayer]
     repeated: frozenset[str]
     quantizers: Mapping[str, FakeQuantizeBase]
+    activations: Mapping[str, Activation | None]
 
     def __call__(self, values: Values) -> Values:
         """Run the segment."""
@@ -226,8 +228,8 @@ def _segment(gm: QuantGraphModule, nodes: list[fx.Node], known: set[int]) -> Seg
         if known.isdisjoint(parameters):
             own[path] = layer
         known |= parameters
-    counts = Counter(str(node.target) for node in nodes if _is_layer(node))
-    repeated = {path for path, layer in layers.items() if counts[path] > 1 or isinstance(layer, QATRecurrentLayer)}
+    calls = {path: [node for node in nodes if node.target == path] for path in layers}
+    repeated = {path for path, layer in layers.items() if len(calls[path]) > 1 or isinstance(layer, QATRecurrentLayer)}
     return Segment(
         fx.GraphModule(gm, graph),
         tuple(_name(source) for source in reads),
@@ -236,6 +238,7 @@ def _segment(gm: QuantGraphModule, nodes: list[fx.Node], known: set[int]) -> Seg
         own,
         frozenset(repeated),
         {path: m for path, m in called.items() if isinstance(m, FakeQuantizeBase) and path in rounding},
+        {path: activation_after(nodes) for path, nodes in calls.items()},
     )
 
 

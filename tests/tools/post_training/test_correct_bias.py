@@ -1,4 +1,4 @@
-"""Bias correction: afterwards no channel has a mean error before its activation."""
+"""Bias correction: afterwards no shift of a channel makes the error after its activation smaller."""
 
 import importlib
 from functools import partial
@@ -6,11 +6,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import fxqat
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.tools import Reconstruction, correct_bias, profile, reconstruct
+from fxqat.tools.post_training.correct_bias import best_shift, channel_values
+from fxqat.tools.post_training.segments import named_inputs, split
 from tests.models import BasicBlock, calibrate
 
 TWO_BITS = {"extra_qconfig_dict": {"w_qscheme": {"bit": 2, "narrow_range": False}}}
@@ -30,8 +33,12 @@ def model_and_data():
     return model.eval(), batches
 
 
-def means(gm, batches, quantized, path):
-    """The mean of each channel before the activation, measured with a separate hook."""
+PATHS = {"0": nn.ReLU(), "3.conv1": nn.ReLU(), "3.conv2": None, "4": None, "7": None}
+"""The layers of the model and what reads their outputs; after 3.conv2 the skip connection is added first."""
+
+
+def outputs(gm, batches, quantized, path):
+    """The values of each channel before the activation, ``(channels, values)``, measured with a separate hook."""
     (fxqat.enable_quantization if quantized else fxqat.disable_all)(gm)
     layer, found = gm.get_submodule(path), []
     activation, layer.activation = layer.activation, nn.Identity()
@@ -41,23 +48,82 @@ def means(gm, batches, quantized, path):
             gm(*batch)
     handle.remove()
     layer.activation = activation
-    return torch.cat(found, 1).mean(1)
+    return torch.cat(found, 1)
 
 
-def test_every_layer_has_the_mean_of_the_float_model():
+def shifts_left(gm, batches, expected):
+    """The largest shift that would still lower the error of a channel, by layer."""
+    return {
+        path: best_shift(outputs(gm, batches, True, path), expected[path], activation).abs().max().item()
+        for path, activation in PATHS.items()
+    }
+
+
+def test_no_channel_of_any_layer_can_be_shifted_closer_to_the_float_model():
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
-    paths = ["0", "3.conv1", "3.conv2", "4", "7"]
-    expected = {path: means(gm, batches, False, path) for path in paths}
-    before = {path: means(gm, batches, True, path) for path in paths}
+    expected = {path: outputs(gm, batches, False, path) for path in PATHS}
+    before = shifts_left(gm, batches, expected)
     found = correct_bias(gm, batches)
-    assert list(found) == paths
+    assert list(found) == list(PATHS)
     assert all(quant.fake_quant_enabled for quant in gm.modules() if hasattr(quant, "fake_quant_enabled"))
-    for path in paths:
-        error = (before[path] - expected[path]).abs().max()
-        left = (means(gm, batches, True, path) - expected[path]).abs().max()
-        assert left < 0.2 * error  # the rest is the rounding of the bias to a step of s_x * s_w
-        assert error > 1e-2
+    left = shifts_left(gm, batches, expected)
+    for path in PATHS:
+        assert left[path] < 0.2 * before[path], path  # the rest is the rounding of the bias to a step of s_x * s_w
+        assert before[path] > 1e-2
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, F.hardswish, F.relu, F.relu6, F.sigmoid, nn.ReLU(inplace=True)])
+def test_the_best_shift_is_the_best_of_a_fine_grid(activation):
+    generator = torch.Generator().manual_seed(0)
+    wanted = 4 * torch.randn(8, 500, generator=generator, dtype=torch.float64)
+    values = wanted + 0.3 * torch.randn(8, 500, generator=generator, dtype=torch.float64) + 0.2
+    values[wanted < -3] -= 2  # what is flat hides this, which the mean of all errors does not
+
+    def errors(shift):
+        return (activation(values + shift) - activation(wanted.clone())).square().sum(1)
+
+    shift = best_shift(values, wanted, activation)
+    least = torch.stack([errors(step) for step in torch.linspace(-1, 2, 601)]).min(0).values
+    assert (errors(shift.unsqueeze(1)) <= least * 1.001).all()
+    mean = best_shift(values, wanted, None)
+    torch.testing.assert_close(mean, (wanted - values).mean(1))
+    assert (errors(mean.unsqueeze(1)) > 1.1 * errors(shift.unsqueeze(1))).all()
+
+
+def test_a_channel_of_which_nothing_passes_the_activation_stays():
+    wanted = -1 - torch.rand(2, 50)
+    assert best_shift(wanted - 0.5, wanted, F.relu).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
+def test_errors_where_silu_is_flat_do_not_shift_the_rest(backend):
+    """Inputs of very negative outputs are clipped: their error is large, and SiLU hides it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.SiLU(), nn.Conv2d(8, 8, 1)).eval()
+    with torch.no_grad():
+        model[0].weight[:, 0] = -1.0  # channel 0 of the input is large at some places
+    x = torch.randn(4, 3, 16, 16)
+    calibrated = x.clone()
+    x[:, 0, :4] += 30
+    gm = calibrate(fxqat.prepare_by_platform(model, backend, example_inputs=(x,)), (calibrated,)).eval()
+    with torch.no_grad():
+        before = (gm(x) - model(x)).square().mean()
+        correct_bias(gm, [x])
+        assert (gm(x) - model(x)).square().mean() < before
+
+
+@pytest.mark.parametrize("limit", [64, 2**15])
+def test_of_a_large_layer_some_values_are_compared(limit, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("fxqat.tools.post_training.correct_bias"), "COMPARED", limit)
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    fxqat.enable_quantization(gm)
+    segment = split(gm, max_layers=1)[0]
+    found = channel_values(segment, [named_inputs(gm, batch) for batch in batches], quantized=True)["0"]
+    assert found.shape == (8, min(limit // 3 * 3, 3 * 16 * 36))
+    everything = outputs(gm, batches, True, "0")
+    assert all(torch.isin(row.double(), whole).all() for row, whole in zip(found, everything, strict=True))
 
 
 def test_a_model_that_is_not_calibrated_is_an_error():
@@ -112,17 +178,15 @@ def interrupted(*args, **options):
 def test_reconstruction_corrects_each_segment_before_it_is_learned(monkeypatch):
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
-    paths = ["0", "3.conv1", "3.conv2", "4", "7"]
-    expected = {path: means(gm, batches, False, path) for path in paths}
-    before = {path: means(gm, batches, True, path) for path in paths}
+    expected = {path: outputs(gm, batches, False, path) for path in PATHS}
+    before = shifts_left(gm, batches, expected)
     monkeypatch.setattr(
         importlib.import_module("fxqat.tools.post_training.reconstruct"), "learn_rounding", lambda *args: None
     )
     found = reconstruct(gm, batches, Reconstruction(iterations=30), correct_bias=True)
     assert all(after < before for before, after in found.values())
-    for path in paths:
-        error = (before[path] - expected[path]).abs().max()
-        assert (means(gm, batches, True, path) - expected[path]).abs().max() < 0.2 * error, path
+    left = shifts_left(gm, batches, expected)
+    assert all(left[path] < 0.2 * before[path] for path in PATHS)
 
 
 def test_reconstruction_with_correction_approaches_the_float_model():
