@@ -53,11 +53,16 @@ def found_for(after, backend, channels=4):
     ids=["silu", "gelu", "hardswish", "x sigmoid x", "tanh"],
 )
 def test_an_activation_after_the_layer(after, expected, backend):
-    assert found_for(after, backend) is expected
+    found = found_for(after, backend)
+    assert found is expected
+    x = torch.linspace(-8, 8, 100)
+    torch.testing.assert_close(found(x), after(x))
 
 
 def test_an_activation_in_the_layer():
-    assert isinstance(found_for(nn.ReLU(), "TSQAT"), nn.ReLU)
+    found = found_for(nn.ReLU(), "TSQAT")
+    assert isinstance(found, nn.ReLU)
+    assert found(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -73,3 +78,4 @@ def test_an_activation_in_the_layer():
 def test_other_readers_and_several_of_them(after):
     channels = 1 if after(torch.zeros(1, 4, 2, 2)).shape[1] == 1 else 4
     assert found_for(after, "TSQAT", channels) is None
+    assert found_for(after, "ONNXRuntime", channels) is None

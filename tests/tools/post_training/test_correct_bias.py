@@ -94,6 +94,8 @@ def test_the_best_shift_is_the_best_of_a_fine_grid(activation):
 def test_a_channel_of_which_nothing_passes_the_activation_stays():
     wanted = -1 - torch.rand(2, 50)
     assert best_shift(wanted - 0.5, wanted, F.relu).tolist() == [0, 0]
+    torch.testing.assert_close(best_shift(wanted - 0.5, wanted, None), torch.tensor([0.5, 0.5]))
+    assert (best_shift(wanted + 1.5, wanted, F.relu) < -1).all()  # where they passed, they are shifted back
 
 
 @pytest.mark.parametrize("backend", ["TSQAT", "ONNXRuntime"])
@@ -109,7 +111,7 @@ def test_errors_where_silu_is_flat_do_not_shift_the_rest(backend):
     gm = calibrate(fxqat.prepare_by_platform(model, backend, example_inputs=(x,)), (calibrated,)).eval()
     with torch.no_grad():
         before = (gm(x) - model(x)).square().mean()
-        correct_bias(gm, [x])
+        assert list(correct_bias(gm, [x])) == ["0", "2"]
         assert (gm(x) - model(x)).square().mean() < before
 
 
