@@ -28,7 +28,7 @@ from fxqat.tools.post_training.segments import Segment, Values, float_segments, 
 from fxqat.utils.batches import read_batches
 from fxqat.utils.contexts import eval_mode
 
-COMPARED = 2**15
+COMPARED = 2**13
 """Values of a channel that are compared, of all batches together."""
 
 STEPS = 6
@@ -133,11 +133,12 @@ def best_shift(values: Tensor, wanted: Tensor, activation: Activation | None) ->
         activation: elementwise; None for the identity.
 
     Returns:
-        ``(channels,)``: the best of 0 and the shifts that were tried.
+        ``(channels,)``, float32: the best of 0 and the shifts that were tried.
     """
-    shift = (wanted.double() - values.double()).mean(1).to(values.dtype)
+    shift = (wanted.double() - values.double()).mean(1).float()
     if activation is None:
         return shift
+    values, wanted = values.float(), wanted.float()  # sums of squares may be too large for float16
     target = activation(wanted.clone())
     best, least = torch.zeros_like(shift), (activation(values.clone()) - target).square().sum(1)
     for _ in range(STEPS):
@@ -156,7 +157,7 @@ def best_shift(values: Tensor, wanted: Tensor, activation: Activation | None) ->
 def _recorded(layer: QATLayer, batches: int) -> Iterator[list[Tensor]]:
     """Record values of each channel of a layer's output before its activation, call by call."""
     activation = layer.activation
-    recorder = _Recorder(activation, -1 if layer.weight.dim() == 2 else 1, max(1, COMPARED // batches))
+    recorder = _Recorder(activation, 1 - layer.weight.dim(), max(1, COMPARED // batches))
     layer.activation = recorder
     try:
         yield recorder.values
@@ -176,7 +177,7 @@ class _Recorder(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """Apply the activation."""
-        rows = y.movedim(self.axis, 0).flatten(1)
+        rows = y.movedim(self.axis, 0).reshape(y.shape[self.axis], -1)
         if rows.shape[1] > self.limit:
             places = torch.randint(rows.shape[1], (self.limit,), generator=torch.Generator().manual_seed(0))
             rows = rows[:, places.to(y.device)]

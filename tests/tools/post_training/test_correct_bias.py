@@ -87,7 +87,7 @@ def test_the_best_shift_is_the_best_of_a_fine_grid(activation):
     least = torch.stack([errors(step) for step in torch.linspace(-1, 2, 601)]).min(0).values
     assert (errors(shift.unsqueeze(1)) <= least * 1.001).all()
     mean = best_shift(values, wanted, None)
-    torch.testing.assert_close(mean, (wanted - values).mean(1))
+    torch.testing.assert_close(mean, (wanted - values).mean(1).float())
     assert (errors(mean.unsqueeze(1)) > 1.1 * errors(shift.unsqueeze(1))).all()
 
 
@@ -115,7 +115,28 @@ def test_errors_where_silu_is_flat_do_not_shift_the_rest(backend):
         assert (gm(x) - model(x)).square().mean() < before
 
 
-@pytest.mark.parametrize("limit", [64, 2**15])
+def test_inputs_without_a_batch_dimension():
+    """A convolution's output is then ``(channels, H, W)``, a linear layer's ``(channels,)``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(0), nn.Linear(4, 3)).eval()
+    batches = [(torch.randn(3, 8, 8),) for _ in range(4)]
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    with torch.no_grad():
+        wanted = torch.stack([model(*batch) for batch in batches])
+        before = torch.stack([gm(*batch) for batch in batches]) - wanted
+        assert list(correct_bias(gm, batches)) == ["0", "4"]
+        after = torch.stack([gm(*batch) for batch in batches]) - wanted
+    assert after.mean(0).abs().sum() < 0.8 * before.mean(0).abs().sum()  # the rest is the rounding of the output
+
+
+def test_the_squares_of_many_float16_values_do_not_overflow():
+    wanted = 100 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+    shift = best_shift((wanted + 8).half(), wanted.half(), F.relu)
+    assert shift.dtype == torch.float32
+    torch.testing.assert_close(shift, torch.tensor([-8.0, -8.0]), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("limit", [64, 2**13])
 def test_of_a_large_layer_some_values_are_compared(limit, monkeypatch):
     monkeypatch.setattr(importlib.import_module("fxqat.tools.post_training.correct_bias"), "COMPARED", limit)
     model, batches = model_and_data()
