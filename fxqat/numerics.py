@@ -252,8 +252,8 @@ def choose_qparams(
 
     The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
     zero_point)`` if symmetric, else ``(high - low) / (quant_max - quant_min)`` and ``zero_point = quant_min -
-    round(low / scale)``. If the scheme wants an even zero point, an odd one is moved by one, so that the range loses a
-    step on its longer side: a step of the shorter one can be all of it, as with the negative values of SiLU.
+    round(low / scale)``. If the scheme wants an even zero point, an odd one is moved by one, to where more of the side
+    that is covered less is covered: one step can be all of a short side, as with the negative values of SiLU.
     If the scheme is for values that are never negative, ``low`` is 0.
 
     Args:
@@ -290,8 +290,10 @@ def choose_qparams(
         return scale, torch.full_like(low, fixed)
     zero_point, step = quant_min - torch.round(low / scale), scheme.zero_point_step
     if step > 1:
-        multiple = zero_point / step
-        zero_point = step * torch.where(-low < high, multiple.ceil(), multiple.floor())
+        down, up = (step * multiple for multiple in ((zero_point / step).floor(), (zero_point / step).ceil()))
+        # the covered shares of both sides, each times both lengths, so that nothing is divided by 0
+        below, above = (torch.minimum((at - quant_min) * high, (at - quant_max) * low) for at in (down, up))
+        zero_point = torch.where(above > below, up, down)
     return scale, valid_zero_point(zero_point, quant_min, quant_max, step)
 
 

@@ -212,6 +212,16 @@ def test_an_even_zero_point_keeps_the_shorter_side(steps: float, expected: int) 
     assert high > short - 0.5
 
 
+def test_an_even_zero_point_divides_what_a_rounded_scale_cuts_off() -> None:
+    """The scale is rounded down by 4 %, and the zero point is odd: the side above 0 loses less."""
+    scheme = QuantizeScheme(8, signed=False, symmetric=False, scale_bits=4, even_zero_point=True)
+    for low, high in ((-6.22, 6.22), (-6.215, 6.22), (-6.22, 6.215)):
+        scale, zero_point = choose_qparams(torch.tensor(low), torch.tensor(high), scheme)
+        assert scale.item() == 0.046875
+        assert round(-low / 0.046875) == 133
+        assert zero_point.item() == 132
+
+
 def test_even_zero_points_stay_within_the_range() -> None:
     values = torch.tensor([float("nan"), -1e30, 1e30, 127.0, 125.0, -127.0])
     assert valid_zero_point(values, -127, 127, 2).tolist() == [-126, -126, 126, 126, 124, -126]
