@@ -290,10 +290,10 @@ def choose_qparams(
         return scale, torch.full_like(low, fixed)
     zero_point, step = quant_min - torch.round(low / scale), scheme.zero_point_step
     if step > 1:
-        down, up = (step * multiple for multiple in ((zero_point / step).floor(), (zero_point / step).ceil()))
+        lower, upper = (step * multiple for multiple in ((zero_point / step).floor(), (zero_point / step).ceil()))
         # the covered shares of both sides, each times both lengths, so that nothing is divided by 0
-        below, above = (torch.minimum((at - quant_min) * high, (at - quant_max) * low) for at in (down, up))
-        zero_point = torch.where(above > below, up, down)
+        below, above = (torch.minimum((at - quant_min) * high, (at - quant_max) * low) for at in (lower, upper))
+        zero_point = torch.where(above > below, upper, lower)
     return scale, valid_zero_point(zero_point, quant_min, quant_max, step)
 
 
