@@ -252,8 +252,8 @@ def choose_qparams(
 
     The range is widened to contain 0, so that 0 is exact. Formula: ``scale = max(-low, high) / (quant_max -
     zero_point)`` if symmetric, else ``(high - low) / (quant_max - quant_min)`` and ``zero_point = quant_min -
-    round(low / scale)``. If the scheme wants an even zero point, an odd one is moved by one, to where more of the side
-    that is covered less is covered: one step can be all of a short side, as with the negative values of SiLU.
+    round(low / scale)``. If the scheme wants an even zero point, an odd one is moved up or down by one: of the two, the
+    one that leaves the worse covered side a larger share. One step can be a whole side, as with SiLU below 0.
     If the scheme is for values that are never negative, ``low`` is 0.
 
     Args:

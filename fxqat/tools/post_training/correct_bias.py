@@ -1,9 +1,9 @@
 """Bias correction: shift each channel so that quantization causes the least squared error.
 
 Source: Nagel et al. 2019 (arXiv:1906.04721), section 4.2 and appendix D: ``E[y] = E[y_q] - E[error]`` (equation 17), on
-data, layer by layer, with all earlier layers already corrected. There the error is that before the activation. Here it
-is what the activation makes of it: most outputs of a layer before SiLU or GELU are negative, where these are flat, and
-the mean error of those says nothing of the others. Without an activation, the shift is minus the mean error.
+data, layer by layer, with all earlier layers already corrected. The paper takes the error before the activation, fxqat
+the one after it: before SiLU or GELU most values are negative, where these are flat, and a mean over them says nothing
+about the others. Where no activation reads the layer, or another op also reads it, the shift is minus the mean error.
 
 The float values are those of the prepared model with its fake-quants off. Correction changes its biases, so a model can
 be corrected only once, and tools that compare with the float model (``reconstruct``, ``profile``) must run before.

@@ -145,6 +145,8 @@ def test_of_a_large_layer_some_values_are_compared(limit, monkeypatch):
     segment = split(gm, max_layers=1)[0]
     found = channel_values(segment, [named_inputs(gm, batch) for batch in batches], quantized=True)["0"]
     assert found.shape == (8, min(limit // 3 * 3, 3 * 16 * 36))
+    again = channel_values(segment, [named_inputs(gm, batch) for batch in batches], quantized=True)["0"]
+    assert torch.equal(found, again)  # the float and the quantized run are compared value by value
     everything = outputs(gm, batches, True, "0")
     assert all(torch.isin(row.double(), whole).all() for row, whole in zip(found, everything, strict=True))
 
