@@ -177,11 +177,11 @@ def run(arguments: argparse.Namespace) -> None:
         if which not in tasks:
             tasks[which] = load(*which, arguments.data)
         task = tasks[which]
-        start = time.perf_counter()
+        start = time.process_time()
         options = {"equalize": row.equalize, "reconstruct": row.reconstruction(), "correct_bias": row.correct_bias}
         batches = [view for x in task.batches for view in ((x, x.flip(-1)) if row.mirrored else (x,))]
         gm = ptq(task.model, batches, resnet.without_limits(row.backend), row.config(), **options, progress=True)
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         top1 = {"float": task.accuracy(task.model), "top1": task.accuracy(gm)}
         experiments.add(arguments.results, {"row": asdict(row), **top1, "seconds": seconds})
 
@@ -217,7 +217,7 @@ widths in the column *bits*.
 
 *weight ranges*: the observer of the weights; *steps*: besides calibration; *target*: what top-1 should reach;
 *images*: for calibration and learning, *256 x 2* with the mirror image of each; *iterations*: for each segment; *s*:
-seconds to quantize on one CPU core.
+CPU seconds to quantize.
 
 Written by ``tests/benchmarks/accuracy/ptq.py`` with torch {experiments.torch_versions(results)}; do not edit.
 
