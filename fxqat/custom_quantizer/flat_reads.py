@@ -7,7 +7,7 @@ of a value that only such ops read therefore sees the value clamped to the range
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxqat.custom_quantizer.value_kinds import reads_sizes_only
+from fxqat.ops.families import GATED
 from fxqat.ops.identify import identify
+from fxqat.quantization.annotation import ValueQuant
 from fxqat.utils.node_meta import Kind
 
 Range = tuple[float, float]
@@ -37,6 +39,10 @@ SMOOTH: Mapping[str, tuple[Callable[[Tensor], Tensor], float, float | None]] = M
 """The function of an op, and its limits at minus and plus infinity; None if it has none."""
 
 GRID, FARTHEST = 1 / 64, 40
+
+GATE_MARGIN = 0.5
+"""How far beyond the end of a rounded gate a range goes, so that its lowest step closes the gate: that may be half a
+step higher, and the steps of a gate that stays below 1 are finer."""
 
 
 @cache
@@ -68,32 +74,38 @@ def flat_outside_of(name: str, bit_width: int) -> Range | None:
 
 
 def flat_outside(
-    node: fx.Node, readers: Container[str] | None, kinds: Mapping[fx.Node, Kind], bit_width: int
+    node: fx.Node, values: Mapping[fx.Node, ValueQuant], kinds: Mapping[fx.Node, Kind], bit_width: int
 ) -> Range | None:
     """The range outside of which every op that reads a value is flat.
 
     Args:
         node: the value.
-        readers: names of the nodes that read its quantized form; None for all.
+        values: how this and the other values are quantized.
         kinds: of the nodes; a reader that only takes sizes does not count.
         bit_width: of the values.
 
     Returns:
         ``(low, high)``; None if a reader is flat nowhere, or if there is none.
     """
-    reading = [user for user in node.users if readers is None or user.name in readers]
+    reading = [user for user in node.users if values[node].is_read_by(user)]
     reading = [user for user in reading if user.op == "output" or not reads_sizes_only(user, kinds)]
-    found = [flat_outside_of(_read_as(user, node), bit_width) for user in reading]
+    found = [_flat_for(user, node, values, bit_width) for user in reading]
     known = [each for each in found if each is not None]
     if not known or len(known) < len(found):
         return None
     return min(low for low, _ in known), max(high for _, high in known)
 
 
-def _read_as(user: fx.Node, value: fx.Node) -> str:
-    """The op by which a node reads a value; ``x * sigmoid(x)`` reads x as SiLU."""
+def _flat_for(user: fx.Node, value: fx.Node, values: Mapping[fx.Node, ValueQuant], bit_width: int) -> Range | None:
+    """The range outside of which one reader is flat. ``x * sigmoid(x)`` is 0 where the sigmoid is rounded to 0."""
     name = identify(user).name
     others = [operand for operand in user.all_input_nodes if operand is not value]
-    if name == "mul" and len(others) == 1 and identify(others[0]).name == "sigmoid":
-        return "silu" if others[0].all_input_nodes == [value] else name
-    return name
+    if name != "mul" or len(others) != 1 or others[0].all_input_nodes != [value]:
+        return flat_outside_of(name, bit_width)
+    gate = identify(others[0]).name
+    if gate not in GATED:
+        return None
+    if others[0] not in values or not values[others[0]].is_read_by(user):
+        return flat_outside_of(GATED[gate], bit_width)
+    closed = flat_outside_of(gate, values[others[0]].config.scheme.bit_width)
+    return None if closed is None else (closed[0] - GATE_MARGIN, math.inf)

@@ -317,14 +317,13 @@ class BackendQuantizer:
         for node in values:
             members.setdefault(groups.find(node.name), []).append(node)
         for number, nodes in enumerate(members.values()):
-            of_group = {node: values[node] for node in nodes}
             of_nodes = [asked[node] for node in nodes if node in asked]
-            config = group_config(of_group, of_nodes, untrained, nonnegative, kinds)
+            config = group_config(nodes, values, of_nodes, untrained, nonnegative, kinds)
             if not config.scale_bits_asked:
                 rules = [requests[op_around(node, self.spec) or node].rule for node in nodes]
                 bits = [config.scheme.scale_bits, *(rule.scale_bits for rule in rules if rule is not None)]
                 config = config.with_scheme(scale_bits=max(bits))
-            values |= {node: replace(value, config=config, group=number) for node, value in of_group.items()}
+            values |= {node: replace(values[node], config=config, group=number) for node in nodes}
 
 
 def _drop_unused(values: Values, kinds: dict[fx.Node, Kind]) -> None:

@@ -85,7 +85,7 @@ def share_scales(
             source = inputs[0] if inputs else None
             if source not in values or (source, node) in left_float:
                 continue
-            if not (reads_quantized(node, values[source]) or node in leading):
+            if not (values[source].is_read_by(node) or node in leading):
                 continue
             if values[source].readers is not None:
                 readers = values[source].readers or frozenset()
@@ -94,7 +94,7 @@ def share_scales(
             values[node] = replace(values[source], readers=None, on_grid=True, transparent=transparent)
             groups.join(source.name, node.name)
             continue
-        shared = [operand for operand in inputs if reads_quantized(node, values.get(operand))]
+        shared = [operand for operand in inputs if operand in values and values[operand].is_read_by(node)]
         if request.rule.keeps_relu_apart:
             shared = _those_that_share(shared, values, nonnegative)
         if request.rule.keeps_fixed_ranges_apart:
@@ -116,11 +116,6 @@ def _those_that_share(
     return rest or operands
 
 
-def reads_quantized(node: fx.Node, value: ValueQuant | None) -> bool:
-    """Whether a node reads the quantized form of a value."""
-    return value is not None and (value.readers is None or node.name in value.readers)
-
-
 def _leading_to_quantized(requests: dict[fx.Node, Request], values: dict[fx.Node, ValueQuant]) -> set[fx.Node]:
     """The nodes whose value is quantized, or is moved to a node whose value is."""
     found: set[fx.Node] = set()
@@ -132,13 +127,14 @@ def _leading_to_quantized(requests: dict[fx.Node, Request], values: dict[fx.Node
 
 
 def group_config(
+    nodes: list[fx.Node],
     values: dict[fx.Node, ValueQuant],
     asked: list[RankedConfig],
     untrained: set[fx.Node],
     nonnegative: set[fx.Node],
     kinds: Mapping[fx.Node, Kind],
 ) -> TensorQConfig:
-    """The one configuration of the values of a group: the request with the highest precedence.
+    """The one configuration of the values of a group, ``nodes``: the request with the highest precedence.
 
     A known range holds for a value alone, and so does one outside of which its readers are flat. A scale is learned
     where training moves a value: the range of the model's input is that of the data, and a gradient for its scale would
@@ -146,12 +142,12 @@ def group_config(
     The zero point of values that are never negative is the smallest integer, whatever is learned.
     """
     config, rank = max(asked, key=precedence)
-    sources = [node for node, value in values.items() if not value.on_grid]
+    sources = [node for node in nodes if not values[node].on_grid]
     alone = values[sources[0]].config.scheme.fixed_range if len(sources) == 1 else None
     if rank == 0 and untrained.issuperset(sources):
         config = not_learned(config)
     positive = not config.scheme.symmetric and nonnegative.issuperset(sources)
     flat = None
     if len(sources) == 1:
-        flat = flat_outside(sources[0], values[sources[0]].readers, kinds, config.scheme.bit_width)
+        flat = flat_outside(sources[0], values, kinds, config.scheme.bit_width)
     return config.with_scheme(fixed_range=alone, nonnegative=positive, flat_outside=flat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 # Families: the kinds of ops that backends tell apart when they place Q/DQ.
@@ -27,6 +28,9 @@ OPAQUE = "opaque"  # not in the table
 
 WITH_WEIGHT = (WEIGHTED, LOOKUP)
 """Families of layers whose weight can be stored as integers."""
+
+GATED = MappingProxyType({"sigmoid": "silu", "hardsigmoid": "hardswish"})
+"""By the name of ``gate``, that of the op which computes ``x * gate(x)``."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ class ValueQuant:
     on_grid: bool = False
     transparent: bool = False
 
+    def is_read_by(self, node: fx.Node) -> bool:
+        """Whether a node that reads the value reads its quantized form."""
+        return self.readers is None or node.name in self.readers
+
 
 @dataclass(frozen=True)
 class Annotation:

@@ -63,9 +63,12 @@ def range_of(function, backend):
 @pytest.mark.parametrize(
     ("function", "backend", "low", "high"),
     [
-        (F.silu, "ONNXRuntime", -8.4, None),
-        (lambda x: x * torch.sigmoid(x), "ONNXRuntime", -8.4, None),
-        (F.silu, "LiteRT", -8.4, None),
+        (F.silu, "ONNXRuntime", -6.75, None),
+        (lambda x: x * torch.sigmoid(x), "ONNXRuntime", -6.75, None),
+        (lambda x: F.hardsigmoid(x) * x, "ONNXRuntime", -3.5, None),
+        (lambda x: x * torch.tanh(x), "ONNXRuntime", None, None),
+        (F.silu, "LiteRT", -6.75, None),
+        (F.silu, "QNN", -8.4, None),
         (F.hardswish, "LiteRT", -3, None),
         (lambda x: (F.hardswish(x), F.silu(x.view(x.shape))), "QNN", None, None),
         (lambda x: (F.hardswish(x), torch.sigmoid(x) * x.shape[1]), "QNN", -6.3, None),
@@ -81,6 +84,32 @@ def test_the_range_ends_where_every_reader_is_flat(function, backend, low, high)
     assert lowest < 0 < highest
     for found, end in ((lowest, low), (highest, high)):
         assert abs(found) > 20 if end is None else abs(end) - 0.3 <= abs(found) < 1.07 * abs(end)
+
+
+def test_a_gate_that_stays_float_is_not_rounded_to_zero():
+    """Then the product is that of SiLU also where a quantized sigmoid would be 0."""
+    x = torch.randn(2, 3, 16, 16) * 20
+    override = {"overrides": [{"match": {"function": "sigmoid"}, "output": None}]}
+    gm = prepare_by_platform(Reads(lambda x: x * torch.sigmoid(x)), "ONNXRuntime", override, example_inputs=(x,))
+    found = dict(named_fake_quants(gm))
+    assert "sigmoid_act_fake_quant" not in found
+    assert found["conv_act_fake_quant"].scheme.flat_outside == flat_outside_of("silu", 8)
+
+
+@pytest.mark.parametrize("seed", range(7))
+@pytest.mark.parametrize("backend", ["ONNXRuntime", "LiteRT"])
+def test_far_below_zero_a_split_silu_is_zero(backend, seed):
+    """However the range is rounded, its lowest step closes the gate."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, 3, 16, 16) * (0.5 + seed)
+    model = Reads(F.silu).eval()
+    with torch.no_grad():
+        model.conv.bias[0] = -60.0
+    gm = prepare_by_platform(model, backend, EVERY_LAYER, example_inputs=(x,), is_qat=False)
+    calibrate(gm, [x], progress=False)
+    enable_quantization(gm)
+    assert (gm(x)[:, 0] == 0).all()
+    assert gm(x)[:, 1].max() > 0
 
 
 def test_silu_keeps_its_accuracy_beside_large_negative_values(tmp_path):

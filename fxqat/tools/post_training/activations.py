@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.qat import QATLayer
+from fxqat.ops.families import GATED
 from fxqat.ops.identify import identify
 from fxqat.utils.fx_graph import called_module
 
@@ -50,9 +51,10 @@ def _of_call(node: fx.Node) -> Activation | None:
         return layer.activation
     readers = {reader: identify(reader).name for reader in _readers(node)}
     names = set(readers.values())
-    if names == {"mul", "sigmoid"} and len(readers) == 2:
+    if "mul" in names and len(readers) == 2:
         gate, product = sorted(readers, key=lambda reader: readers[reader] == "mul")
-        return F.silu if _readers(gate) == {product} else None
+        name = GATED.get(readers[gate])
+        return None if name is None or _readers(gate) != {product} else ACTIVATIONS[name]
     return ACTIVATIONS.get(names.pop()) if len(names) == 1 else None
 
 
