@@ -6,7 +6,7 @@ The file is a dict that ``torch.load(weights_only=True)`` reads:
 * ``qat_state_dict``: the complete state of the prepared model, with the switches;
 * ``schemes``: the fields of the scheme of every fake-quant (at first: their text);
 * ``methods``: the class and the arguments of every fake-quant and of its observer;
-* ``format``, ``backend``, ``bias_corrected`` (see ``Provenance``), ``extra``.
+* ``format``, ``backend``, ``fitted_by`` (see ``Provenance``), ``extra``.
 
 The digest of the whole file is its zip comment. A file without it is read as well: one that is older, or that was
 written with ``torch.save``.
@@ -117,7 +117,7 @@ def save_checkpoint(
         "state_dict": state,
         "schemes": {name: asdict(quant.scheme) for name, quant in named_fake_quants(gm)},
         "methods": _methods(gm),
-        "bias_corrected": gm.provenance.bias_corrected,
+        "fitted_by": gm.provenance.fitted_by,
         "qat_state_dict": qat_state,
         "extra": extra if extra is not None else {},
     }
@@ -223,7 +223,8 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     rewritten = intact is None and "methods" in content
     _check_values(gm, content["qat_state_dict"], str(file_path), negative_scales=not rewritten)
     _load_state(gm, content["qat_state_dict"], str(file_path))
-    gm.provenance.bias_corrected = content.get("bias_corrected", False)
+    before = "correct_bias" if content.get("bias_corrected") else ""  # as older files say it
+    gm.provenance.fitted_by = content.get("fitted_by", before)
     gm.provenance.noise = None
     return content["extra"]  # type: ignore[no-any-return]
 

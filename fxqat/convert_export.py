@@ -44,7 +44,7 @@ from fxqat.onnx.verify import ParityCertificate, check_model, require_parity
 from fxqat.quantization.capture import Captured, capture, has_effect
 from fxqat.quantization.deployed_copy import deployed_inputs
 from fxqat.quantization.dynamic_sizes import OpenSizes, check_sizes, open_sizes
-from fxqat.quantization.end_to_end import end_to_end, has_float_model
+from fxqat.quantization.end_to_end import end_to_end
 from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.quantization.lower import lower
 from fxqat.quantization.raw_inputs import InputStats, Normalizers, parse_input_stats, raw_inputs, stats_by_name
@@ -198,7 +198,7 @@ def convert_export(
     asked = opset_version
     lowered = lower(gm, weights, asked or DEFAULT, normalizers, inputs if sizes is None else None)
     opset_version = opset_for(lowered.tensors.values(), asked)
-    captured = capture(gm, inputs, normalizers, with_float=verify and has_float_model(gm))
+    captured = capture(gm, inputs, normalizers, with_float=verify and not gm.provenance.fitted_by)
     warnings = lowered.warnings + not_in_file(captured)
     second = None
     if sizes is not None:

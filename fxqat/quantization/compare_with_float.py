@@ -27,7 +27,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import is_calibrated, named_fake_quants, require_calibrated, switches_kept
 from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.quantization.find_overrides import find_overrides
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model, require_float_model
 from fxqat.quantization.quantization_noise import WEIGHT, NodeNoise, OutputNoise, QuantizationNoise
 from fxqat.quantization.two_values import MAX_ERROR, MeanError, TwoValues, is_dense
 from fxqat.utils.batches import check_batches, read_batch
@@ -56,8 +56,8 @@ def compare_with_float(model: nn.Module, batches: Iterable[Any]) -> Quantization
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: there are no batches, one does not fit the model, or the model was not prepared or its biases were
-            corrected (then it is not the float model without its fake-quants).
+        ConfigError: there are no batches, one does not fit the model, or the model was not prepared, or its weights
+            or biases were fitted to quantization errors (then it is not the float model without its fake-quants).
 
     Example:
         >>> from fxqat import enable_calibration, enable_quantization, prepare_by_platform
@@ -79,7 +79,7 @@ def compare_with_float(model: nn.Module, batches: Iterable[Any]) -> Quantization
 
 def compare_if_possible(model: nn.Module, inputs: tuple[Any, ...], caller: str) -> None:
     """As :func:`compare_with_float`, after a calibration that may not be the last: what cannot be compared is left."""
-    if not isinstance(model, QuantGraphModule) or model.provenance.bias_corrected or not is_calibrated(model):
+    if not isinstance(model, QuantGraphModule) or model.provenance.fitted_by or not is_calibrated(model):
         return
     try:
         model.provenance.noise = measure_noise(model, [inputs])
@@ -98,11 +98,7 @@ def compare_if_possible(model: nn.Module, inputs: tuple[Any, ...], caller: str) 
 @torch.no_grad()
 def measure_noise(gm: QuantGraphModule, batches: Iterable[tuple[Any, ...]]) -> QuantizationNoise:
     """As :func:`compare_with_float`, from the arguments of forward; nothing is logged or kept."""
-    if gm.provenance.bias_corrected:
-        raise ConfigError(
-            "compare_with_float: the biases of this model were corrected for quantization errors, so with its "
-            "fake-quants off it is no longer the float model. Compare before biases are corrected"
-        )
+    require_float_model(gm, "compare_with_float")
     require_calibrated(gm)
     graph = graph_of_mode(gm.graph, training=False)
     run = TwoValues(gm, graph)

@@ -26,11 +26,6 @@ from fxqat.quantization.quantization_noise import MIN_COSINE, OutputNoise
 from fxqat.utils.tensors import flatten_tensors, map_tensors
 
 
-def has_float_model(gm: QuantGraphModule) -> bool:
-    """Whether a prepared model with its fake-quants off is the float model: its biases were not corrected."""
-    return not gm.provenance.bias_corrected
-
-
 @torch.no_grad()
 def end_to_end(
     gm: QuantGraphModule,
@@ -44,7 +39,7 @@ def end_to_end(
     The float model is the prepared model with its fake-quants off: after training, it has the trained weights.
 
     Args:
-        gm: the prepared model, which :func:`has_float_model`; not changed.
+        gm: the prepared model, not fitted to quantization errors; not changed.
         inputs: inputs of the file, raw where there is a normalizer.
         normalizers: see :func:`~fxqat.quantization.deployed_copy.deployed_copy`.
         captured: the outputs of the fake-quant model and of the float model.

@@ -53,8 +53,8 @@ class Provenance:
         unread: tensors of the float model that the graph does not read (auxiliary heads), by name.
         preserved: dotted paths of the attributes that were copied from the float model.
         config: how each tensor is quantized (``fxqat.config.effective``).
-        bias_corrected: whether the biases were changed to compensate quantization errors. Then the model without its
-            fake-quants is no longer the float model.
+        fitted_by: the tool that fitted weights or biases to quantization errors, such as ``"reconstruct"``. Then the
+            model without its fake-quants is no longer the float model. Empty if none did.
         noise: the comparison of the calibrated model with the float model; None before it.
         runtime: the runtime for which files of the model are written, see ``BackendSpec``.
         modes: paths of the modules that ``train(mode)`` leaves in the other mode, by the mode
@@ -71,7 +71,7 @@ class Provenance:
     unread: dict[str, Tensor]
     preserved: tuple[str, ...] = field(default=())
     config: dict[str, Any] = field(default_factory=dict)
-    bias_corrected: bool = False
+    fitted_by: str = ""
     noise: QuantizationNoise | None = None
     runtime: str = ""
     modes: Mapping[bool, tuple[str, ...]] = field(default_factory=dict)
@@ -303,6 +303,26 @@ def prepared_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModul
     modules = gm.named_modules() if isinstance(gm, nn.Module) else ()
     inside = [path for path, module in modules if isinstance(module, QuantGraphModule)]
     raise error(f"{message}. It holds one: pass its {inside[0]!r}" if inside else message)
+
+
+def require_float_model(gm: QuantGraphModule, caller: str) -> None:
+    """Raise if a prepared model with its fake-quants off is not the float model.
+
+    Args:
+        gm: the prepared model.
+        caller: names the function in the error.
+
+    Raises:
+        ConfigError: its weights or biases were fitted to quantization errors.
+    """
+    tool = gm.provenance.fitted_by
+    if tool:
+        when = "only once" if tool == caller else f"before {tool}"
+        raise ConfigError(
+            f"{caller} compares with the float model, which this model without its fake-quants no longer is: {tool} "
+            "fitted weights or biases of it to quantization errors. Prepare and calibrate the model again, and call "
+            f"{caller} {when}; to reconstruct and correct biases, use reconstruct(..., correct_bias=True)"
+        )
 
 
 def finished_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:

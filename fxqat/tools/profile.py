@@ -25,8 +25,7 @@ from tqdm import tqdm
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.state import disable_all, enable_quantization, switches_kept
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
-from fxqat.tools.post_training.correct_bias import require_float_biases
+from fxqat.quantization.graph_module import QuantGraphModule, prepared_model, require_float_model
 from fxqat.tools.profiling.charts import curves, histogram, ranges
 from fxqat.tools.profiling.measure import Measurements, histograms_of
 from fxqat.tools.profiling.page import render
@@ -194,12 +193,12 @@ def profile(gm: nn.Module, batches: Iterable[Any], *, worst: int = 10, progress:
 
     Raises:
         CalibrationError: the model is not calibrated.
-        ConfigError: there are no batches, one does not fit the model, or the biases of the model were corrected (then
-            it is not the float model without its fake-quants).
+        ConfigError: there are no batches, one does not fit the model, or weights or biases of the model were fitted to
+            quantization errors (then it is not the float model without its fake-quants).
     """
     check_flags(ConfigError, "profile", progress=progress)
     gm = prepared_model(gm, ConfigError)
-    require_float_biases(gm, "profile")
+    require_float_model(gm, "profile")
     inputs = read_batches(gm, batches, "profile")
     with eval_mode(gm), switches_kept(gm), buffers_kept(gm), torch.no_grad():
         enable_quantization(gm)

@@ -18,6 +18,7 @@ The graph is written again, call by call:
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -60,7 +61,8 @@ def to_float(model: nn.Module) -> FloatGraphModule:
     uses the statistics of the batch, for every ``bn_mode``). Layer types and tensor names are those of the user's
     model, so ``model.load_state_dict(to_float(gm).state_dict())`` loads the trained weights into it. Shared modules
     and parameters stay shared. Learned scales and clipping ranges are lost; weights that were trained at low bit widths
-    may be less accurate in float.
+    may be less accurate in float. Those that ``reconstruct`` or ``correct_bias`` fitted to quantization errors may give
+    far worse results in float, which is logged as a warning.
 
     Args:
         model: a model of ``prepare_by_platform``, also wrapped by DDP or ``torch.compile``; not changed.
@@ -80,6 +82,12 @@ def to_float(model: nn.Module) -> FloatGraphModule:
         ['Conv2d', 'BatchNorm2d']
     """
     gm = prepared_model(model, ConfigError)
+    if gm.provenance.fitted_by:
+        logging.getLogger("fxqat").warning(
+            "to_float: %s fitted weights or biases of the model to quantization errors. In float they may give far "
+            "worse results than those of the model that you prepared",
+            gm.provenance.fitted_by,
+        )
     work = own_copy(gm)
     writer = _Writer(work, _float_tensors(work))
     for node in work.graph.nodes:

@@ -230,7 +230,7 @@ def test_errors():
     with pytest.raises(ConfigError, match="prepare_by_platform returned"):
         compare_with_float(nn.Linear(2, 2), [x])
     correct_bias(gm, [x])
-    with pytest.raises(ConfigError, match="biases of this model were corrected"):
+    with pytest.raises(ConfigError, match="correct_bias fitted weights or biases"):
         compare_with_float(gm, [x])
 
 

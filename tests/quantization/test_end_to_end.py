@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxqat import calibrate, convert_export, enable_quantization, prepare_by_platform
-from fxqat.tools import correct_bias
+from fxqat.tools import correct_bias, reconstruct
 from tests.quantization.damaged_models import damaged
 
 
@@ -92,9 +92,10 @@ def test_raw_inputs(tmp_path):
     assert output["fake_quant"]["cosine"] == pytest.approx(gm.quantization_noise.cosine, abs=1e-4)
 
 
-def test_after_correcting_biases_there_is_no_float_model(tmp_path):
+@pytest.mark.parametrize("tool", [correct_bias, reconstruct])
+def test_a_model_that_was_fitted_has_no_float_model(tool, tmp_path):
     _, gm, inputs, _ = ready("tangent")
-    correct_bias(gm, [inputs])
+    tool(gm, [inputs])
     report = convert_export(gm, inputs, tmp_path / "m.onnx")
     assert report.certificate.end_to_end is None
     assert json.loads(report.certificate_path.read_text())["end_to_end"] is None

@@ -17,7 +17,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
-from fxqat.tools import to_float
+from fxqat.tools import reconstruct, to_float
 from fxqat.utils.tensors import flatten_tensors
 from tests.models import TOYS, build, calibrate, calibrated, inputs
 
@@ -196,6 +196,17 @@ def test_modes_and_frozen_parameters_are_kept():
     assert not model.stem.weight.requires_grad
     assert model.fc.weight.requires_grad
     assert to_float(gm.eval()).training is False
+
+
+def test_weights_that_were_fitted_are_told(caplog):
+    gm = prepare_by_platform(build("conv_bn_relu"), "TSQAT", example_inputs=inputs("conv_bn_relu")).eval()
+    gm = calibrate(gm, inputs("conv_bn_relu", seed=1))
+    to_float(gm)
+    assert not caplog.messages
+    reconstruct(gm, [inputs("conv_bn_relu", seed=1)], "GPTQ")
+    to_float(gm)
+    (message,) = caplog.messages
+    assert "to_float: reconstruct fitted weights or biases" in message
 
 
 def test_other_models_are_refused():

@@ -6,7 +6,8 @@ the one after it: before SiLU or GELU most values are negative, where these are 
 about the others. Where no activation reads the layer, or another op also reads it, the shift is minus the mean error.
 
 The float values are those of the prepared model with its fake-quants off. Correction changes its biases, so a model can
-be corrected only once, and tools that compare with the float model (``reconstruct``, ``profile``) must run before.
+be corrected only once, not after ``reconstruct``, and tools that compare with the float model (``profile``) must run
+before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.graph_module import QuantGraphModule, prepared_model
+from fxqat.quantization.graph_module import prepared_model, require_float_model
 from fxqat.tools.post_training.activations import Activation
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
@@ -48,13 +49,13 @@ def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
 
     Raises:
         CalibrationError: the model is not calibrated, or the batches give NaN or infinity.
-        ConfigError: its biases were corrected before, there are no batches, or a batch does not fit the model.
+        ConfigError: it was corrected or reconstructed before, there are no batches, or a batch does not fit the model.
     """
     gm = prepared_model(gm, ConfigError)
-    require_float_biases(gm, "correct_bias")
+    require_float_model(gm, "correct_bias")
     inputs = read_batches(gm, batches, "correct_bias")
     enable_quantization(gm)
-    gm.provenance.bias_corrected = True  # set first: an interrupt may leave some biases corrected
+    gm.provenance.fitted_by = "correct_bias"  # set first: an interrupt may leave some biases corrected
     found: dict[str, float] = {}
     with eval_mode(gm):
         segments = split(gm, max_layers=1)
@@ -66,16 +67,6 @@ def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
             float_inputs = values_read_later(segments[i:], float_inputs, targets)
             quant_inputs = values_read_later(segments[i:], quant_inputs, segment.run(quant_inputs, quantized=True))
     return found
-
-
-def require_float_biases(gm: QuantGraphModule, caller: str) -> None:
-    """Raise if the biases of a model were corrected: with its fake-quants off it is not the float model."""
-    if gm.provenance.bias_corrected:
-        raise ConfigError(
-            f"{caller}: the biases of this model were corrected for quantization errors, so with its fake-quants off "
-            "it is no longer the float model. Prepare and calibrate the model again, and correct biases last; to "
-            "reconstruct and correct, use reconstruct(..., correct_bias=True)"
-        )
 
 
 def channel_values(segment: Segment, batches: list[Values], quantized: bool) -> dict[str, Tensor]:

@@ -10,7 +10,8 @@ The published methods are settings of one procedure (:data:`METHODS`):
   equation 10, with the squared error of the output instead of the Fisher-weighted error;
 * QDrop: BRECQ with a random part of the activations left float. Wei et al. 2022 (arXiv:2203.05740), equation 8.
 
-The result is written into the weights, so that rounding to the nearest gives the learned integers.
+The result is written into the weights, so that rounding to the nearest gives the learned integers. What GPTQ writes
+lies between them, where learning can go on; without its fake-quants the model is then far from the float model.
 
 At 4 bits and below, most of the error before learning may be a shift of channel means, which the choice of rounding can
 hardly correct. So the biases of a segment can be corrected (:mod:`fxqat.tools.post_training.correct_bias`) before
@@ -50,9 +51,9 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
-from fxqat.quantization.graph_module import QuantGraphModule, finished_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model, require_float_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
-from fxqat.tools.post_training.correct_bias import channel_values, correct_channels, require_float_biases
+from fxqat.tools.post_training.correct_bias import channel_values, correct_channels
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
 from fxqat.tools.post_training.layer_weights import require_plain, weights_of
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
@@ -122,17 +123,17 @@ def reconstruct(
     Raises:
         CalibrationError: the model is not calibrated, or the batches give NaN.
         ConfigError: unknown method, no batches, a batch that does not fit the model, a weight fake-quant that rounds a
-            function of the weight, or a model whose biases were corrected before (without its fake-quants it is not the
-            float model).
+            function of the weight, or a model that was reconstructed or whose biases were corrected before (without its
+            fake-quants it is not the float model).
     """
     check_flags(ConfigError, "reconstruct", correct_bias=correct_bias, progress=progress)
     gm = finished_model(gm, ConfigError)
     setting = _setting(method)
-    require_float_biases(gm, "reconstruct")
+    require_float_model(gm, "reconstruct")
     inputs = read_batches(gm, batches, "reconstruct")
     enable_quantization(gm)
     _require_plain_weights(gm)
-    gm.provenance.bias_corrected = correct_bias  # set first: an interrupt may leave some biases corrected
+    gm.provenance.fitted_by = "reconstruct"  # set first: an interrupt may leave some weights fitted
     errors: dict[str, tuple[float, float]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):

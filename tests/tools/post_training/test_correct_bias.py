@@ -1,5 +1,6 @@
 """Bias correction: afterwards no shift of a channel makes the error after its activation smaller."""
 
+import copy
 import importlib
 from functools import partial
 
@@ -157,27 +158,52 @@ def test_a_model_that_is_not_calibrated_is_an_error():
         correct_bias(fxqat.prepare_by_platform(model), batches)
 
 
-def test_a_corrected_model_is_refused_where_the_float_model_is_needed():
+def reconstruct_by_gptq(gm, batches):
+    reconstruct(gm, batches, "GPTQ")
+
+
+FITTING = {"correct_bias": correct_bias, "reconstruct": reconstruct_by_gptq}
+
+
+@pytest.mark.parametrize("tool", FITTING)
+def test_a_fitted_model_is_refused_where_the_float_model_is_needed(tool):
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
-    correct_bias(gm, batches)
-    for again in (correct_bias, reconstruct, profile):
-        with pytest.raises(ConfigError, match=f"{again.__name__}: the biases of this model were corrected"):
+    FITTING[tool](gm, batches)
+    before = copy.deepcopy(gm.state_dict())
+    for again in (correct_bias, reconstruct, profile, fxqat.compare_with_float):
+        with pytest.raises(ConfigError, match=f"^{again.__name__} compares with the float model.* {tool} fitted"):
             again(gm, batches)
+    after = gm.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if isinstance(tensor, torch.Tensor))
 
 
-def test_a_checkpoint_remembers_the_correction(tmp_path):
+@pytest.mark.parametrize("tool", FITTING)
+def test_a_checkpoint_remembers_what_was_fitted(tool, tmp_path):
     model, batches = model_and_data()
     gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
     fxqat.save_checkpoint(gm, tmp_path / "plain.pth")
-    correct_bias(gm, batches)
-    fxqat.save_checkpoint(gm, tmp_path / "corrected.pth")
+    FITTING[tool](gm, batches)
+    fxqat.save_checkpoint(gm, tmp_path / "fitted.pth")
     found = fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS)
-    fxqat.load_checkpoint(found, tmp_path / "corrected.pth")
-    with pytest.raises(ConfigError, match="were corrected"):
+    fxqat.load_checkpoint(found, tmp_path / "fitted.pth")
+    with pytest.raises(ConfigError, match=f"{tool} fitted weights or biases"):
         reconstruct(found, batches)
     fxqat.load_checkpoint(found, tmp_path / "plain.pth")
     correct_bias(found, batches)
+    assert found.provenance.fitted_by == "correct_bias"
+
+
+def test_a_checkpoint_of_before_says_that_biases_were_corrected(tmp_path):
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT", TWO_BITS), *batches).eval()
+    fxqat.save_checkpoint(gm, tmp_path / "now.pth")
+    content = torch.load(tmp_path / "now.pth", weights_only=True)
+    for was in (True, False):
+        older = {key: value for key, value in content.items() if key != "fitted_by"} | {"bias_corrected": was}
+        torch.save(older, tmp_path / "before.pth")
+        fxqat.load_checkpoint(gm, tmp_path / "before.pth")
+        assert gm.provenance.fitted_by == ("correct_bias" if was else "")
 
 
 def reconstruct_and_correct(gm, batches):
@@ -192,7 +218,7 @@ def test_an_interrupted_correction_counts_as_a_correction(tool, monkeypatch):
         patch.setattr(gm.get_submodule("4"), "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tool(gm, batches)
-    with pytest.raises(ConfigError, match="were corrected"):
+    with pytest.raises(ConfigError, match="fitted weights or biases"):
         correct_bias(gm, batches)
 
 
@@ -226,7 +252,7 @@ def test_reconstruction_with_correction_approaches_the_float_model():
     relative = error / sum(float(y.square().sum()) for y in targets)
     assert found["7"][1] == pytest.approx(relative, rel=1e-4)
     assert found["7"][1] < found["7"][0]
-    with pytest.raises(ConfigError, match="were corrected"):
+    with pytest.raises(ConfigError, match="fitted weights or biases"):
         correct_bias(gm, batches)
 
 

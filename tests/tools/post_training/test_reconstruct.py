@@ -127,6 +127,8 @@ def test_only_weights_and_scales_change_and_only_where_asked():
     assert all(key.endswith(".weight") and ".bn" not in key for key in changed)
     assert all(parameter.requires_grad for parameter in gm.parameters())
     assert not gm.training
+    gm, batches = low_bit()
+    before = copy.deepcopy(gm.state_dict())
     reconstruct(gm, batches, Reconstruction(iterations=5))
     assert any(key.endswith("act_fake_quant.scale") for key in changed_since(before, gm))
 
