@@ -48,6 +48,11 @@ SMALLEST = 0.01
 PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
 
+LARGEST = 0.04
+"""Learning rate of the rounding variables with few steps. Adam's first step moves each variable by it: all together, in
+the direction of the gradient, make a loss many times larger if it is too large, which few steps do not mend.
+"""
+
 MOST_BEFORE, MOST_AFTER = 0.9, 0.01
 """Warn if more weights are undecided: when the limit begins, and when it has ended."""
 
@@ -79,7 +84,7 @@ class TrainedRounding:
         """Groups for an optimizer, Adam or one of its kind: all that is learned.
 
         Args:
-            rounding_lr: of the rounding variables; None: ``40 / steps``.
+            rounding_lr: of the rounding variables; None: ``40 / steps``, at most 0.04.
             relative_lr: of the scales of weights and of all other parameters that require gradients, relative to the
                 root mean square of each. Zero points are not learned, nor are scales of weights with fewer than
                 :data:`LEAST_BITS` significant bits.
@@ -87,7 +92,7 @@ class TrainedRounding:
         Returns:
             Dicts with ``params`` and ``lr``.
         """
-        rounding_lr = PATH / self._steps if rounding_lr is None else rounding_lr
+        rounding_lr = min(PATH / self._steps, LARGEST) if rounding_lr is None else rounding_lr
         if not (rounding_lr > 0 and relative_lr > 0):
             raise ConfigError(f"learning rates must be positive, got {rounding_lr} and {relative_lr}")
         own = [(quant.rounding, quant.log_factor) for quant in self._quants]

@@ -148,13 +148,28 @@ def test_batch_norm_is_frozen_inside_and_as_before_afterwards() -> None:
     assert all(parameter.requires_grad for parameter in (layer.weight, layer.bn.weight, layer.bn.bias))
 
 
+def test_few_steps_do_no_harm() -> None:
+    """The first step of Adam goes in the direction of all gradients at once, by the learning rate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    x = torch.randn(256, 64)
+    target = model(x).detach()
+    gm = quantized(model, weights(4), x)
+    before = (gm(x) - target).square().mean()
+    for steps, rate in ((20, 0.04), (1000, 0.04), (4000, 0.01)):
+        with train_rounding(copy.deepcopy(gm), steps) as rounding:
+            assert rounding.parameter_groups()[0]["lr"] == rate
+    train(gm, x, target, steps=20)
+    assert (gm(x) - target).square().mean() < before
+
+
 @pytest.mark.parametrize("pulls", [True, False])
 def test_the_pull_decides_most_weights(pulls) -> None:
     model, x = convolutions()
     gm = quantized(model, weights(4), x)
     target = model(x).detach()
     with train_rounding(gm, 200) as rounding:
-        optimizer = torch.optim.Adam(rounding.parameter_groups())
+        optimizer = torch.optim.Adam(rounding.parameter_groups(rounding_lr=0.2))
         for _ in range(89):  # none is rounded yet
             optimizer.zero_grad()
             (gm(x) - target).square().mean().backward()
