@@ -48,7 +48,7 @@ SMALLEST = 0.01
 PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
 
-LARGEST = 0.04
+LARGEST = 0.02
 """Learning rate of the rounding variables with few steps. Adam's first step moves each variable by it: all together, in
 the direction of the gradient, make a loss many times larger if it is too large, which few steps do not mend.
 """
@@ -84,7 +84,7 @@ class TrainedRounding:
         """Groups for an optimizer, Adam or one of its kind: all that is learned.
 
         Args:
-            rounding_lr: of the rounding variables; None: ``40 / steps``, at most 0.04.
+            rounding_lr: of the rounding variables; None: ``40 / steps``, at most 0.02.
             relative_lr: of the scales of weights and of all other parameters that require gradients, relative to the
                 root mean square of each. Zero points are not learned, nor are scales of weights with fewer than
                 :data:`LEAST_BITS` significant bits.
