@@ -49,8 +49,8 @@ PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
 
 LARGEST = 0.02
-"""Learning rate of the rounding variables with few steps. Adam's first step moves each variable by it: all together, in
-the direction of the gradient, make a loss many times larger if it is too large, which few steps do not mend.
+"""Learning rate of the rounding variables with few steps. Adam's first step moves every variable by it, each in the
+direction of its gradient: with a larger one the loss becomes many times as large, and few steps do not mend it.
 """
 
 MOST_BEFORE, MOST_AFTER = 0.9, 0.01
