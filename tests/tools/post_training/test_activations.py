@@ -48,9 +48,10 @@ def found_for(after, backend, channels=4):
         (nn.GELU(), F.gelu),
         (nn.Hardswish(), F.hardswish),
         (Function(lambda x: x * x.sigmoid()), F.silu),
+        (Function(lambda x: F.hardsigmoid(x) * x), F.hardswish),
         (Function(torch.tanh), F.tanh),
     ],
-    ids=["silu", "gelu", "hardswish", "x sigmoid x", "tanh"],
+    ids=["silu", "gelu", "hardswish", "x sigmoid x", "x hardsigmoid x", "tanh"],
 )
 def test_an_activation_after_the_layer(after, expected, backend):
     found = found_for(after, backend)
