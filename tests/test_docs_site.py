@@ -100,6 +100,7 @@ def loops():
     ("loop", "package"),
     [
         ("plain", "torch"),
+        ("adam", "torch"),
         ("mixed_precision", "torch"),
         ("data_parallel", "torch"),
         ("distilled", "torch"),
@@ -130,7 +131,7 @@ def test_every_loop_is_on_the_page():
     page = (DOCS / "howto" / "training_loops.rst").read_text(encoding="utf-8")
     marks = re.findall(r"^# (\[\w+\])$", code, re.MULTILINE)
     assert [mark for mark in marks[:-1] if f":start-after: # {mark}" not in page] == []
-    assert len(marks) == 10
+    assert len(marks) == 11
 
 
 def test_five_minutes_prints_what_the_page_shows(tmp_path, monkeypatch, capsys):

@@ -30,6 +30,22 @@ def plain(gm, loader):
     return loss.item()
 
 
+# [adam]
+def adam(gm, loader, lr=1e-4):
+    scales, others = [], []
+    for name, parameter in gm.named_parameters():
+        (scales if name.endswith("fake_quant.scale") else others).append(parameter)
+    enable_quantization(gm)
+    gm.train()
+    optimizer = torch.optim.Adam([{"params": others}, {"params": scales, "lr": lr / 100}], lr)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(gm(x), y)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
 # [amp]
 def mixed_precision(gm, loader, device="cpu"):
     enable_quantization(gm)
