@@ -41,8 +41,9 @@ SMOOTH: Mapping[str, tuple[Callable[[Tensor], Tensor], float, float | None]] = M
 GRID, FARTHEST = 1 / 64, 40
 
 GATE_MARGIN = 0.5
-"""How far beyond the end of a rounded gate a range goes, so that its lowest step closes the gate: that may be half a
-step higher, and the steps of a gate that stays below 1 are finer."""
+"""A range goes this much further than the end of a rounded gate. So its lowest step closes the gate also where it is
+half a step higher, or where the gate stays below 1 and has finer steps.
+"""
 
 
 @cache
