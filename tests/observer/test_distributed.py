@@ -78,7 +78,7 @@ def test_the_range_is_the_one_of_a_process_that_sees_all_data(results: Results) 
         first, second = (rank["quantizers"][name] for rank in results)
         rtol = 1e-6 if name == "Average" else 0.0
         for key in ("min", "max", "scale", "zero_point"):
-            at = f"{name}.observer.{key}_val" if key in ("min", "max") else f"{name}.{key}"
+            at = f"{name}.observer.{key}_val" if key in ("min", "max") else f"{name}.calibrated_{key}"
             assert torch.equal(first[key], second[key]), at
             torch.testing.assert_close(first[key], expected[at], rtol=rtol, atol=0.0, msg=at)
 
@@ -105,7 +105,7 @@ def test_a_rank_without_data_has_the_range_of_the_other(results: Results) -> Non
 def test_a_fixed_range_stays(results: Results) -> None:
     for rank in results:
         assert (rank["one_empty"]["fixed.observer.min_val"], rank["one_empty"]["fixed.observer.max_val"]) == (0.0, 1.0)
-        assert rank["one_empty"]["fixed.scale"] == torch.tensor(1.0) / 127
+        assert rank["one_empty"]["fixed.calibrated_scale"] == torch.tensor(1.0) / 127
 
 
 def test_nan_on_one_rank_is_an_error_on_both(results: Results) -> None:
