@@ -357,7 +357,7 @@ def _check_values(gm: nn.Module, state: dict[str, Any], path: str, negative_scal
     wrong = []
     for name, quant in named_fake_quants(gm):
         learned = {key for key, _ in quant.named_parameters(recurse=False)}
-        fixed = {"scale", "zero_point", "calibrated_scale", "calibrated_zero_point"}
+        fixed = {"scale", "zero_point", "unit_scale", "calibrated_zero_point"}
         for key in sorted({*fixed, *learned} & quant.state_dict().keys()):
             value = state[f"{name}.{key}"]
             if not bool(value.isfinite().all()):

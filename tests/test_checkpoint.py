@@ -283,7 +283,7 @@ def as_saved_at_first(content: dict[str, Any], gm: nn.Module) -> dict[str, Any]:
         state[f"{name}._extra_state"] = switches
         if isinstance(quant, LearnableFakeQuantize):
             state |= {f"{name}.scale": quant.scale.detach(), f"{name}.zero_point": quant.zero_point.detach()}
-            for key in ("relative_scale", "calibrated_scale", "calibrated_zero_point", "shift"):
+            for key in ("relative_scale", "unit_scale", "calibrated_zero_point", "shift"):
                 state.pop(f"{name}.{key}", None)
     return {
         "format": "fxqat.checkpoint.1",
@@ -487,9 +487,9 @@ def test_a_module_that_refuses_its_extra_state_leaves_the_model_as_it_was(tmp_pa
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("conv.weight_fake_quant.calibrated_scale", math.nan, "NaN or infinite"),
+        ("conv.weight_fake_quant.unit_scale", math.nan, "NaN or infinite"),
         ("conv.weight_fake_quant.relative_scale", math.inf, "NaN or infinite"),
-        ("conv.weight_fake_quant.calibrated_scale", 0.0, "zero or negative"),
+        ("conv.weight_fake_quant.unit_scale", 0.0, "zero or negative"),
         ("conv.weight_fake_quant.relative_scale", -0.1, "zero or negative"),
         ("x_act_fake_quant.scale", -0.1, "zero or negative"),
         ("x_act_fake_quant.zero_point", math.nan, "NaN or infinite"),

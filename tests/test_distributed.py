@@ -23,7 +23,7 @@ def run(request: pytest.FixtureRequest, ranks: Path) -> tuple[str, Path, list[An
 
 
 def qparams(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    endings = (".scale", ".zero_point", "calibrated_scale", "calibrated_zero_point", ".min_val", ".max_val")
+    endings = (".scale", ".zero_point", "unit_scale", "calibrated_zero_point", ".min_val", ".max_val")
     return {key: value for key, value in state.items() if key.endswith(endings)}
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
-from fxqat.fake_quantize.learnable import PACE, LearnableFakeQuantize
+from fxqat.fake_quantize.learnable import START, LearnableFakeQuantize
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.scheme import QuantizeScheme
@@ -62,7 +62,7 @@ def test_gradients_are_derivatives_by_the_ends_relative_to_the_calibrated_ones(k
         found[factor] = (quant.relative_scale.grad.item(), quant.shift.grad.item())
     error = sum(round(v / 0.02) * 0.02 - v for v in (0.123, 0.5, -0.077))
     low, high = -100 * 0.02, 155 * 0.02
-    assert found[1.0] == pytest.approx((PACE * (error + low + 2 * high), PACE * -3 * 255 * 0.02), rel=1e-5)
+    assert found[1.0] == pytest.approx(((error + low + 2 * high) / START, -3 * 255 * 0.02 / START), rel=1e-5)
     assert found[2.0] == pytest.approx([2 * slope for slope in found[1.0]])
 
 
@@ -74,7 +74,7 @@ def test_a_step_of_adam_changes_all_scales_by_the_same_share() -> None:
     optimizer = torch.optim.Adam(quant.parameters(), lr=0.01, eps=1e-20)
     (quant.quantize(x) - x).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close((quant.scale / before - 1).abs(), torch.full((3,), 0.01), rtol=1e-3, atol=0)
+    torch.testing.assert_close((quant.scale / before - 1).abs(), torch.full((3,), 0.01 / START), rtol=1e-3, atol=0)
 
 
 def test_training_that_is_calibrated_between_forward_and_backward_goes_on() -> None:
@@ -89,7 +89,7 @@ def test_training_that_is_calibrated_between_forward_and_backward_goes_on() -> N
 def test_older_state_dicts_with_the_scale_itself_load() -> None:
     quant = make_fake_quant(QuantizeScheme(8, False, False, True), WEIGHT, 0, 3)
     state = quant.state_dict()
-    for name in ("relative_scale", "shift", "calibrated_scale", "calibrated_zero_point"):
+    for name in ("relative_scale", "shift", "unit_scale", "calibrated_zero_point"):
         del state[name]
     state |= {"scale": torch.tensor([0.5, -0.25, 0.0]), "zero_point": torch.tensor([3.0, 200.4, 9.0])}
     quant.load_state_dict(state)

@@ -112,8 +112,7 @@ def test_a_frozen_weight_stays_while_its_scale_learns() -> None:
     y.backward(torch.ones(2, 40))
     torch.testing.assert_close(y[0], integer[0] * 0.75)
     assert x.grad[0].eq(0).all()
-    slope = integer[0].sum().item() * quant.calibrated_scale[0].item()  # of integer * scale
-    expected = slope * quant.grad_scale
+    expected = integer[0].sum().item() * quant.unit_scale[0].item()  # the slope of integer * scale
     assert quant.relative_scale.grad[0].item() == pytest.approx(expected, rel=1e-5)
     factor = torch.tensor([-2.0, 4.0])
     torch.testing.assert_close(quant.quantize(x, factor=factor)[0], integer[0] * 0.75 / -2.0)

@@ -140,7 +140,7 @@ def test_gradients_equal_those_of_a_float64_reference(kind, per_channel):
             assert torch.allclose(getattr(layer, name).grad.double(), expected, rtol=1e-3, atol=1e-5), name
     for quant, leaf, value, scale in zip(quants, leaves, rounded, scales, strict=True):
         (value * leaf.grad).sum().backward()
-        expected = scale.grad * quant.calibrated_scale * quant.grad_scale
+        expected = scale.grad * quant.unit_scale
         assert torch.allclose(quant.relative_scale.grad.double(), expected, rtol=1e-2, atol=1e-5)
 
 
