@@ -362,7 +362,7 @@ def test_weights_in_blocks_train(tmp_path: Path) -> None:
     target, losses = torch.randn(6, 5), []
     optimizer = torch.optim.Adam(gm.parameters(), 1e-2)
     gm.train()
-    for _ in range(30):
+    for _ in range(60):
         optimizer.zero_grad()
         loss = (gm(*inputs) - target).square().mean()
         loss.backward()

@@ -224,7 +224,7 @@ def _page(result: Result, report: ExportReport, example: tuple[Any, ...], named:
         "Result": str(result),
         "What computes in integers": str(coverage(result.model, example)),
         "Proof: the file against the model": "\n".join([str(report.certificate), *report.warnings]),
-        "Quantized against float, on calibration data": str(result.model.quantization_noise),
+        "Quantized against float, on calibration data": result.against_float,
         "Every node": str(result.model.quant_report),
         "Versions": f"torch {torch.__version__}",
     }

@@ -166,7 +166,8 @@ class QuantGraphModule(SeesConversion, SeesLoading, TrainEvalGraphModule):
     def quantization_noise(self) -> QuantizationNoise | None:
         """The calibrated model against the float model.
 
-        It is kept until the model is calibrated again or other scales are loaded; None if it was not compared since.
+        It is kept until the model is calibrated again, other scales are loaded, or weights or biases are fitted to
+        quantization errors; None if it was not compared since.
         """
         return self.provenance.noise
 
@@ -323,6 +324,15 @@ def require_float_model(gm: QuantGraphModule, caller: str) -> None:
             "fitted weights or biases of it to quantization errors. Prepare and calibrate the model again, and call "
             f"{caller} {when}; to reconstruct and correct biases, use reconstruct(..., correct_bias=True)"
         )
+
+
+def mark_fitted(gm: QuantGraphModule, tool: str) -> None:
+    """Remember that a tool fits weights or biases, see ``Provenance.fitted_by``; the comparison from before is dropped.
+
+    Call it before they change: an interrupt may leave some of them fitted.
+    """
+    gm.provenance.fitted_by = tool
+    gm.provenance.noise = None
 
 
 def finished_model(model: nn.Module, error: type[FxqatError]) -> QuantGraphModule:

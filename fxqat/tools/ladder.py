@@ -104,9 +104,17 @@ class Result:
             return None
         return self.max_drop - (self.float_metric - self.metric)
 
+    @property
+    def against_float(self) -> str:
+        """The model against the float model on calibration data, or why they were not compared."""
+        noise, tool = self.model.quantization_noise, self.model.provenance.fitted_by
+        if noise is None and tool:
+            return f"not compared: {tool} fitted weights or biases to quantization errors"
+        return "not compared" if noise is None else str(noise)
+
     def __str__(self) -> str:
         if self.metric is None or self.float_metric is None:
-            return f"{self.recipe}; not evaluated\n{self.model.quantization_noise}"
+            return f"{self.recipe}; not evaluated\n{self.against_float}"
         table = PrettyTable(["step", "recipe", "cost", "metric", "to float", "margin", "seconds", ""], align="l")
         for trial in self.trials:
             failed = math.isnan(trial.metric)

@@ -9,7 +9,6 @@ import torch
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import WEIGHT
 from fxqat.fake_quantize.dsq import ALPHA_MAX, ALPHA_MIN, DSQFakeQuantize
-from fxqat.fake_quantize.learnable import START
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, on_axis
@@ -62,7 +61,7 @@ def test_values_are_hard_and_gradients_those_of_the_soft_staircase(scheme: Quant
     others = (0, 2) if scheme.per_channel else (0, 1, 2)
     for parameter, argument, unit in ((quant.relative_scale, 1, scale), (quant.shift, 2, limits[1] - limits[0])):
         if parameter is not None:
-            expected = slope(argument).sum(others) * unit / START
+            expected = slope(argument).sum(others) * unit / quant.start
             np.testing.assert_allclose(
                 as_float64(parameter.grad), expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
             )

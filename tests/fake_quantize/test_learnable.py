@@ -9,7 +9,7 @@ from torch import nn
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT
-from fxqat.fake_quantize.learnable import START, LearnableFakeQuantize
+from fxqat.fake_quantize.learnable import LearnableFakeQuantize, start_of
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
 from fxqat.observer.min_max import MinMaxObserver
 from fxqat.scheme import QuantizeScheme
@@ -62,8 +62,18 @@ def test_gradients_are_derivatives_by_the_ends_relative_to_the_calibrated_ones(k
         found[factor] = (quant.relative_scale.grad.item(), quant.shift.grad.item())
     error = sum(round(v / 0.02) * 0.02 - v for v in (0.123, 0.5, -0.077))
     low, high = -100 * 0.02, 155 * 0.02
-    assert found[1.0] == pytest.approx(((error + low + 2 * high) / START, -3 * 255 * 0.02 / START), rel=1e-5)
+    assert found[1.0] == pytest.approx((error + low + 2 * high, -3 * 255 * 0.02), rel=1e-5)
     assert found[2.0] == pytest.approx([2 * slope for slope in found[1.0]])
+
+
+@pytest.mark.parametrize(("bits", "start"), [(2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5), (8, 1.0), (16, 4.0)])
+def test_the_calibrated_scale_comes_back_exactly(bits: int, start: float) -> None:
+    quant = make_fake_quant(QuantizeScheme(bits, per_channel=True, narrow_range=False), WEIGHT, 0, 3)
+    assert quant.start == start_of(bits) == start
+    scale = torch.tensor([0.1, 3e-7, 12345.678])
+    quant.set_qparams(scale, quant.zero_point)
+    assert torch.equal(quant.scale, scale)
+    assert quant.relative_scale.tolist() == [start] * 3
 
 
 def test_a_step_of_adam_changes_all_scales_by_the_same_share() -> None:
@@ -74,7 +84,9 @@ def test_a_step_of_adam_changes_all_scales_by_the_same_share() -> None:
     optimizer = torch.optim.Adam(quant.parameters(), lr=0.01, eps=1e-20)
     (quant.quantize(x) - x).square().sum().backward()
     optimizer.step()
-    torch.testing.assert_close((quant.scale / before - 1).abs(), torch.full((3,), 0.01 / START), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        (quant.scale / before - 1).abs(), torch.full((3,), 0.01 / quant.start), rtol=1e-3, atol=0
+    )
 
 
 def test_training_that_is_calibrated_between_forward_and_backward_goes_on() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fxqat.fake_quantize.base import WEIGHT
-from fxqat.fake_quantize.learnable import START
 from fxqat.numerics import choose_qparams, fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import make_fake_quant
@@ -148,7 +147,7 @@ def test_learned_scale_gradient_is_the_formula(scheme: QuantizeScheme, per_chann
     grad = torch.from_numpy(random.standard_normal((3, 40)).astype(np.float32))
     quant.quantize(x).backward(grad)
     expected = lsq_reference(*map(as_float64, (x, scale, zero_point)), limits, as_float64(grad), axis)
-    slope = expected.scale * as_float64(scale) / START  # by the relative scale
+    slope = expected.scale * as_float64(scale) / quant.start  # by the relative scale
     size = np.abs(slope).max()
     np.testing.assert_allclose(as_float64(quant.relative_scale.grad), slope, rtol=1e-3, atol=1e-3 * size)
     np.testing.assert_array_equal(as_float64(x.grad), expected.x)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fxqat.fake_quantize.ewgs import EWGSFakeQuantize
-from fxqat.fake_quantize.learnable import START
 from fxqat.scheme import QuantizeScheme
 from tests.builders import make_fake_quant
 
@@ -18,7 +17,7 @@ def test_the_ends_of_the_range_move_with_the_zero_point(learned: bool) -> None:
     grid, low, high = quant.learned_steps(x, quant.used_scale())
     assert [grid.item(), low.item(), high.item()] == [0.5, -4.0, 11.0]
     (3.0 * grid + 2.0 * low + 5.0 * high).backward()
-    assert quant.relative_scale.grad.item() == pytest.approx(3.0 * 0.5 / START)
+    assert quant.relative_scale.grad.item() == pytest.approx(3.0 * 0.5 / quant.start)
     assert (quant.shift.grad is not None) is learned
     if learned:
-        assert quant.shift.grad.item() == pytest.approx(-7.0 * 15 / START)
+        assert quant.shift.grad.item() == pytest.approx(-7.0 * 15 / quant.start)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fxqat.fake_quantize.learnable import START
+from fxqat.fake_quantize.learnable import start_of
 from fxqat.numerics import choose_qparams
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
@@ -80,7 +80,7 @@ def test_the_range_is_the_one_of_a_process_that_sees_all_data(results: Results) 
         rtol = 1e-6 if name == "Average" else 0.0
         wanted = {key: expected[f"{name}.observer.{key}_val"] for key in ("min", "max")}
         wanted |= {
-            "scale": expected[f"{name}.unit_scale"] * START,
+            "scale": expected[f"{name}.unit_scale"] * start_of(8),
             "zero_point": expected[f"{name}.calibrated_zero_point"],
         }
         for key, tensor in wanted.items():
@@ -110,7 +110,7 @@ def test_a_rank_without_data_has_the_range_of_the_other(results: Results) -> Non
 def test_a_fixed_range_stays(results: Results) -> None:
     for rank in results:
         assert (rank["one_empty"]["fixed.observer.min_val"], rank["one_empty"]["fixed.observer.max_val"]) == (0.0, 1.0)
-        assert rank["one_empty"]["fixed.unit_scale"] == torch.tensor(1.0) / 127 / START
+        assert rank["one_empty"]["fixed.unit_scale"] == torch.tensor(1.0) / 127 / start_of(8)
 
 
 def test_nan_on_one_rank_is_an_error_on_both(results: Results) -> None:

@@ -23,7 +23,7 @@ from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
 from fxqat.nn.qat import QATLayer
-from fxqat.quantization.graph_module import prepared_model, require_float_model
+from fxqat.quantization.graph_module import mark_fitted, prepared_model, require_float_model
 from fxqat.tools.post_training.activations import Activation
 from fxqat.tools.post_training.segments import Segment, Values, float_segments, named_inputs, split, values_read_later
 from fxqat.utils.batches import read_batches
@@ -55,7 +55,7 @@ def correct_bias(gm: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     require_float_model(gm, "correct_bias")
     inputs = read_batches(gm, batches, "correct_bias")
     enable_quantization(gm)
-    gm.provenance.fitted_by = "correct_bias"  # set first: an interrupt may leave some biases corrected
+    mark_fitted(gm, "correct_bias")
     found: dict[str, float] = {}
     with eval_mode(gm):
         segments = split(gm, max_layers=1)

@@ -51,7 +51,7 @@ from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.parametrized import ParametrizedQATLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
-from fxqat.quantization.graph_module import QuantGraphModule, finished_model, require_float_model
+from fxqat.quantization.graph_module import QuantGraphModule, finished_model, mark_fitted, require_float_model
 from fxqat.tools.post_training.adaround_loop import LearnedRounding, learn_rounding
 from fxqat.tools.post_training.correct_bias import channel_values, correct_channels
 from fxqat.tools.post_training.gptq import GPTQ, gptq_weight
@@ -133,7 +133,7 @@ def reconstruct(
     inputs = read_batches(gm, batches, "reconstruct")
     enable_quantization(gm)
     _require_plain_weights(gm)
-    gm.provenance.fitted_by = "reconstruct"  # set first: an interrupt may leave some weights fitted
+    mark_fitted(gm, "reconstruct")
     errors: dict[str, tuple[float, float]] = {}
     generator = torch.Generator().manual_seed(seed)
     with eval_mode(gm), torch.random.fork_rng(), _frozen(gm):
