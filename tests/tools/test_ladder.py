@@ -290,6 +290,14 @@ def test_only_the_given_steps_are_tried() -> None:
     assert [step for step in tried if step != "wider tensors"] == ["calibration", "mine"]
 
 
+@pytest.mark.parametrize(("recipe", "told"), [({}, "cosine"), ({"reconstruct": "GPTQ"}, "not compared: reconstruct")])
+def test_the_comparison_with_float_or_why_there_is_none(recipe: dict[str, str], told: str) -> None:
+    steps = [("mine", [recipe])]
+    result = quantize(Net().eval(), batches(), evaluate=closeness, max_drop=1.0, steps=steps, progress=False)
+    assert told in result.against_float
+    assert (result.model.quantization_noise is None) is bool(recipe)
+
+
 def test_a_single_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="Put a single batch into a list"):
         quantize(nn.Linear(2, 2), torch.zeros(1, 2))

@@ -263,6 +263,14 @@ def test_a_computed_weight_stays_as_it_is_and_is_told(method, caplog):
     assert "reconstruct: the weights of 1 are computed" in caplog.text
 
 
+def test_the_comparison_from_before_is_dropped():
+    gm, batches = low_bit()
+    fxqat.compare_with_float(gm, batches)
+    assert gm.quantization_noise is not None
+    reconstruct(gm, batches, QUICK)
+    assert gm.quantization_noise is None
+
+
 def test_methods():
     assert set(METHODS) == {"GPTQ", "AdaRound", "BRECQ", "QDrop"}
     assert METHODS["AdaRound"].max_layers == 1
