@@ -80,7 +80,6 @@ class FakeQuantizeBase(KeepsDtype):
         always_zero: the model makes zeros of what it rounds, whatever its inputs are.
         ends_occur: the ends of the observed range are in every pass among the values, as those of a parameter are: the
             scale covers them. Otherwise a scalar parameter would be clipped, and have no gradient.
-        grad_factor: multiplier of the gradients of scale and zero point, where these are learned.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
         temporary: (of the class) it replaces another one while the weight's rounding is learned. Until that is back,
@@ -114,7 +113,6 @@ class FakeQuantizeBase(KeepsDtype):
         self.ends_occur = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
-        self.grad_factor = 1.0
         self.has_zero_point = scheme.fixed_zero_point != 0
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
@@ -289,11 +287,15 @@ class FakeQuantizeBase(KeepsDtype):
             scheme.quant_min,
             scheme.quant_max,
             self.axis,
-            self.grad_factor,
+            self.grad_scale(x),
             self.scale_bits,
             input_kept or not torch.is_grad_enabled(),
             scheme.zero_point_step,
         )
+
+    def grad_scale(self, x: Tensor) -> float:
+        """The multiplier of the gradients of scale and zero point, where these are learned."""
+        return 1.0
 
     def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
         """Set scale and zero point, and the observed range to the range that they cover."""

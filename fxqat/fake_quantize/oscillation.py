@@ -97,7 +97,7 @@ class OscillationFakeQuantize(LearnableFakeQuantize):
         if self.integer is None or self.frozen is None:
             return x
         used_scale = self.used_scale() if used_scale is None else used_scale
-        grid = learned_grid(self.scale, used_scale, self.grad_factor)
+        grid = learned_grid(self.scale, used_scale, self.grad_scale(x))
         grid = per_axis(grid if factor is None else grid / factor, x.dim(), self.axis)
         # copies: the state changes before the backward pass if a layer is called twice
         return torch.where(self.frozen.clone(), self.integer.clone() * grid, x).to(x.dtype)

@@ -54,7 +54,7 @@ class SurrogateFakeQuantize(FakeQuantizeBase):
             ``(grid, low, high)``, shaped to broadcast with x: the scale in real units per step, and in steps
             ``quant_min - zero_point`` and ``quant_max - zero_point``.
         """
-        scheme, multiplier = self.scheme, self.grad_factor
+        scheme, multiplier = self.scheme, self.grad_scale(x)
         grid = learned_grid(self.scale, used_scale, multiplier)
         zero_point = self.qparams()[1]
         if self.zero_point.requires_grad:

@@ -125,8 +125,9 @@ def test_a_fixed_range_is_there_from_the_start_and_stays(
 @STORED_SCALE
 def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) -> None:
     quant = make_suitable(kind, QuantizeScheme(signed=False, symmetric=False, per_channel=True), WEIGHT, 0, 5)
-    given = ([-0.5, 0.0, float("nan"), float("inf"), 0.25], [-7.0, 7.4, float("nan"), 1e9, 3.0])
-    quant.store(*(torch.tensor(values) for values in given))
+    with torch.no_grad():
+        quant.scale.copy_(torch.tensor([-0.5, 0.0, float("nan"), float("inf"), 0.25]))
+        quant.zero_point.copy_(torch.tensor([-7.0, 7.4, float("nan"), 1e9, 3.0]))
     scale, zero_point = quant.qparams()
     assert scale.tolist() == [0.5, SCALE_MIN, SCALE_MAX, SCALE_MAX, 0.25]
     assert zero_point.tolist() == [0.0, 7.0, 0.0, 255.0, 3.0]
@@ -136,7 +137,9 @@ def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) 
 @STORED_SCALE
 def test_rounding_uses_the_parameters_that_are_reported(kind: type[FakeQuantizeBase]) -> None:
     quant = make_suitable(kind, UINT8)
-    quant.store(torch.tensor(-0.1), torch.tensor(3.4))
+    with torch.no_grad():
+        quant.scale.fill_(-0.1)
+        quant.zero_point.fill_(3.4)
     x = torch.linspace(-3.0, 30.0, 200)
     scale, zero_point = quant.qparams()
     assert (scale.item(), zero_point.item()) == (pytest.approx(0.1), 3.0)

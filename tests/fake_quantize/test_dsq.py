@@ -59,9 +59,10 @@ def test_values_are_hard_and_gradients_those_of_the_soft_staircase(scheme: Quant
 
     np.testing.assert_allclose(as_float64(x.grad), slope(0), rtol=2e-3, atol=2e-4)
     others = (0, 2) if scheme.per_channel else (0, 1, 2)
-    for parameter, argument, unit in ((quant.relative_scale, 1, scale), (quant.shift, 2, limits[1] - limits[0])):
-        if parameter is not None:
-            expected = slope(argument).sum(others) * unit / quant.start
+    factor = quant.grad_scale(x)
+    for parameter, argument in ((quant.scale, 1), (quant.zero_point, 2)):
+        if parameter.requires_grad:
+            expected = slope(argument).sum(others) * factor
             np.testing.assert_allclose(
                 as_float64(parameter.grad), expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
             )

@@ -44,16 +44,16 @@ def test_gradients_are_scaled_by_sign_and_rounding_error(scheme: QuantizeScheme,
     steps = np.where(inside, v / s, np.clip(v / s, lower / s, upper / s))
     to_scale = g * np.rint(steps) - np.where(inside, g_n / (upper - lower) * v / s, 0.0)
     others = (0, 2) if scheme.per_channel else (0, 1, 2)
-    expected = to_scale.sum(others) * scale / quant.start
+    expected = to_scale.sum(others) * quant.grad_scale(x)
     size = np.abs(expected).max()
-    np.testing.assert_allclose(as_float64(quant.relative_scale.grad), expected, rtol=1e-3, atol=1e-4 * size)
+    np.testing.assert_allclose(as_float64(quant.scale.grad), expected, rtol=1e-3, atol=1e-4 * size)
     if delta == 0.0:  # LSQ
         plain = lsq_reference(v, scale, zero_point, limits, g, 1 if scheme.per_channel else None)
-        found = as_float64(quant.relative_scale.grad)
-        np.testing.assert_allclose(found, plain.scale * scale / quant.start, rtol=1e-3, atol=1e-4 * size)
+        factor = quant.grad_scale(x)
+        np.testing.assert_allclose(as_float64(quant.scale.grad), plain.scale * factor, rtol=1e-3, atol=1e-4 * size)
         if not scheme.symmetric:
-            found, levels = as_float64(quant.shift.grad), (limits[1] - limits[0]) / quant.start
-            np.testing.assert_allclose(found, plain.zero_point * levels, rtol=1e-3, atol=1e-5 * levels)
+            found = as_float64(quant.zero_point.grad)
+            np.testing.assert_allclose(found, plain.zero_point * factor, rtol=1e-3, atol=1e-5)
     else:
         assert not np.allclose(as_float64(x.grad)[inside], g[inside], rtol=1e-3)
 

@@ -147,7 +147,7 @@ def test_a_gamma_of_zero_is_harmless() -> None:
     y.sum().backward()
     assert torch.all(y[:, 1] == qat.bn.bias[1])
     assert torch.isfinite(qat.weight.grad).all()
-    assert torch.isfinite(qat.weight_fake_quant.relative_scale.grad).all()
+    assert torch.isfinite(qat.weight_fake_quant.scale.grad).all()
 
 
 # mode 1, deployed arithmetic
@@ -335,7 +335,7 @@ def test_autocast_trains_close_to_float32(bn_mode: str | int, dtype: torch.dtype
     wanted.square().mean().backward()
     torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
     assert half.bn.running_var.dtype == torch.float32
-    assert half.weight_fake_quant.relative_scale.grad.dtype == torch.float32
+    assert half.weight_fake_quant.scale.grad.dtype == torch.float32
     torch.testing.assert_close(half.weight.grad, exact.weight.grad, rtol=0.1, atol=0.05)
 
 
@@ -530,7 +530,7 @@ def test_a_training_step_moves_weight_scale_and_norm(case: LayerCase) -> None:
     qat(layer_input(case)).square().sum().backward()
     optimizer.step()
     moved = {name for name, value in qat.named_parameters() if not torch.equal(value, before[name])}
-    assert {"weight", "bn.weight", "bn.bias", "weight_fake_quant.relative_scale"} <= moved
+    assert {"weight", "bn.weight", "bn.bias", "weight_fake_quant.scale"} <= moved
     assert all(torch.isfinite(value).all() for value in qat.parameters())
 
 
