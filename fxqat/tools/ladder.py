@@ -109,7 +109,7 @@ class Result:
         """The model against the float model on calibration data, or why they were not compared."""
         noise, tool = self.model.quantization_noise, self.model.provenance.fitted_by
         if noise is None and tool:
-            return f"not compared: {tool} fitted weights or biases to quantization errors"
+            return f"not compared: {tool} changed the model, which without its fake-quants is no longer the float model"
         return "not compared" if noise is None else str(noise)
 
     def __str__(self) -> str:

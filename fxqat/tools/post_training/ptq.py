@@ -59,7 +59,8 @@ def ptq(
         smooth: move large channels of the outputs of LayerNorm and RMSNorm into the weights that read them.
         reconstruct: ``"GPTQ"``, ``"AdaRound"``, ``"BRECQ"``, ``"QDrop"`` or a :class:`Reconstruction`.
         correct_bias: correct the bias of every layer.
-        compare: compare the calibrated model with the float model, see :func:`fxqat.calibrate`.
+        compare: compare the calibrated model with the float model, see :func:`fxqat.calibrate`. With ``reconstruct``
+            or ``correct_bias`` only its warnings remain: the result is no longer that of the model.
         progress: show progress bars if the output is a terminal.
 
     Returns:

@@ -130,6 +130,15 @@ def test_inputs_without_a_batch_dimension():
     assert after.mean(0).abs().sum() < 0.8 * before.mean(0).abs().sum()  # the rest is the rounding of the output
 
 
+def test_the_comparison_from_before_is_dropped():
+    model, batches = model_and_data()
+    gm = calibrate(fxqat.prepare_by_platform(model, "TSQAT"), *batches)
+    fxqat.compare_with_float(gm, batches)
+    assert gm.quantization_noise is not None
+    correct_bias(gm, batches)
+    assert gm.quantization_noise is None
+
+
 def test_the_squares_of_many_float16_values_do_not_overflow():
     wanted = 100 * torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
     shift = best_shift((wanted + 8).half(), wanted.half(), F.relu)
