@@ -111,6 +111,20 @@ def per_axis(values: Tensor, dim: int, axis: int | None) -> Tensor:
     return values.reshape(shape)
 
 
+def min_max_of(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value, per tensor (``axis=None``) or per slice along ``axis``."""
+    if axis is None:
+        low, high = torch.aminmax(x)
+    else:
+        low, high = torch.aminmax(rows_of(x, axis), dim=1)
+    return low, high
+
+
+def rows_of(x: Tensor, axis: int | None) -> Tensor:
+    """The values of each range as one row: ``(1, n)`` or ``(channels, n)``."""
+    return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
+
+
 def in_blocks(x: Tensor, block_size: int, axis: int) -> Tensor:
     """A matrix as rows of ``block_size`` neighbours of one channel, ``(blocks, block_size)``.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.errors import ConfigError
+from fxqat.numerics import min_max_of, rows_of
 from fxqat.scheme import QuantizeScheme
 
 
@@ -150,20 +151,6 @@ class ObserverBase(nn.Module):
     def extra_repr(self) -> str:
         """Scheme and axis, for printing."""
         return f"{self.scheme}, axis={self.axis}"
-
-
-def min_max_of(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value, per tensor (``axis=None``) or per slice along ``axis``."""
-    if axis is None:
-        low, high = torch.aminmax(x)
-    else:
-        low, high = torch.aminmax(rows_of(x, axis), dim=1)
-    return low, high
-
-
-def rows_of(x: Tensor, axis: int | None) -> Tensor:
-    """The values of each range as one row: ``(1, n)`` or ``(channels, n)``."""
-    return x.reshape(1, -1) if axis is None else x.movedim(axis, 0).flatten(1)
 
 
 def samples_of(x: Tensor, axis: int | None, max_samples: int) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.observer.base import ObserverBase, min_max_of, rows_of
+from fxqat.numerics import min_max_of, rows_of
+from fxqat.observer.base import ObserverBase
 from fxqat.scheme import QuantizeScheme
 
 
@@ -51,6 +52,6 @@ class ClipStdObserver(ObserverBase):
 
 
 def std_mean(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Standard deviation (divided by n) and mean of each row of :func:`~fxqat.observer.base.rows_of`: (rows,)."""
+    """Standard deviation (divided by n) and mean of each row of :func:`~fxqat.numerics.rows_of`: (rows,)."""
     std, mean = torch.std_mean(rows_of(x, axis), 1, correction=0)
     return std, mean

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fxqat.numerics import choose_qparams, covered_range
-from fxqat.observer.base import min_max_of, rows_of
+from fxqat.numerics import choose_qparams, covered_range, min_max_of, rows_of
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
 
 

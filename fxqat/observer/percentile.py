@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import ConfigError
-from fxqat.observer.base import ObserverBase, min_max_of, samples_of
+from fxqat.numerics import min_max_of
+from fxqat.observer.base import ObserverBase, samples_of
 from fxqat.scheme import QuantizeScheme
 
 

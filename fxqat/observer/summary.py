@@ -7,7 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fxqat.observer.base import ObserverBase, min_max_of, share_over_ranks, union_over_ranks
+from fxqat.numerics import min_max_of
+from fxqat.observer.base import ObserverBase, share_over_ranks, union_over_ranks
 from fxqat.scheme import QuantizeScheme
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams
-from fxqat.observer.base import ObserverBase, min_max_of, samples_of
+from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, min_max_of
+from fxqat.observer.base import ObserverBase, samples_of
 from fxqat.observer.mse import MSEObserver
 from fxqat.observer.observers import OBSERVERS
 from fxqat.observer.power_of_two import PowerOfTwoObserver
