@@ -216,6 +216,8 @@ def load_checkpoint(model: nn.Module, file_path: str | os.PathLike[str]) -> dict
     if broken:
         raise CheckpointError(f"{file_path} is damaged: {', '.join(broken)} missing or of a wrong type. Save it again.")
     _check_backend(gm, content["backend"], str(file_path))
+    for name, quant in _fake_quant_paths(gm):
+        quant.take_names(content["qat_state_dict"], f"{name}.")
     _check_fits(gm, content["qat_state_dict"], str(file_path))
     _check_schemes(gm, content["schemes"], str(file_path))
     _check_methods(gm, content.get("methods", {}), str(file_path))
@@ -354,11 +356,12 @@ def _check_values(gm: nn.Module, state: dict[str, Any], path: str, negative_scal
     wrong = []
     for name, quant in named_fake_quants(gm):
         learned = {key for key, _ in quant.named_parameters(recurse=False)}
-        for key in sorted({"scale", "zero_point", *learned} & quant.state_dict().keys()):
+        fixed = {"scale", "zero_point", "unit_scale", "calibrated_zero_point"}
+        for key in sorted({*fixed, *learned} & quant.state_dict().keys()):
             value = state[f"{name}.{key}"]
             if not bool(value.isfinite().all()):
                 wrong.append(f"{name}.{key} (NaN or infinite)")
-            elif key == "scale" and not (negative_scales and key in learned) and not bool((value > 0).all()):
+            elif key.endswith("scale") and not (negative_scales and key in learned) and not bool((value > 0).all()):
                 wrong.append(f"{name}.{key} (zero or negative)")
         ranges = [f"{name}.observer.{key}" for key in ("min_val", "max_val")]
         wrong += [f"{key} (NaN)" for key in ranges if key in state and bool(state[key].isnan().any())]

@@ -343,7 +343,7 @@ def test_weights_with_scales_of_blocks(bits: int, backend: str, symmetric: bool,
     with torch.no_grad():
         for quant in fresh.modules():
             if isinstance(quant, FakeQuantizeBase):
-                quant.scale.mul_(3.0)
+                quant.store(quant.scale * 3.0, quant.zero_point)
     load_quant_params(fresh, tmp_path / "model.json")
     torch.testing.assert_close(fresh(*inputs), gm(*inputs), rtol=0, atol=0)
 
@@ -359,7 +359,7 @@ def test_weights_in_blocks_as_floats_are_the_same(tmp_path: Path) -> None:
 
 def test_weights_in_blocks_train(tmp_path: Path) -> None:
     gm, inputs = of_blocks(4, "Experimental", True)
-    target, losses = torch.randn(6, 5), []
+    target, losses = torch.randn(6, 5) * 0.3, []  # about the calibrated range of the outputs
     optimizer = torch.optim.Adam(gm.parameters(), 1e-2)
     gm.train()
     for _ in range(30):

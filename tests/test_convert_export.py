@@ -1115,7 +1115,7 @@ def zero_point_only_in_the_file(gm: QuantGraphModule, *options: Any) -> Lowered:
 def scale_in_file_and_json(gm: QuantGraphModule, *options: Any) -> Lowered:
     changed = copy.deepcopy(gm)
     with torch.no_grad():
-        changed.conv_act_fake_quant.scale.mul_(1.25)
+        changed.conv_act_fake_quant.relative_scale.mul_(1.25)
     return lower(changed, *options)
 
 
@@ -1477,7 +1477,7 @@ def test_a_model_in_half_precision_trains_and_its_file_is_float32(
     gm(x.to(dtype)).float().square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in gm.named_parameters()}
     assert all(gradient.isfinite().all() for gradient in gradients.values() if gradient is not None)
-    assert {gm.conv.weight.grad.dtype, gm.conv.weight_fake_quant.scale.grad.dtype} == {dtype, torch.float32}
+    assert {gm.conv.weight.grad.dtype, gm.conv.weight_fake_quant.relative_scale.grad.dtype} == {dtype, torch.float32}
     torch.optim.SGD(gm.parameters(), lr=0.1).step()
     expected = gm.eval()(x.to(dtype)).float()
     report = convert_export(gm, x.to(dtype), tmp_path / "half.onnx")

@@ -23,7 +23,7 @@ def run(request: pytest.FixtureRequest, ranks: Path) -> tuple[str, Path, list[An
 
 
 def qparams(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    endings = (".scale", ".zero_point", ".min_val", ".max_val")
+    endings = (".scale", ".zero_point", "unit_scale", "calibrated_zero_point", ".min_val", ".max_val")
     return {key: value for key, value in state.items() if key.endswith(endings)}
 
 
@@ -60,7 +60,12 @@ def test_a_training_step_keeps_the_ranks_together(run: tuple[str, Path, list[Any
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
     moved = [key for key, value in first.items() if not torch.equal(value, before[key])]
-    assert {"conv.weight", "head.bias", "conv.weight_fake_quant.scale", "conv_act_fake_quant.scale"} <= set(moved)
+    assert {
+        "conv.weight",
+        "head.bias",
+        "conv.weight_fake_quant.relative_scale",
+        "conv_act_fake_quant.relative_scale",
+    } <= set(moved)
     assert run[2][0]["loss"] != run[2][1]["loss"]
 
 

@@ -156,16 +156,18 @@ def test_a_quantized_step_gives_every_parameter_a_gradient(name, backend):
     assert torch.isfinite(loss)
     missing = [name for name, p in gm.named_parameters() if p.grad is None or not torch.isfinite(p.grad).all()]
     assert missing == []
-    assert any(quant.scale.grad.ne(0).any() for quant in quantizers(gm) if isinstance(quant, LearnableFakeQuantize))
+    assert any(
+        quant.relative_scale.grad.ne(0).any() for quant in quantizers(gm) if isinstance(quant, LearnableFakeQuantize)
+    )
 
 
 def test_training_fits_a_target():
     gm = calibrated("conv_bn_relu").train()
     (x,) = inputs("conv_bn_relu")
-    target = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    target = torch.randn(4, 5, generator=torch.Generator().manual_seed(3)) / 2  # about the calibrated range
     optimizer = torch.optim.Adam(gm.parameters(), lr=0.01)
     losses = []
-    for _ in range(60):
+    for _ in range(150):
         optimizer.zero_grad()
         loss = F.mse_loss(gm(x), target)
         loss.backward()
@@ -364,7 +366,7 @@ def assert_compiled_is_equal(gm, example, backend):
     """Outputs; in training also gradients and buffers."""
     with torch.no_grad():
         for quant in quantizers(gm):  # off the edge of the range, where the last bit of a division decides
-            quant.scale.mul_(1.01)
+            quant.store(quant.scale * 1.01, quant.zero_point)
     twin = copy.deepcopy(gm)
     compiled = torch.compile(twin, backend=backend, fullgraph=True)
     close = {"rtol": 1e-3, "atol": 1e-4}

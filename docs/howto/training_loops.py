@@ -18,25 +18,16 @@ from fxqat.tools import train_rounding
 
 
 # [plain]
-def plain(gm, loader, optimizer=None):
+def plain(gm, loader):
     enable_quantization(gm)
     gm.train()
-    optimizer = optimizer or torch.optim.SGD(gm.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(gm.parameters(), lr=1e-3, momentum=0.9)
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(gm(x), y)
         loss.backward()
         optimizer.step()
     return loss.item()
-
-
-# [adam]
-def adam(gm, loader, lr=1e-4):
-    scales, others = [], []
-    for name, parameter in gm.named_parameters():
-        (scales if name.endswith("fake_quant.scale") else others).append(parameter)
-    optimizer = torch.optim.Adam([{"params": others}, {"params": scales, "lr": lr / 100}], lr)
-    return plain(gm, loader, optimizer)
 
 
 # [amp]

@@ -27,7 +27,7 @@ def default_config(backend: str) -> dict[str, Any]:
     """The configuration without ``--quant-config``.
 
     * BatchNorm keeps the float model's statistics: a few epochs find no better ones.
-    * Scales of weights are fixed: Adam's step for a scale of 0.002 would be as large as for a weight.
+    * Ranges of weights are not learned; they follow the weights.
     * Ranges minimize the squared error; those of activations use one histogram of all pictures. Rare values at edges
       reach 20 standard deviations in the first layers, so MSE, the widest range of all batches, is too wide.
     * Maps have the range -8 to 8: beyond 8 the sigmoid is within 0.0004 of 0 or 1.

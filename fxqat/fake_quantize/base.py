@@ -10,16 +10,18 @@ from torch import Tensor
 from fxqat.errors import CheckpointError, ConfigError
 from fxqat.fake_quantize.straight_through import fake_quantize_ste
 from fxqat.numerics import (
+    SCALE_MIN,
     choose_qparams,
     covered_range,
     from_blocks,
     in_blocks,
+    min_max_of,
     per_axis,
     valid_scale,
     valid_zero_point,
 )
 from fxqat.scheme import QuantizeScheme
-from fxqat.utils.torch_compat import KeepsDtype
+from fxqat.utils.torch_compat import KeepsDtype, SeesLoading
 
 WEIGHT = "weight_fake_quant"
 ACTIVATION = "act_fake_quant"
@@ -51,7 +53,7 @@ class Observer(Protocol):
         """Whether the range is finite."""
 
 
-class FakeQuantizeBase(KeepsDtype):
+class FakeQuantizeBase(KeepsDtype, SeesLoading):
     """Simulates the rounding of one tensor. Its own tensors stay float32 in a model in half precision.
 
     A scheme with blocks has a scale for each row of the weight in blocks, see :meth:`in_blocks`: to the observer and to
@@ -72,6 +74,8 @@ class FakeQuantizeBase(KeepsDtype):
         scale: real units per step, ``()`` or ``(channels,)``, of blocks ``(blocks,)``. Read it through :meth:`qparams`,
             which keeps it valid.
         zero_point: integers (float32 storage) of the same shape.
+        magnitude: of a weight, the largest absolute value that the scale is for, in the shape of the scale; 0 between
+            calibration and the first training step. See :meth:`follow`.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
         observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
@@ -94,6 +98,7 @@ class FakeQuantizeBase(KeepsDtype):
     temporary: ClassVar[bool] = False
     scale: Tensor
     zero_point: Tensor
+    magnitude: Tensor
 
     def __init__(self, scheme: QuantizeScheme, observer: Observer, kind: str, axis: int | None = None) -> None:
         super().__init__()
@@ -114,6 +119,8 @@ class FakeQuantizeBase(KeepsDtype):
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
         self.has_zero_point = scheme.fixed_zero_point != 0
+        if kind == WEIGHT:
+            self.register_buffer("magnitude", torch.zeros_like(observer.min_val))
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
             observer.min_val.fill_(low)
@@ -180,13 +187,55 @@ class FakeQuantizeBase(KeepsDtype):
         """Set scale and zero point from the observed range; without data they stay."""
         seen = self.observer.min_val <= self.observer.max_val
         scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme, self.ends_occur)
-        self.store(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
+        self.calibrated(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
+
+    def calibrated(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Write scale and zero point; they are for the weight as it is now."""
+        self.store(scale, zero_point)
+        if self.kind == WEIGHT:
+            self.magnitude.zero_()
 
     @torch.no_grad()
     def store(self, scale: Tensor, zero_point: Tensor) -> None:
         """Write scale and zero point to the parameters or buffers that hold them."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
+
+    @torch.no_grad()
+    def follow(self, weight: Tensor, factor: Tensor | None = None) -> None:
+        """In training, let the range grow and shrink with the largest absolute value of a weight.
+
+        A weight changes in training, and even more if BatchNorm, whose statistics change, is folded into it. Values
+        outside of the range are clipped and have no gradient. So before each training step the scale is multiplied by
+        the ratio of :attr:`magnitude` to that of the step before. The ratio has no gradient. A fixed range stays, and
+        so does one that is observed or whose rounding is learned.
+
+        Args:
+            weight: the weight.
+            factor: ``(channels,)`` along ``channel_axis``: the weight is ``weight * factor``.
+        """
+        ready = self.training and self.fake_quant_enabled and not self.observer_enabled
+        if not ready or self.temporary or self.scheme.fixed_range is not None or weight.numel() == 0:
+            return
+        low, high = min_max_of(self.in_blocks(weight.detach()), self.axis)
+        magnitude = torch.maximum(-low, high).float()
+        if factor is not None:
+            magnitude = magnitude * self.per_scale(factor).abs()
+        if self.magnitude.dim() == 0:
+            magnitude = magnitude.amax()
+        magnitude = magnitude.clamp(min=SCALE_MIN * self.scheme.quant_max)  # what the scale of a weight of zeros covers
+        self.rescale(torch.where(self.magnitude > 0, magnitude / self.magnitude, 1.0))
+        self.magnitude.copy_(magnitude)
+
+    @torch.no_grad()
+    def rescale(self, ratio: Tensor) -> None:
+        """Multiply the scale by a ratio of its shape; a subclass that computes its scale overrides this."""
+        self.scale.mul_(ratio)
+
+    def take_names(self, state: dict[str, Any], prefix: str) -> None:
+        """Take what older versions saved, which is without ``magnitude``."""
+        if self.kind == WEIGHT and f"{prefix}_extra_state" in state:
+            state.setdefault(f"{prefix}magnitude", torch.zeros_like(self.magnitude))
 
     def attach(self, weight: Tensor) -> None:
         """Allocate state in the shape of the weight (in blocks); called once, when the layer is made."""
@@ -300,7 +349,7 @@ class FakeQuantizeBase(KeepsDtype):
     def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
         """Set scale and zero point, and the observed range to the range that they cover."""
         with torch.no_grad():
-            self.store(scale, zero_point)
+            self.calibrated(scale, zero_point)
             low, high = covered_range(scale, zero_point, self.scheme)
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)

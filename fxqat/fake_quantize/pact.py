@@ -81,6 +81,11 @@ class PACTFakeQuantize(SurrogateFakeQuantize):
         if self.beta is not None:
             self.beta.copy_((zero_point - self.scheme.quant_min) * scale)
 
+    def rescale(self, ratio: Tensor) -> None:
+        """Multiply both ends of the range by a ratio."""
+        for end in self.parameters(recurse=False):
+            end.data.mul_(ratio)  # their derivatives do not depend on their size: a pass that is under way stays valid
+
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
         """Equation 1, clipping at the ends of the integer range."""
         zero_point = self.qparams()[1]

@@ -287,8 +287,8 @@ def _tell_copies(model: nn.Module, quantize: bool) -> None:
                 for left in _left_behind(module, copies):
                     copies.found.discard(left)
                     logging.getLogger("fxqat").warning(
-                        f"a copy of the model (an averaged model, or any deepcopy) has other switches than "
-                        f"{type(module).__name__} has now: {_some(_other_switches(module, left))}. It computes without "
+                        f"a copy of the model (an averaged model, or any deepcopy) has other switches or ranges than "
+                        f"{type(module).__name__} has now: {_some(_different(module, left))}. It computes without "
                         "quantization, or with other ranges. Make such a copy after enable_quantization(model), "
                         "or update it with copy.load_state_dict(model.state_dict()). If it is meant to be so, call "
                         "disable_all(copy)."
@@ -296,15 +296,27 @@ def _tell_copies(model: nn.Module, quantize: bool) -> None:
 
 
 def _left_behind(model: nn.Module, copies: LivingCopies) -> list[nn.Module]:
-    """The copies that have other switches than the model and were never switched themselves."""
-    return [copy for copy in copies.found if not copy.living_copies.switched and _other_switches(model, copy)]
+    """The copies that differ from the model and were never switched themselves."""
+    return [copy for copy in copies.found if not copy.living_copies.switched and _different(model, copy)]
 
 
-def _other_switches(model: nn.Module, copy: nn.Module) -> list[str]:
-    """The fake-quants whose switches differ."""
-    wanted = {name: (quant.observer_enabled, quant.fake_quant_enabled) for name, quant in named_fake_quants(model)}
-    found = {name: (quant.observer_enabled, quant.fake_quant_enabled) for name, quant in named_fake_quants(copy)}
-    return [name for name, switches in wanted.items() if found.get(name, switches) != switches]
+def _different(model: nn.Module, copy: nn.Module) -> list[str]:
+    """The fake-quants whose switches differ, or whose observed range is more than twice as wide in one of the two.
+
+    An average of parameters does not follow a calibration: what is learned is relative to the calibrated range.
+    """
+    found = dict(named_fake_quants(copy))
+    pairs = [(name, quant, found[name]) for name, quant in named_fake_quants(model) if name in found]
+    return [name for name, quant, other in pairs if _switches(quant) != _switches(other) or _other_range(quant, other)]
+
+
+def _switches(quant: FakeQuantizeBase) -> tuple[bool, bool]:
+    return quant.observer_enabled, quant.fake_quant_enabled
+
+
+def _other_range(quant: FakeQuantizeBase, other: FakeQuantizeBase) -> bool:
+    one, two = (torch.maximum(-each.observer.min_val, each.observer.max_val) for each in (quant, other))
+    return bool(((one > 2 * two) | (two > 2 * one)).any())
 
 
 def _fake_quants(model: nn.Module) -> list[tuple[str, FakeQuantizeBase]]:

@@ -69,6 +69,10 @@ class TQTFakeQuantize(SurrogateFakeQuantize):
         self.log2_threshold.copy_(torch.log2(scale).round_() + (self.threshold_bits - 0.5))
         self.zero_point.copy_(zero_point)
 
+    def rescale(self, ratio: Tensor) -> None:
+        """Multiply the threshold by a ratio."""
+        self.log2_threshold.data.add_(torch.log2(ratio))  # the derivative by it does not depend on it
+
     def surrogate(self, x: Tensor, used_scale: Tensor) -> Tensor:
         """A function whose derivatives are equations 6 to 8."""
         scheme = self.scheme

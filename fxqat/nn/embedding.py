@@ -71,8 +71,12 @@ class QATEmbedding(QuantizedLayer):
         quant.observe_changed(weight, (tensor_version(weight),))
         rows: Tensor = weight
         if quant.fake_quant_enabled:
-            [rows] = deployed(self, (quant,), lambda: (quant.quantize(weight),))
+            [rows] = deployed(self, (quant,), self._deployed_tensors)
         return self.function(indices, rows, **self.call_options(rest, options))
+
+    def _deployed_tensors(self) -> tuple[Tensor]:
+        self.weight_fake_quant.follow(self.weight)
+        return (self.weight_fake_quant.quantize(self.weight),)
 
     def call_options(self, rest: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of the function in a call of the layer."""

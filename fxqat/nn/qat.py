@@ -184,6 +184,7 @@ class QATLayer(QuantizedLayer):
         self._observe(weight)
         if not quant.fake_quant_enabled:
             return weight, bias
+        quant.follow(weight)
         is_on = input_fake_quant is not None and input_fake_quant.fake_quant_enabled
         if bias is None or input_fake_quant is None or not is_on or quant.scheme.block_size is not None:
             return quant.quantize(weight), bias
@@ -203,10 +204,12 @@ class QATLayer(QuantizedLayer):
         if self.op.groups > 1:  # channels of several groups share a scale, so a scale has no single factor
             wide = self.op.per_output_channel(factor, weight)
             self._observe(weight * wide, statistics_change=True)
+            quant.follow(weight * wide)
             return quant.quantize(weight * wide) / wide if quant.fake_quant_enabled else weight
         if quant.observer_enabled:
             wide = self.op.per_output_channel(factor, weight)
             self._observe(weight * wide, statistics_change=True)
+        quant.follow(weight, factor if bn.weight is None else factor.where(bn.weight != 0, 0.0))
         return quant.quantize(weight, factor=factor) if quant.fake_quant_enabled else weight
 
     def _observe(self, weight: Tensor, statistics_change: bool = False) -> None:

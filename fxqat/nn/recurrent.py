@@ -194,6 +194,8 @@ class QATRecurrentLayer(RecurrentLayer, QuantizedLayer):
         """The parameters of the file, ``W``, ``R`` and ``B``, with gradients."""
         w, r, b = self.stacked()
         is_on = input_fake_quant is not None and input_fake_quant.fake_quant_enabled
+        for quant, weight in zip(self.weight_fake_quants(), (w, r), strict=True):
+            quant.follow(weight)
         w_scale, b_scale = self.deployed_scales(b, input_fake_quant if is_on else None)
         w_quant, r_quant = self.weight_ih_fake_quant, self.weight_hh_fake_quant
         if w_quant.fake_quant_enabled:

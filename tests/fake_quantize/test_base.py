@@ -14,6 +14,7 @@ from fxqat.errors import CheckpointError
 from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.dorefa import DoReFaFakeQuantize
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
+from fxqat.fake_quantize.tqt import TQTFakeQuantize
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, fake_quantize, valid_scale
 from fxqat.quantization.insert import build_fake_quant
 from fxqat.scheme import QuantizeScheme, TensorQConfig
@@ -125,9 +126,8 @@ def test_a_fixed_range_is_there_from_the_start_and_stays(
 @STORED_SCALE
 def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) -> None:
     quant = make_suitable(kind, QuantizeScheme(signed=False, symmetric=False, per_channel=True), WEIGHT, 0, 5)
-    with torch.no_grad():
-        quant.scale.copy_(torch.tensor([-0.5, 0.0, float("nan"), float("inf"), 0.25]))
-        quant.zero_point.copy_(torch.tensor([-7.0, 7.4, float("nan"), 1e9, 3.0]))
+    given = ([-0.5, 0.0, float("nan"), float("inf"), 0.25], [-7.0, 7.4, float("nan"), 1e9, 3.0])
+    quant.store(*(torch.tensor(values) for values in given))
     scale, zero_point = quant.qparams()
     assert scale.tolist() == [0.5, SCALE_MIN, SCALE_MAX, SCALE_MAX, 0.25]
     assert zero_point.tolist() == [0.0, 7.0, 0.0, 255.0, 3.0]
@@ -137,9 +137,7 @@ def test_parameters_in_use_are_valid_and_detached(kind: type[FakeQuantizeBase]) 
 @STORED_SCALE
 def test_rounding_uses_the_parameters_that_are_reported(kind: type[FakeQuantizeBase]) -> None:
     quant = make_suitable(kind, UINT8)
-    with torch.no_grad():
-        quant.scale.fill_(-0.1)
-        quant.zero_point.fill_(3.4)
+    quant.store(torch.tensor(-0.1), torch.tensor(3.4))
     x = torch.linspace(-3.0, 30.0, 200)
     scale, zero_point = quant.qparams()
     assert (scale.item(), zero_point.item()) == (pytest.approx(0.1), 3.0)
@@ -359,3 +357,44 @@ def test_values_of_scales_and_of_channels_spread_over_a_weight_in_blocks() -> No
     found = quant.per_weight(torch.tensor([1.0, 2.0, 3.0, 4.0]), weight.T)
     assert found.tolist() == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4]
     assert quant.per_scale(torch.tensor([5.0, 6.0])).tolist() == [5.0, 5.0, 6.0, 6.0]
+
+
+@KINDS
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_in_training_the_range_follows_the_largest_magnitude_of_a_weight(
+    kind: type[FakeQuantizeBase], per_channel: bool
+) -> None:
+    quant = make_suitable(kind, replace(INT8, per_channel=per_channel), WEIGHT, 0, 3)
+    weight = torch.randn(3, 40)
+    calibrate(quant, weight)
+    start = quant.qparams()[0].clone()
+    growth = torch.tensor([4.0, 0.25, 16.0])
+    for factor in (torch.ones(3), growth, growth * 4):
+        quant.follow(weight, factor)
+    moved = quant.qparams()[0]
+    size = weight.abs().amax(1)
+    expected = 4 * growth if per_channel else (4 * growth * size).amax() / size.amax()
+    grid = 1.0 if kind is TQTFakeQuantize else 1e-5  # powers of two
+    ratio = torch.log2(torch.as_tensor(expected)).expand_as(start)
+    torch.testing.assert_close(torch.log2(moved / start), ratio, rtol=0.0, atol=grid)
+    quant.follow(weight * growth.reshape(3, 1) * 4)
+    assert torch.equal(quant.qparams()[0], moved)
+
+
+@pytest.mark.parametrize("case", ["none", "eval", "off", "observing", "fixed", "calibrated", "empty"])
+def test_when_a_range_follows_the_weight(case: str) -> None:
+    scheme = replace(INT8, fixed_range=(-1.0, 1.0)) if case == "fixed" else INT8
+    quant, weight = make_fake_quant(scheme, WEIGHT), torch.linspace(-1.0, 1.0, 9)
+    calibrate(quant, weight)
+    quant.follow(weight)
+    before = quant.qparams()[0]
+    if case == "eval":
+        quant.eval()
+    elif case == "off":
+        quant.fake_quant_enabled = False
+    elif case == "observing":
+        quant.observer_enabled = True
+    elif case == "calibrated":
+        quant.calibrated(*quant.qparams())
+    quant.follow(weight[:0] if case == "empty" else 3 * weight)
+    torch.testing.assert_close(quant.qparams()[0], before * 3 if case == "none" else before)

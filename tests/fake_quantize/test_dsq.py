@@ -9,6 +9,7 @@ import torch
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import WEIGHT
 from fxqat.fake_quantize.dsq import ALPHA_MAX, ALPHA_MIN, DSQFakeQuantize
+from fxqat.fake_quantize.learnable import START
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, on_axis
@@ -59,10 +60,10 @@ def test_values_are_hard_and_gradients_those_of_the_soft_staircase(scheme: Quant
 
     np.testing.assert_allclose(as_float64(x.grad), slope(0), rtol=2e-3, atol=2e-4)
     others = (0, 2) if scheme.per_channel else (0, 1, 2)
-    factor = quant.grad_scale(x)
-    for parameter, argument in ((quant.scale, 1), (quant.zero_point, 2)):
-        if parameter.requires_grad:
-            expected = slope(argument).sum(others) * factor
+    factor = quant.grad_scale(x) / START
+    for parameter, argument, unit in ((quant.relative_scale, 1, scale), (quant.shift, 2, 1.0)):
+        if parameter is not None:
+            expected = slope(argument).sum(others) * unit * factor
             np.testing.assert_allclose(
                 as_float64(parameter.grad), expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max()
             )

@@ -153,7 +153,7 @@ def test_frozen_weights_are_exported_as_they_are_frozen(tmp_path: Path) -> None:
     assert not quant.frozen[2:].any()
     with torch.no_grad():
         weight.normal_()
-        quant.scale.mul_(1.3)
+        quant.relative_scale.mul_(1.3)
     x = torch.randn(4, 3, 6, 6)
     report = convert_export(gm, x, tmp_path / "frozen.onnx")
     assert report.certificate.passed

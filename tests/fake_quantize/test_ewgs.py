@@ -9,6 +9,7 @@ import torch
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import WEIGHT
 from fxqat.fake_quantize.ewgs import EWGSFakeQuantize
+from fxqat.fake_quantize.learnable import START
 from fxqat.scheme import QuantizeScheme
 from tests.builders import INT8, make_fake_quant, make_problem
 from tests.reference import as_float64, fake_quantize_reference, lsq_reference, on_axis
@@ -44,16 +45,17 @@ def test_gradients_are_scaled_by_sign_and_rounding_error(scheme: QuantizeScheme,
     steps = np.where(inside, v / s, np.clip(v / s, lower / s, upper / s))
     to_scale = g * np.rint(steps) - np.where(inside, g_n / (upper - lower) * v / s, 0.0)
     others = (0, 2) if scheme.per_channel else (0, 1, 2)
-    expected = to_scale.sum(others) * quant.grad_scale(x)
+    factor = quant.grad_scale(x) / START
+    expected = to_scale.sum(others) * scale * factor
     size = np.abs(expected).max()
-    np.testing.assert_allclose(as_float64(quant.scale.grad), expected, rtol=1e-3, atol=1e-4 * size)
+    np.testing.assert_allclose(as_float64(quant.relative_scale.grad), expected, rtol=1e-3, atol=1e-4 * size)
     if delta == 0.0:  # LSQ
         plain = lsq_reference(v, scale, zero_point, limits, g, 1 if scheme.per_channel else None)
-        factor = quant.grad_scale(x)
-        np.testing.assert_allclose(as_float64(quant.scale.grad), plain.scale * factor, rtol=1e-3, atol=1e-4 * size)
+        found = as_float64(quant.relative_scale.grad)
+        np.testing.assert_allclose(found, plain.scale * scale * factor, rtol=1e-3, atol=1e-4 * size)
         if not scheme.symmetric:
-            found = as_float64(quant.zero_point.grad)
-            np.testing.assert_allclose(found, plain.zero_point * factor, rtol=1e-3, atol=1e-5)
+            found = as_float64(quant.shift.grad)
+            np.testing.assert_allclose(found, plain.zero_point * factor, rtol=1e-3, atol=1e-5 / START)
     else:
         assert not np.allclose(as_float64(x.grad)[inside], g[inside], rtol=1e-3)
 

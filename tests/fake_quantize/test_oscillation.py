@@ -106,14 +106,15 @@ def test_a_frozen_weight_stays_while_its_scale_learns() -> None:
     assert not quant.frozen[1].any()  # 0.8 and 1.2: 1
     integer = quant.integer.clone()
     with torch.no_grad():
-        quant.scale.mul_(1.5)
+        quant.relative_scale.mul_(1.5)
     x = torch.full((2, 40), 1.1, requires_grad=True)
     y = quant.quantize(x)
     y.backward(torch.ones(2, 40))
     torch.testing.assert_close(y[0], integer[0] * 0.75)
     assert x.grad[0].eq(0).all()
-    expected = integer[0].sum().item() * quant.grad_scale(x)  # the slope of integer * scale
-    assert quant.scale.grad[0].item() == pytest.approx(expected, rel=1e-5)
+    slope = integer[0].sum().item() * quant.unit_scale[0].item()  # of integer * scale
+    expected = slope * quant.grad_scale(x)
+    assert quant.relative_scale.grad[0].item() == pytest.approx(expected, rel=1e-5)
     factor = torch.tensor([-2.0, 4.0])
     torch.testing.assert_close(quant.quantize(x, factor=factor)[0], integer[0] * 0.75 / -2.0)
     used = torch.tensor([3.0, 3.0])
@@ -125,7 +126,7 @@ def test_a_layer_that_is_called_twice_trains() -> None:
     x = torch.randn(2, 40, requires_grad=True)
     (quant.quantize(x) + quant.quantize(-x)).sum().backward()
     assert x.grad.abs().sum() > 0
-    assert quant.scale.grad.isfinite().all()
+    assert quant.relative_scale.grad.isfinite().all()
 
 
 def test_the_functions_of_a_model_give_copies_by_name_and_set_the_threshold() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fxqat.fake_quantize.base import WEIGHT
+from fxqat.fake_quantize.learnable import START
 from fxqat.numerics import choose_qparams, fake_quantize, quantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import make_fake_quant
@@ -137,8 +138,8 @@ def test_learned_scale_gradient_is_the_formula(scheme: QuantizeScheme, per_chann
     scheme = QuantizeScheme(scheme.bit_width, scheme.signed, scheme.symmetric, per_channel, scheme.narrow_range)
     quant = make_fake_quant(scheme, WEIGHT, axis=0, channels=3)
     random = np.random.default_rng(seed)
-    with torch.no_grad():
-        quant.scale.copy_(torch.from_numpy(np.asarray(np.exp2(random.uniform(-6, 2, quant.scale.shape)))))
+    chosen = torch.from_numpy(np.asarray(np.exp2(random.uniform(-6, 2, quant.scale.shape))))
+    quant.store(chosen, quant.zero_point)
     scale, zero_point = quant.qparams()
     steps = torch.from_numpy(away_from_ties((3, 40), limits, seed).astype(np.float32))
     axis = 0 if per_channel else None
@@ -149,6 +150,7 @@ def test_learned_scale_gradient_is_the_formula(scheme: QuantizeScheme, per_chann
     expected = lsq_reference(*map(as_float64, (x, scale, zero_point)), limits, as_float64(grad), axis)
     count = 40 if per_channel else 120
     factor = 1 / np.sqrt(count * scheme.quant_max)
-    size = np.abs(expected.scale).max() * factor
-    np.testing.assert_allclose(as_float64(quant.scale.grad), expected.scale * factor, rtol=1e-3, atol=1e-3 * size)
+    slope = expected.scale * as_float64(scale) / START * factor  # by the relative scale
+    size = np.abs(slope).max()
+    np.testing.assert_allclose(as_float64(quant.relative_scale.grad), slope, rtol=1e-3, atol=1e-3 * size)
     np.testing.assert_array_equal(as_float64(x.grad), expected.x)

@@ -315,6 +315,22 @@ def test_no_false_alarm_about_copies(caplog: pytest.LogCaptureFixture, tmp_path:
     assert len({id(model) for model in (gm, teacher, averaged.module)}) == 3
 
 
+@pytest.mark.parametrize(("size", "messages"), [(1.5, 0), (10.0, 1), (0.1, 1)])
+def test_a_copy_that_a_new_calibration_left_behind_is_told(
+    size: float, messages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    gm = prepared_linear()
+    calibrate_and_quantize(gm)
+    averaged = AveragedModel(gm)
+    calibrate(gm, [torch.full((2, 4), size)], progress=False)
+    enable_quantization(gm)
+    assert len(told(caplog)) == messages
+    assert all("fake_quant" in message and "ranges" in message for message in told(caplog))
+    averaged.module.load_state_dict(gm.state_dict())  # as the message says
+    x = torch.full((2, 4), size)
+    assert torch.equal(averaged(x), gm(x))
+
+
 def test_copies_are_not_kept_alive_copied_or_pickled() -> None:
     gm = prepared_linear()
     copy.deepcopy(gm)

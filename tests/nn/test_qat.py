@@ -15,7 +15,7 @@ from fxqat.fake_quantize.state import enable_calibration, enable_quantization
 from fxqat.nn.bias import INT32_LIMIT
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
-from fxqat.numerics import fake_quantize, quantize
+from fxqat.numerics import fake_quantize, per_axis, quantize
 from fxqat.scheme import QuantizeScheme
 from tests.builders import (
     INT8_WEIGHT,
@@ -147,7 +147,7 @@ def test_a_gamma_of_zero_is_harmless() -> None:
     y.sum().backward()
     assert torch.all(y[:, 1] == qat.bn.bias[1])
     assert torch.isfinite(qat.weight.grad).all()
-    assert torch.isfinite(qat.weight_fake_quant.scale.grad).all()
+    assert torch.isfinite(qat.weight_fake_quant.relative_scale.grad).all()
 
 
 # mode 1, deployed arithmetic
@@ -256,6 +256,7 @@ def test_after_n_steps_the_statistics_stand_still_and_are_used(case: LayerCase) 
     for seed in range(2):
         counted(layer_input(case, seed))
     live.bn.load_state_dict(counted.bn.state_dict())
+    live.weight_fake_quant.load_state_dict(counted.weight_fake_quant.state_dict())
     live.bn.eval()  # nn.BatchNorm with running statistics
     before = counted.bn.running_var.clone()
     x = layer_input(case, 7) * 3 + 1
@@ -267,6 +268,53 @@ def test_after_n_steps_the_statistics_stand_still_and_are_used(case: LayerCase) 
     found.backward(direction)
     torch.testing.assert_close(counted.weight.grad, live.weight.grad, rtol=1e-3, atol=2e-3)
     torch.testing.assert_close(counted.bn.weight.grad, live.bn.weight.grad, rtol=1e-3, atol=2e-3)
+
+
+@EVERY_LAYER
+@pytest.mark.parametrize("bn_mode", ["train", "freeze", 1])
+def test_ranges_follow_the_folded_weight(case: LayerCase, bn_mode: str | int) -> None:
+    qat, x = switch_on(make_qat_layer(case, bn_mode=bn_mode)), layer_input(case)
+    with torch.no_grad():
+        before = [value.clone() for value in (qat.folded()[0], qat.weight_fake_quant.qparams()[0])]
+        qat(x)
+        qat.bn.running_var.mul_(1e-4)
+        qat.bn.weight.mul_(-2.0)
+        qat.weight.mul_(3.0)
+        now = qat.folded()[0]
+        qat(x)
+    scale, axis = qat.weight_fake_quant.qparams()[0], qat.op.axis
+    size, old = (w.movedim(axis, 0).flatten(1).abs().amax(1) for w in (now, before[0]))
+    torch.testing.assert_close(scale / before[1], size / old, rtol=1e-5, atol=0.0)
+    assert (size > 10 * old).all()
+    rounded = qat.weight_fake_quant.eval().quantize(now)
+    assert ((rounded - now).abs() <= per_axis(scale, now.dim(), axis) * 0.501).all()
+
+
+def test_a_channel_that_batch_norm_had_switched_off_gets_a_range() -> None:
+    qat, x = make_qat_layer(CONV), layer_input(CONV)
+    with torch.no_grad():
+        qat.bn.weight[1] = 0.0
+        switch_on(qat)(x)
+        qat.bn.weight[1] = 0.5
+        expected = qat.folded()[0][1].abs().amax()
+        qat(x)
+    assert qat.weight_fake_quant.qparams()[0][1] * 127 == pytest.approx(expected.item(), rel=0.02)
+    assert (qat.weight_fake_quant.magnitude > 0).all()
+
+
+def test_gradients_are_those_of_the_range_in_the_forward_pass() -> None:
+    """A layer that is called twice in a step, while its statistics change."""
+    qat, alone = (switch_on(make_qat_layer(CONV)) for _ in range(2))
+    x, other = layer_input(CONV), 100 * layer_input(CONV, 3)
+    qat(x)
+    alone(x)
+    first = qat(x)
+    qat(other)
+    first.square().sum().backward()
+    alone(x).square().sum().backward()
+    quants = qat.weight_fake_quant, alone.weight_fake_quant
+    torch.testing.assert_close(quants[0].relative_scale.grad, quants[1].relative_scale.grad)
+    assert quants[1].relative_scale.grad.abs().sum() > 0
 
 
 @FEW
@@ -335,7 +383,7 @@ def test_autocast_trains_close_to_float32(bn_mode: str | int, dtype: torch.dtype
     wanted.square().mean().backward()
     torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
     assert half.bn.running_var.dtype == torch.float32
-    assert half.weight_fake_quant.scale.grad.dtype == torch.float32
+    assert half.weight_fake_quant.relative_scale.grad.dtype == torch.float32
     torch.testing.assert_close(half.weight.grad, exact.weight.grad, rtol=0.1, atol=0.05)
 
 
@@ -530,7 +578,7 @@ def test_a_training_step_moves_weight_scale_and_norm(case: LayerCase) -> None:
     qat(layer_input(case)).square().sum().backward()
     optimizer.step()
     moved = {name for name, value in qat.named_parameters() if not torch.equal(value, before[name])}
-    assert {"weight", "bn.weight", "bn.bias", "weight_fake_quant.scale"} <= moved
+    assert {"weight", "bn.weight", "bn.bias", "weight_fake_quant.relative_scale"} <= moved
     assert all(torch.isfinite(value).all() for value in qat.parameters())
 
 

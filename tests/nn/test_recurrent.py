@@ -140,8 +140,8 @@ def test_gradients_equal_those_of_a_float64_reference(kind, per_channel):
             assert torch.allclose(getattr(layer, name).grad.double(), expected, rtol=1e-3, atol=1e-5), name
     for quant, leaf, value, scale in zip(quants, leaves, rounded, scales, strict=True):
         (value * leaf.grad).sum().backward()
-        factor = quant.grad_scale(leaf)
-        assert torch.allclose(quant.scale.grad.double(), scale.grad * factor, rtol=1e-2, atol=1e-5)
+        expected = scale.grad * quant.unit_scale * quant.grad_scale(leaf)
+        assert torch.allclose(quant.relative_scale.grad.double(), expected, rtol=1e-2, atol=1e-5)
 
 
 def test_a_checkpoint_loads_into_the_float_model_and_resumes(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxqat.fake_quantize.learnable import START
 from fxqat.numerics import choose_qparams
 from fxqat.observer.observers import OBSERVERS
 from fxqat.scheme import QuantizeScheme
@@ -77,10 +78,14 @@ def test_the_range_is_the_one_of_a_process_that_sees_all_data(results: Results) 
     for name in WHOLE:
         first, second = (rank["quantizers"][name] for rank in results)
         rtol = 1e-6 if name == "Average" else 0.0
-        for key in ("min", "max", "scale", "zero_point"):
-            at = f"{name}.observer.{key}_val" if key in ("min", "max") else f"{name}.{key}"
-            assert torch.equal(first[key], second[key]), at
-            torch.testing.assert_close(first[key], expected[at], rtol=rtol, atol=0.0, msg=at)
+        wanted = {key: expected[f"{name}.observer.{key}_val"] for key in ("min", "max")}
+        wanted |= {
+            "scale": expected[f"{name}.unit_scale"] * START,
+            "zero_point": expected[f"{name}.calibrated_zero_point"],
+        }
+        for key, tensor in wanted.items():
+            assert torch.equal(first[key], second[key]), f"{name}: {key}"
+            torch.testing.assert_close(first[key], tensor, rtol=rtol, atol=0.0, msg=f"{name}: {key}")
 
 
 def test_calibration_can_go_on_after_the_ranks_agreed(results: Results) -> None:
@@ -105,7 +110,7 @@ def test_a_rank_without_data_has_the_range_of_the_other(results: Results) -> Non
 def test_a_fixed_range_stays(results: Results) -> None:
     for rank in results:
         assert (rank["one_empty"]["fixed.observer.min_val"], rank["one_empty"]["fixed.observer.max_val"]) == (0.0, 1.0)
-        assert rank["one_empty"]["fixed.scale"] == torch.tensor(1.0) / 127
+        assert rank["one_empty"]["fixed.unit_scale"] == torch.tensor(1.0) / 127 / START
 
 
 def test_nan_on_one_rank_is_an_error_on_both(results: Results) -> None:

@@ -65,7 +65,7 @@ def test_lsq_channels_and_batches() -> None:
 def test_a_learnable_fake_quant_starts_from_it() -> None:
     x = values(500)
     quant = calibrate(make_fake_quant(QuantizeScheme(bit_width=3), observer=LSQObserver), torch.from_numpy(x))
-    assert quant.scale.requires_grad
+    assert quant.relative_scale.requires_grad
     assert quant.scale.item() == pytest.approx(2 * np.abs(x.astype(np.float64)).mean() / 3**0.5, rel=1e-6)
 
 

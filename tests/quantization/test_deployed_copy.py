@@ -96,7 +96,7 @@ def test_a_float64_model_is_refused_with_the_remedy():
     assert not any(module.training for module in deployed_copy(gm.float()).modules())
 
 
-@pytest.mark.parametrize("place", ["conv2.bias", "conv1.bn.running_var", "conv1.weight_fake_quant.scale"])
+@pytest.mark.parametrize("place", ["conv2.bias", "conv1.bn.running_var", "conv1.weight_fake_quant.relative_scale"])
 def test_a_model_that_diverged_is_refused_by_name(place):
     gm = prepared("conv_bn_relu")
     state = gm.state_dict(keep_vars=True)

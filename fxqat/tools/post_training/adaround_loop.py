@@ -134,7 +134,7 @@ def _soft_rounding(weight: LayerWeight) -> Iterator[AdaRoundFakeQuantize]:
 def _learnable_scales(segment: Segment) -> list[Tensor]:
     """The parameters of the activation quantizers except zero points; from now on they require gradients."""
     named = [pair for quant in segment.quantizers.values() for pair in quant.named_parameters()]
-    return [parameter.requires_grad_(True) for name, parameter in named if name != "zero_point"]
+    return [parameter.requires_grad_(True) for name, parameter in named if name != "shift"]
 
 
 def _mixed_inputs(quant_inputs: Values, float_inputs: Values, probability: float) -> dict[str, Any]:

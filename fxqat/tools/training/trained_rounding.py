@@ -43,7 +43,7 @@ MOMENTUM = 0.05
 """Of the moving average of the gradients."""
 
 SMALLEST = 0.01
-"""Smaller parameters, such as biases that are zero, have the learning rate of this size; scales do not."""
+"""Smaller parameters, such as biases that are zero, have the learning rate of this size."""
 
 PATH = 40.0
 """Learning rate of the rounding variables times the steps. A variable goes 2.4 from one half to an integer."""
@@ -102,9 +102,8 @@ class TrainedRounding:
             {"params": [factor for _, factor in own if factor.requires_grad], "lr": relative_lr},
         ]
         for name, parameter in self._gm.named_parameters():
-            if parameter.requires_grad and parameter not in known and not name.endswith("zero_point"):
-                size = float(parameter.detach().float().square().mean().sqrt())
-                size = size if name.endswith("scale") else max(size, SMALLEST)
+            if parameter.requires_grad and parameter not in known and not name.endswith("fake_quant.shift"):
+                size = max(float(parameter.detach().float().square().mean().sqrt()), SMALLEST)
                 groups.append({"params": [parameter], "lr": relative_lr * size})
         return [group for group in groups if group["params"]]
 

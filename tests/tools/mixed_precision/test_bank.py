@@ -55,7 +55,7 @@ def test_a_finetuned_model_keeps_the_fake_quants_that_have_their_width(bank, bat
     gm = bank.mix({})
     with torch.no_grad():
         gm.b.weight.mul_(2.0)
-        gm.c.weight_fake_quant.scale.mul_(1.5)
+        gm.c.weight_fake_quant.relative_scale.mul_(1.5)
     scale = gm.c.weight_fake_quant.scale.clone()
     before = {path: quant for path, quant in named_fake_quants(gm)}
     bank.install(gm, {"b.weight": 4})

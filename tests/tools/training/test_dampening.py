@@ -21,7 +21,7 @@ def test_the_loss_is_that_of_the_paper(case) -> None:
     layer = switch_on(make_qat_layer(case, scheme=INT3))
     quant = layer.weight_fake_quant
     with torch.no_grad():
-        quant.scale.mul_(0.7)  # some weights are outside the range
+        quant.relative_scale.mul_(0.7)  # some weights are outside the range
     loss = dampening_loss(nn.Sequential(layer, nn.Identity()))
     loss.backward()
     folded, axis = as_float64(layer.folded()[0]), quant.axis
@@ -33,7 +33,7 @@ def test_the_loss_is_that_of_the_paper(case) -> None:
     factor = folded / as_float64(layer.weight)
     expected = 2 * error * factor * (np.abs(folded) < ends)
     np.testing.assert_allclose(as_float64(layer.weight.grad), expected, rtol=1e-3, atol=1e-6)
-    assert quant.scale.grad is None
+    assert quant.relative_scale.grad is None
     assert layer.bn.weight.grad is None
 
 
