@@ -281,6 +281,7 @@ def as_saved_at_first(content: dict[str, Any], gm: nn.Module) -> dict[str, Any]:
     for name, quant in quants.items():
         switches = {"observer_enabled": quant.observer_enabled, "fake_quant_enabled": quant.fake_quant_enabled}
         state[f"{name}._extra_state"] = switches
+        state.pop(f"{name}.magnitude", None)
         if isinstance(quant, LearnableFakeQuantize):
             state |= {f"{name}.scale": quant.scale.detach(), f"{name}.zero_point": quant.zero_point.detach()}
             for key in ("relative_scale", "unit_scale", "calibrated_zero_point", "shift"):

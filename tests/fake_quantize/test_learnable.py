@@ -121,7 +121,7 @@ def test_training_that_is_calibrated_between_forward_and_backward_goes_on() -> N
 def test_older_state_dicts_with_the_scale_itself_load() -> None:
     quant = make_fake_quant(QuantizeScheme(8, False, False, True), WEIGHT, 0, 3)
     state = quant.state_dict()
-    for name in ("relative_scale", "shift", "unit_scale", "calibrated_zero_point"):
+    for name in ("relative_scale", "shift", "unit_scale", "calibrated_zero_point", "magnitude"):
         del state[name]
     state |= {"scale": torch.tensor([0.5, -0.25, 0.0]), "zero_point": torch.tensor([3.0, 200.4, 9.0])}
     quant.load_state_dict(state)
