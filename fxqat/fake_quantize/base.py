@@ -187,9 +187,9 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         """Set scale and zero point from the observed range; without data they stay."""
         seen = self.observer.min_val <= self.observer.max_val
         scale, zero_point = choose_qparams(self.observer.min_val, self.observer.max_val, self.scheme, self.ends_occur)
-        self.calibrated(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
+        self.store_calibrated(torch.where(seen, scale, self.scale), torch.where(seen, zero_point, self.zero_point))
 
-    def calibrated(self, scale: Tensor, zero_point: Tensor) -> None:
+    def store_calibrated(self, scale: Tensor, zero_point: Tensor) -> None:
         """Write scale and zero point; they are for the weight as it is now."""
         self.store(scale, zero_point)
         if self.kind == WEIGHT:
@@ -349,7 +349,7 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
     def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
         """Set scale and zero point, and the observed range to the range that they cover."""
         with torch.no_grad():
-            self.calibrated(scale, zero_point)
+            self.store_calibrated(scale, zero_point)
             low, high = covered_range(scale, zero_point, self.scheme)
             self.observer.min_val.copy_(low)
             self.observer.max_val.copy_(high)

@@ -395,6 +395,6 @@ def test_when_a_range_follows_the_weight(case: str) -> None:
     elif case == "observing":
         quant.observer_enabled = True
     elif case == "calibrated":
-        quant.calibrated(*quant.qparams())
+        quant.store_calibrated(*quant.qparams())
     quant.follow(weight[:0] if case == "empty" else 3 * weight)
     torch.testing.assert_close(quant.qparams()[0], before * 3 if case == "none" else before)
