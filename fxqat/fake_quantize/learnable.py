@@ -13,8 +13,8 @@ from fxqat.numerics import SCALE_MIN
 from fxqat.scheme import QuantizeScheme
 
 START = 1 / 16
-"""The relative scale after calibration: about as large as a weight, so that one learning rate fits both. A power of two,
-so that the calibrated scale comes back exactly. With 1/8, 2 and 3 bits learn worse; with 1/32, 8 bits."""
+"""The relative scale after calibration: about as large as a weight, so that one learning rate fits both. It is a power
+of two, so that the calibrated scale comes back exactly. With 1/8, 2 and 3 bits learn worse; with 1/32, 8 bits."""
 
 
 class LearnableFakeQuantize(FakeQuantizeBase):
@@ -30,8 +30,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     the number of weights that share a scale or, for activations, the number of features of one sample. The zero point
     is rounded in the forward pass, so that 0 is represented exactly.
 
-    In the paper's unit, that of the tensor, a scale of 0.001 is lost to a few steps of Adam with a rate of 1e-4, and where
-    BatchNorm makes the folded weights of a channel small, to SGD as well.
+    In the paper's unit, that of the tensor, a scale of 0.001 is lost to a few steps of Adam with a rate of 1e-4, and
+    where BatchNorm makes the folded weights of a channel small, to SGD as well.
 
     Args:
         scheme: how the tensor is quantized.
