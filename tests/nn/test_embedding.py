@@ -50,6 +50,21 @@ SPELLINGS = {
 }
 
 
+def test_in_training_the_range_of_a_table_follows_it():
+    look_up, table, inputs = SPELLINGS["per_tensor"]
+    gm = fxqat.prepare_by_platform(Reader(look_up, table), "TSQAT", example_inputs=inputs)
+    fxqat.calibrate(gm, [inputs])
+    fxqat.enable_quantization(gm)
+    (layer,) = {id(m): m for m in gm.modules() if isinstance(m, QATEmbedding)}.values()
+    before = layer.weight_fake_quant.qparams()[0]
+    gm.train()(*inputs)
+    assert torch.equal(layer.weight_fake_quant.qparams()[0], before)
+    with torch.no_grad():
+        layer.weight.mul_(4.0)
+    gm(*inputs)
+    torch.testing.assert_close(layer.weight_fake_quant.qparams()[0], 4 * before)
+
+
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_a_table_is_stored_as_integers(name, tmp_path):
     torch.manual_seed(0)

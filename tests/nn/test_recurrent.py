@@ -111,6 +111,24 @@ def test_output_and_hidden_state_share_a_scale_and_the_cell_state_has_its_own():
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
+def test_in_training_the_ranges_follow_the_weights(per_channel):
+    x = torch.randn(STEPS, BATCH, FEATURES)
+    gm = quantized(
+        nn.Sequential(nn.GRU(FEATURES, HIDDEN)), (x,), extra_qconfig_dict={"w_qscheme": {"per_channel": per_channel}}
+    )
+    layer = layer_of(gm).train()
+    quants = (layer.weight_ih_fake_quant, layer.weight_hh_fake_quant)
+    before = [quant.qparams()[0] for quant in quants]
+    layer(x)
+    with torch.no_grad():
+        layer.weight_ih_l0.mul_(4.0)
+        layer.weight_hh_l0.mul_(0.5)
+    layer(x)
+    for quant, scale, ratio in zip(quants, before, (4.0, 0.5), strict=True):
+        torch.testing.assert_close(quant.qparams()[0], ratio * scale)
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
 def test_gradients_equal_those_of_a_float64_reference(kind, per_channel):
     model = nn.Sequential(KINDS[kind](FEATURES, HIDDEN, bidirectional=True))
