@@ -224,6 +224,7 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         if self.magnitude.dim() == 0:
             magnitude = magnitude.amax()
         magnitude = magnitude.clamp(min=SCALE_MIN * self.scheme.quant_max)  # what the scale of a weight of zeros covers
+        magnitude = torch.where(magnitude.isfinite(), magnitude, self.magnitude)  # of a bad batch nothing may stay
         self.rescale(torch.where(self.magnitude > 0, magnitude / self.magnitude, 1.0))
         self.magnitude.copy_(magnitude)
 

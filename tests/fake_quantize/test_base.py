@@ -381,6 +381,20 @@ def test_in_training_the_range_follows_the_largest_magnitude_of_a_weight(
     assert torch.equal(quant.qparams()[0], moved)
 
 
+@KINDS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_leaves_no_trace_in_the_range(kind: type[FakeQuantizeBase], bad: float) -> None:
+    quant = make_suitable(kind, INT8_WEIGHT, WEIGHT, 0, 2)
+    weight = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+    calibrate(quant, weight)
+    quant.follow(weight)
+    before = quant.qparams()[0]
+    quant.follow(torch.tensor([[bad, 1.0], [0.5, 3.0]]))
+    assert torch.equal(quant.qparams()[0], before)
+    quant.follow(4 * weight)
+    torch.testing.assert_close(quant.qparams()[0], 4 * before)
+
+
 @pytest.mark.parametrize("case", ["none", "eval", "off", "observing", "fixed", "calibrated", "empty"])
 def test_when_a_range_follows_the_weight(case: str) -> None:
     scheme = replace(INT8, fixed_range=(-1.0, 1.0)) if case == "fixed" else INT8
