@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fxqat.errors import CheckpointError, ConfigError
+from fxqat.fake_quantize.following import growth
 from fxqat.fake_quantize.straight_through import fake_quantize_ste
 from fxqat.numerics import (
     SCALE_MIN,
@@ -15,7 +16,6 @@ from fxqat.numerics import (
     covered_range,
     from_blocks,
     in_blocks,
-    min_max_of,
     per_axis,
     valid_scale,
     valid_zero_point,
@@ -217,16 +217,9 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         ready = self.training and self.fake_quant_enabled and not self.observer_enabled
         if not ready or self.temporary or self.scheme.fixed_range is not None or weight.numel() == 0:
             return
-        low, high = min_max_of(self.in_blocks(weight.detach()), self.axis)
-        magnitude = torch.maximum(-low, high).float()
-        if factor is not None:
-            magnitude = magnitude * self.per_scale(factor).abs()
-        if self.magnitude.dim() == 0:
-            magnitude = magnitude.amax()
-        magnitude = magnitude.clamp(min=SCALE_MIN * self.scheme.quant_max)  # what the scale of a weight of zeros covers
-        magnitude = torch.where(magnitude.isfinite(), magnitude, self.magnitude)  # of a bad batch nothing may stay
-        self.rescale(torch.where(self.magnitude > 0, magnitude / self.magnitude, 1.0))
-        self.magnitude.copy_(magnitude)
+        factor = None if factor is None else self.per_scale(factor)
+        smallest = SCALE_MIN * self.scheme.quant_max  # what the scale of a weight of zeros covers
+        self.rescale(growth(self.in_blocks(weight.detach()), factor, self.magnitude, self.axis, smallest))
 
     @torch.no_grad()
     def rescale(self, ratio: Tensor) -> None:

@@ -48,6 +48,8 @@ enum {
     HALF_STEP = 126,  /* ... and the code of half a step, for elements inside */
 };
 
+enum { SIZE = 0x7FFFFFFF }; /* of the bit pattern of a float, all but the sign */
+
 static const float EDGE = 0.0078125f; /* numerics.EDGE: up to so many steps beyond the range, an element is inside */
 
 typedef struct {
@@ -56,6 +58,7 @@ typedef struct {
     int8_t *codes;
     const float *grid, *offset, *signed_scale; /* (channels,) each */
     double *sums;  /* (items, 2) of rows, (items, 2, channels) of columns */
+    int32_t *largest; /* (items,) of rows, (items, channels) of columns */
     int64_t outer, channels, inner;
     int64_t blocks; /* of a row; of columns: rows of an item */
     float quant_min, quant_max;
@@ -106,6 +109,12 @@ static inline int64_t piece(const Work *work, int64_t item, int64_t *length, int
     *length = work->inner - start < ITEM ? work->inner - start : ITEM;
     *channel = row % work->channels;
     return row * work->inner + start;
+}
+
+static inline int32_t pattern_of(float value) {
+    int32_t pattern;
+    memcpy(&pattern, &value, sizeof pattern);
+    return pattern;
 }
 
 /* NaN stays NaN, and -0 stays -0, as in torch.clamp. */
@@ -312,6 +321,83 @@ EXPORTED void fxqat_bn_factor(const float *variance, const float *gamma, float *
         value = gamma == NULL ? value : value * gamma[c];
         factor[c] = value == 0.0f ? 1.0f : value;
     }
+}
+
+/* The largest absolute value of every item; of columns, of every channel in it. The bit patterns are compared: NaN is
+   larger than infinity. */
+VECTORIZED static void largest_of_rows(const Work *work, int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; item++) {
+        int64_t length, channel, start = piece(work, item, &length, &channel);
+        const float *restrict x = work->x + start;
+        int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+        for (int64_t i = 0; i < length; i++) {
+            int32_t pattern = pattern_of(x[i]) & SIZE;
+            largest = pattern > largest ? pattern : largest;
+        }
+        work->largest[item] = largest;
+    }
+}
+
+VECTORIZED static void largest_of_columns(const Work *work, int64_t begin, int64_t end) {
+    const int64_t channels = work->channels;
+    for (int64_t item = begin; item < end; item++) {
+        int32_t *restrict largest = work->largest + channels * item;
+        memset(largest, 0, sizeof(int32_t) * (size_t)channels);
+        int64_t last = (item + 1) * work->blocks;
+        for (int64_t row = item * work->blocks; row < last && row < work->outer; row++) {
+            const float *restrict x = work->x + row * channels;
+            for (int64_t c = 0; c < channels; c++) {
+                int32_t pattern = pattern_of(x[c]) & SIZE;
+                largest[c] = pattern > largest[c] ? pattern : largest[c];
+            }
+        }
+    }
+}
+
+static float largest_of_channel(const Work *work, int64_t items, int64_t channel) {
+    int32_t largest = 0;
+    for (int64_t row = 0; row < (is_columns(work) ? items : work->outer); row++) {
+        const int64_t count = is_columns(work) ? 1 : work->blocks;
+        const int32_t *found = work->largest + (row * work->channels + channel) * count;
+        for (int64_t i = 0; i < count; i++) largest = found[i] > largest ? found[i] : largest;
+    }
+    float value;
+    memcpy(&value, &largest, sizeof value);
+    return value;
+}
+
+/* Of what is finite: the ratio to the magnitude before, or 1 where that is 0; and the new one. */
+static void grow(float value, float smallest, float *magnitude, float *ratio) {
+    value = value < smallest ? smallest : value;
+    value = isfinite(value) ? value : *magnitude;
+    *ratio = *magnitude > 0.0f ? value / *magnitude : 1.0f;
+    *magnitude = value;
+}
+
+/* Replaces `magnitude` by the largest absolute value of x * factor, but at least `smallest`, and writes the ratio to the
+   one before; see following.py. Both have one element, or one per channel. `factor`, unless null, has one per channel.
+   Returns 0, or 1 if there is no memory. */
+EXPORTED int fxqat_growth(const float *x, const float *factor, float *magnitude, float *ratio, int64_t outer,
+                          int64_t channels, int64_t inner, int per_channel, float smallest, int threads) {
+    Work work = {.x = x, .outer = outer, .channels = channels, .inner = inner};
+    int64_t items = cut(&work);
+    work.largest = malloc(sizeof(int32_t) * (size_t)(is_columns(&work) ? items * channels : items));
+    if (work.largest == NULL) return 1;
+    run(is_columns(&work) ? largest_of_columns : largest_of_rows, &work, items, threads);
+    float shared = 0.0f;
+    for (int64_t c = 0; c < channels; c++) {
+        float value = largest_of_channel(&work, items, c);
+        value = factor == NULL ? value : value * fabsf(factor[c]);
+        if (per_channel) {
+            grow(value, smallest, magnitude + c, ratio + c);
+        } else if (value > shared || isnan(value)) {
+            shared = value;
+        }
+    }
+    if (!per_channel) grow(shared, smallest, magnitude, ratio);
+    free(work.largest);
+    return 0;
 }
 
 /* Of a layer with a bias: the weight scale in use, raised where the bias would not fit into int32, and what the rounding

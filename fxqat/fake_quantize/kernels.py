@@ -1,9 +1,9 @@
 """Compiled kernels for the fake-quantization of tensors on a CPU (float32) and on a GPU (half precision, too).
 
 ``kernels.c`` is built when fxqat is installed, if there is a C compiler. Those for GPUs are in
-:mod:`~fxqat.fake_quantize.triton_kernels`, which Triton compiles at the first use. Without them, or with the
-environment variable ``FXQAT_KERNELS=0``, torch's operators compute the same
-(:mod:`fxqat.fake_quantize.straight_through`), more slowly.
+:mod:`~fxqat.fake_quantize.triton_kernels` and :mod:`~fxqat.fake_quantize.triton_scales`, which Triton compiles at the
+first use. Without them, or with the environment variable ``FXQAT_KERNELS=0``, torch's operators compute the same, more
+slowly (:mod:`~fxqat.fake_quantize.straight_through`, :mod:`~fxqat.fake_quantize.following`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import zlib
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -62,6 +63,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         library.fxqat_round_bias.restype = None
         library.fxqat_bn_factor.argtypes = pointers * 3 + sizes + single
         library.fxqat_bn_factor.restype = None
+        library.fxqat_growth.argtypes = pointers * 4 + sizes * 3 + numbers + single + numbers
+        library.fxqat_growth.restype = ctypes.c_int
         library.fxqat_backward.argtypes = pointers * 7 + sizes * 3 + numbers * 3 + [ctypes.c_double] + numbers
         library.fxqat_backward.restype = ctypes.c_int
     except (OSError, AttributeError, ValueError) as error:
@@ -155,6 +158,12 @@ def _on_gpu(tensor: Tensor) -> ModuleType:
     module = gpu_kernels(tensor.device)
     assert module is not None
     return module
+
+
+def _scales_on_gpu() -> ModuleType:
+    from fxqat.fake_quantize import triton_scales
+
+    return triton_scales
 
 
 def forward(
@@ -261,6 +270,29 @@ def bn_factor_on_cpu(variance: Tensor, gamma: Tensor | None, eps: float) -> Tens
     return factor
 
 
+def growth(
+    weight: Tensor, factor: Tensor | None, magnitude: Tensor, axis: int | None, smallest: float
+) -> Tensor | None:
+    """:func:`fxqat.fake_quantize.following.growth`; None if torch's operators must compute it."""
+    shapes = ((),) if axis is None else ((), (weight.shape[axis],))
+    if not usable(weight) or magnitude.shape not in shapes or (factor is not None and factor.shape != shapes[-1]):
+        return None
+    if not all(_is_parameter(values, weight) for values in (magnitude, factor) if values is not None):
+        return None
+    if weight.is_cuda:
+        return _scales_on_gpu().growth(weight, factor, magnitude, axis, smallest)  # type: ignore[no-any-return]
+    assert LIBRARY is not None
+    channels = 1 if factor is None and magnitude.dim() == 0 else math.prod(shapes[-1])
+    dense = weight if weight.is_contiguous() else with_strides_of(torch.empty_like(weight), weight)
+    where = memory_layout(dense, channels, axis, magnitude.dim())
+    ratio = torch.empty_like(magnitude)
+    tensors = (dense, factor, magnitude, ratio)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    if LIBRARY.fxqat_growth(*pointers, *where, smallest, torch.get_num_threads()):
+        raise MemoryError("no memory for the largest values of a weight")
+    return ratio
+
+
 def round_bias(
     bias: Tensor,
     input_scale: Tensor,
@@ -291,7 +323,7 @@ def round_bias(
         return None
     parameters = (input_bits, weight_bits, bias_limit, int32_limit)
     if bias.is_cuda:
-        return _on_gpu(bias).round_bias(bias, input_scale, weight_scale, *parameters)  # type: ignore[no-any-return]
+        return _scales_on_gpu().round_bias(bias, input_scale, weight_scale, *parameters)  # type: ignore[no-any-return]
     return round_bias_on_cpu(bias, input_scale, weight_scale, *parameters)
 
 

@@ -10,18 +10,14 @@ float16 or bfloat16, and everything is computed in float32.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fxqat.fake_quantize.layout import PER_CHANNEL_BITS, Layout, with_strides_of
-from fxqat.numerics import EDGE, SCALE_PATTERNS, rounding
-
-EXACT = {"enable_fp_fusion": False}
-"""A product and a sum are rounded one after the other."""
+from fxqat.fake_quantize.triton_math import EXACT, limited, nearest_integer, on_device_of, valid_scale
+from fxqat.numerics import EDGE, rounding
 
 FORWARD = {"BLOCK": 1024, "num_warps": 4, **EXACT}
 BACKWARD = {"BLOCK": 2048, "num_warps": 8, **EXACT}
@@ -30,26 +26,14 @@ BACKWARD = {"BLOCK": 2048, "num_warps": 8, **EXACT}
 BLOCKS, PROGRAMS = 4, 8192
 """Of the backward pass: blocks of a program, at least; and programs, at most, unless there are more channels."""
 
-SMALLEST, LARGEST = (tl.constexpr(pattern) for pattern in SCALE_PATTERNS)
 BELOW, ABOVE, NOT_A_NUMBER, HALF_STEP = (tl.constexpr(float(code)) for code in (-128, 127, -127, 126))
 """The codes of ``kernels.c``."""
 
 BEYOND = tl.constexpr(EDGE)
 """How far beyond the range an element may be and count as inside, in steps."""
 
-WHOLE = tl.constexpr(2.0**23)
-"""From here on, every float32 is an integer."""
-
 SHIFT = tl.constexpr(1.5 * 2.0**23)
 """Added to a number below 2**22, it leaves no room for a fraction."""
-
-
-@triton.jit
-def _nearest_integer(value):
-    """Halves to even; the sign of zero, NaN and infinity stay."""
-    whole = tl.where(value < 0.0, -WHOLE, WHOLE)
-    nearest = tl.where(tl.abs(value) < WHOLE, (value + whole) - whole, value)
-    return tl.where(nearest == 0.0, value * 0.0, nearest)
 
 
 @triton.jit
@@ -60,24 +44,10 @@ def _nearest_small_integer(value):
 
 
 @triton.jit
-def _limited(value, low, high):
-    """NaN stays NaN."""
-    value = tl.where(value < low, low, value)
-    return tl.where(value > high, high, value)
-
-
-@triton.jit
-def _valid_scale(scale, half, mask):
-    """``numerics.valid_scale``; half and mask are from ``numerics.rounding``."""
-    pattern = (scale.to(tl.int32, bitcast=True) + half) & mask
-    return tl.minimum(tl.maximum(pattern, SMALLEST), LARGEST).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _steps(x, grid, offset, quant_min, quant_max):
     """``x / grid``; that as an integer, less the zero point; and whether x is below and above the range."""
     q = tl.div_rn(x, grid)
-    rounded = _nearest_small_integer(_limited(q, quant_min - offset, quant_max - offset))
+    rounded = _nearest_small_integer(limited(q, quant_min - offset, quant_max - offset))
     return q, rounded, q + offset <= quant_min - BEYOND, q + offset >= quant_max + BEYOND
 
 
@@ -137,7 +107,7 @@ def _forward(
     program = tl.program_id(0).to(tl.int64)
     channel = program // blocks
     own = tl.load(scale + channel * of_scale)
-    used = _valid_scale(own, half, mask) if used_scale is None else tl.load(used_scale + channel * of_used_scale)
+    used = valid_scale(own, half, mask) if used_scale is None else tl.load(used_scale + channel * of_used_scale)
     grid = used
     if factor is not None:
         grid = tl.div_rn(used, tl.load(factor + channel * of_factor))
@@ -145,7 +115,7 @@ def _forward(
     if zero_point is not None:
         value = tl.load(zero_point + channel * of_zero_point)
         value = tl.where(value != value, quant_min, value)
-        offset = _limited(_nearest_integer(tl.div_rn(value, step)), low, high) * step
+        offset = limited(nearest_integer(tl.div_rn(value, step)), low, high) * step
     if program == channel * blocks:
         tl.store(table + channel, grid)
         tl.store(table + channels + channel, offset)
@@ -270,71 +240,6 @@ def _total(sums, grad_scale, grad_zero_point, table, channels, programs, count, 
         tl.store(grad_zero_point + tl.program_id(0), _finite_or_zero(tl.sum(of_zero_point) * multiplier))
 
 
-@triton.jit
-def _floor(bias, part, input_scale):
-    """``bias.weight_scale_floor``."""
-    return tl.div_rn(tl.abs(bias) * part, input_scale)
-
-
-@triton.jit
-def _bias_error(bias, grid, limit):
-    return _limited(_nearest_integer(tl.div_rn(bias, grid)), -limit, limit) * grid - bias
-
-
-@triton.jit(do_not_specialize=["input_half", "input_mask", "weight_half", "weight_mask", "up_half", "up_mask"])
-def _round_bias(
-    bias_pointer,
-    input_scale,
-    weight_scale,
-    used_scale,
-    error,
-    channels,
-    input_half,
-    input_mask,
-    weight_half,
-    weight_mask,
-    up_half,
-    up_mask,
-    part,
-    limit,
-    PER_CHANNEL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block of channels; or all of them, if they have one weight scale."""
-    scale = _valid_scale(tl.load(input_scale), input_half, input_mask)
-    if PER_CHANNEL:
-        number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        exist = number < channels
-        bias = tl.load(bias_pointer + number, mask=exist, other=0.0)
-        own = _valid_scale(tl.load(weight_scale + number, mask=exist, other=1.0), weight_half, weight_mask)
-        used = tl.maximum(own, _valid_scale(_floor(bias, part, scale), up_half, up_mask))
-        tl.store(used_scale + number, used, mask=exist)
-        tl.store(error + number, _bias_error(bias, scale * used, limit), mask=exist)
-    else:
-        largest = tl.zeros((BLOCK,), tl.float32)
-        unknown = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, channels, BLOCK):
-            number = start + tl.arange(0, BLOCK)
-            floor = _floor(tl.load(bias_pointer + number, mask=number < channels, other=0.0), part, scale)
-            unknown = tl.where(floor != floor, 1, unknown)
-            largest = tl.where(floor > largest, floor, largest)
-        floor = tl.where(tl.max(unknown) > 0, float("nan"), tl.max(largest))
-        own = _valid_scale(tl.load(weight_scale), weight_half, weight_mask)
-        used = tl.maximum(own, _valid_scale(floor, up_half, up_mask))
-        tl.store(used_scale, used)
-        for start in range(0, channels, BLOCK):
-            number = start + tl.arange(0, BLOCK)
-            bias = tl.load(bias_pointer + number, mask=number < channels, other=0.0)
-            tl.store(error + number, _bias_error(bias, scale * used, limit), mask=number < channels)
-
-
-def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton starts programs on the current device."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
-
-
 def forward(
     x: Tensor,
     scale: Tensor,
@@ -354,7 +259,7 @@ def forward(
     codes = torch.empty_like(x_hat, dtype=torch.int8) if with_codes else None
     size = where.outer * where.inner
     blocks = triton.cdiv(size, FORWARD["BLOCK"])
-    with _on_device_of(x):
+    with on_device_of(x):
         _forward[(where.channels * blocks,)](
             with_strides_of(x_hat, x),
             x_hat,
@@ -387,31 +292,10 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
     size = where.outer * where.inner
     blocks = triton.cdiv(size, FORWARD["BLOCK"])
     numbers = (size, where.channels, where.inner, blocks, float(quant_min), float(quant_max))
-    with _on_device_of(x):
+    with on_device_of(x):
         tensors = (with_strides_of(x_hat, x), x_hat, table)
         _forward_again[(where.channels * blocks,)](*tensors, *numbers, ROWS=where.outer > 1, **FORWARD)
     return x_hat
-
-
-def round_bias(
-    bias: Tensor,
-    input_scale: Tensor,
-    weight_scale: Tensor,
-    input_bits: int,
-    weight_bits: int,
-    bias_limit: float,
-    int32_limit: float,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`fxqat.fake_quantize.kernels.round_bias`."""
-    used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
-    roundings = (*rounding(input_bits), *rounding(weight_bits), *rounding(1, up=True))
-    per_channel = weight_scale.dim() > 0
-    programs = triton.cdiv(bias.numel(), FORWARD["BLOCK"]) if per_channel else 1
-    with _on_device_of(bias):
-        tensors = (bias, input_scale, weight_scale, used_scale, error)
-        numbers = (bias.numel(), *roundings, 1.0 / bias_limit, int32_limit)
-        _round_bias[(programs,)](*tensors, *numbers, PER_CHANNEL=per_channel, **FORWARD)
-    return used_scale, error
 
 
 def backward(
@@ -441,7 +325,7 @@ def backward(
     sums = None
     if programs > 1 or shared:
         sums = torch.empty((where.channels * programs, 2), dtype=torch.float32, device=grad.device)
-    with _on_device_of(grad):
+    with on_device_of(grad):
         _backward[(where.channels * programs,)](
             with_strides_of(grad_x, saved),
             with_strides_of(grad_x, grad),

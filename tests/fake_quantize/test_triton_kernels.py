@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +16,11 @@ import pytest
 import torch
 
 from fxqat.fake_quantize import kernels
-from fxqat.nn.bias import BIAS_LIMIT, INT32_LIMIT
 from tests.fake_quantize.test_kernels import (
     PLACES,
     SCHEMES,
     Case,
     case,
-    channel_values,
     hard_values,
     needs_kernels,
     same_bits,
@@ -51,7 +50,8 @@ pytestmark = [needs_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning"
 @pytest.mark.skipif(ON_GPU or os.environ.get(INTERPRETER) == "1", reason="the other tests run in this process")
 @pytest.mark.skipif(not INTERPRETS, reason=f"the interpreter of Triton {triton.__version__} fails")
 def test_the_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    files = [str(Path(__file__).with_name(f"test_triton_{name}.py")) for name in ("kernels", "scales")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, env={**environment, INTERPRETER: "1"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
@@ -120,6 +120,8 @@ COMPILED = {
     "backward": ("_backward", ["*i8", *["*bf16"] * 2, *["*fp32"] * 4, *BACKWARD_NUMBERS, True, False]),
     "backward of x": ("_backward", [*["*fp32"] * 3, None, "*fp32", None, "*fp32", *BACKWARD_NUMBERS, False, True]),
     "total": ("_total", [*["*fp32"] * 4, *["i32"] * 3, "fp32"]),
+    "growth": ("_growth", [*["*bf16"] * 2, *["*fp32"] * 3, "i32", "fp32", True, True]),
+    "growth, one magnitude": ("_growth", [*["*fp32"] * 2, None, *["*fp32"] * 2, "i32", "fp32", False, False]),
     "bias": ("_round_bias", [*["*fp32"] * 5, *["i32"] * 7, *["fp32"] * 2, True]),
     "bias, one scale": ("_round_bias", [*["*fp32"] * 5, *["i32"] * 7, *["fp32"] * 2, False]),
 }
@@ -132,8 +134,9 @@ def test_products_and_sums_are_rounded_one_by_one(name: str, types: list[Any]) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    module = importlib.import_module("fxqat.fake_quantize.triton_kernels")
-    options = module.BACKWARD if name == "_backward" else module.FORWARD
+    files = [importlib.import_module(f"fxqat.fake_quantize.triton_{file}") for file in ("kernels", "scales")]
+    module = next(file for file in files if hasattr(file, name))
+    options = {"_backward": files[0].BACKWARD}.get(name, files[0].FORWARD if module is files[0] else files[1].CHANNELS)
     given = dict(zip(getattr(module, name).arg_names, [*types, options["BLOCK"]], strict=True))
     constants = {key: value for key, value in given.items() if not isinstance(value, str)}
     signature = {key: "constexpr" if key in constants else value for key, value in given.items()}
@@ -220,26 +223,6 @@ def test_a_bad_batch_moves_no_parameter(where: str, bad: float, triton_kernels: 
     assert_near(found, expected, 400.0)
     if where != "x":
         assert found[1][1] == 0.0
-
-
-@of_kernels
-@pytest.mark.parametrize("bits", [1, 9, 24])
-@pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_rounding_of_a_bias_has_the_bits_of_the_kernels_for_cpus(
-    bits: int, per_channel: bool, bad: float | None, triton_kernels: ModuleType
-) -> None:
-    random = torch.Generator().manual_seed(0)
-    for size in (1, 7, 1300):
-        bias = torch.randn(size, generator=random) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
-        bias[size // 2] = 0.0 if bad is None else bad
-        weight_scale = 10.0 ** torch.randint(-9, 1, (size,), generator=random) * channel_values(size, -1.5, 1.5, 4)
-        tensors = (bias, torch.tensor(-0.0173), weight_scale if per_channel else weight_scale[0])
-        settings = (bits, bits, BIAS_LIMIT, INT32_LIMIT)
-        expected = kernels.round_bias(*tensors, *settings)
-        found = triton_kernels.round_bias(*map(there, tensors), *settings)
-        assert expected is not None
-        assert all(same_bits(a.cpu(), b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
