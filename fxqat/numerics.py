@@ -277,7 +277,8 @@ def choose_qparams(
         scheme: the target integers. Per-channel scales (of weights, whose extremes always occur) and powers of two are
             rounded up to the scheme's significant bits, so that they cover the range. Other scales are rounded to the
             nearest, which may cut off up to ``2**-scale_bits`` of the range.
-        ends_occur: as with weights, the two ends are always among the values: round every scale up.
+        ends_occur: as with weights, the two ends are always among the values: round every scale up, and the zero point
+            up if the range then covers both ends.
 
     Returns:
         ``(scale, zero_point)``, both float32 of the range's shape: the scale within ``[SCALE_MIN, SCALE_MAX]``, the
@@ -309,6 +310,9 @@ def choose_qparams(
         # the covered shares of both sides, each times both lengths, so that nothing is divided by 0
         below, above = (torch.minimum((at - quant_min) * high, (at - quant_max) * low) for at in (lower, upper))
         zero_point = torch.where(above > below, upper, lower)
+    if ends_occur:
+        covering = step * ((quant_min - low / scale) / step).ceil()
+        zero_point = torch.where((quant_max - covering) * scale >= high, covering, zero_point)
     return scale, valid_zero_point(zero_point, quant_min, quant_max, step)
 
 

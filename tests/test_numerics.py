@@ -236,6 +236,20 @@ def test_values_that_are_never_negative_have_the_smallest_integer_as_zero_point(
     assert zero_point.tolist() == [expected, expected]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_ends_that_occur_are_covered_where_there_is_room(step: int) -> None:
+    """A rounded scale leaves room; the zero point must not leave it on one side and cut off the other."""
+    scheme = QuantizeScheme(signed=False, symmetric=False, scale_bits=4, even_zero_point=step == 2)
+    low, high = -torch.rand(2000, generator=torch.Generator().manual_seed(0)), torch.linspace(0.0, 2.0, 2000)
+    scale, zero_point = choose_qparams(low, high, scheme, ends_occur=True)
+    below, above = (covered.double() for covered in covered_range(scale, zero_point, scheme))
+    steps = (-low.double() / scale.double() / step).ceil() * step + (high.double() / scale.double()).ceil()
+    fits = steps <= scheme.quant_max
+    assert fits.any()
+    assert ((below <= low) & (above >= high))[fits].all()
+    assert torch.equal(zero_point % step, torch.zeros_like(zero_point))
+
+
 def test_power_of_two_scales_are_exact_and_cover() -> None:
     exponents = torch.arange(-38, 39)
     scheme = QuantizeScheme(scale_bits=1)

@@ -74,8 +74,9 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         scale: real units per step, ``()`` or ``(channels,)``, of blocks ``(blocks,)``. Read it through :meth:`qparams`,
             which keeps it valid.
         zero_point: integers (float32 storage) of the same shape.
-        magnitude: of a weight, the largest absolute value that the scale is for, in the shape of the scale; 0 between
-            calibration and the first training step. See :meth:`follow`.
+        follows: the range follows the weight or parameter in training, see :meth:`follow`.
+        magnitude: if so, the largest absolute value that the scale is for, in the shape of the scale; 0 between
+            calibration and the first training step.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
         observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
@@ -83,7 +84,8 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         scale_bits: significant bits of the scale in use.
         always_zero: the model makes zeros of what it rounds, whatever its inputs are.
         ends_occur: the ends of the observed range are in every pass among the values, as those of a parameter are: the
-            scale covers them. Otherwise a scalar parameter would be clipped, and have no gradient.
+            scale covers them, and half of the values at least, whatever the observer says. Otherwise a scalar parameter
+            could be clipped, and have no gradient.
         learned: (of the class) training moves scale or zero point.
         weights_only: (of the class) the method quantizes weights only.
         temporary: (of the class) it replaces another one while the weight's rounding is learned. Until that is back,
@@ -116,11 +118,12 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         self.fake_quant_enabled = False
         self.always_zero = False
         self.ends_occur = False
+        self.follows = False
         self.observed_state: tuple[object, ...] = ()
         self.scale_bits = scheme.scale_bits
         self.has_zero_point = scheme.fixed_zero_point != 0
         if kind == WEIGHT:
-            self.register_buffer("magnitude", torch.zeros_like(observer.min_val))
+            self.let_follow()
         if scheme.fixed_range is not None:
             low, high = scheme.fixed_range
             observer.min_val.fill_(low)
@@ -151,6 +154,8 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
             return x
         if self.observer_enabled:
             self.observe(x, same_pass)
+        if self.follows:
+            self.follow(x)
         return self.quantize(x, input_kept=input_kept) if self.fake_quant_enabled else x
 
     def observe(self, x: Tensor, same_pass: bool = False) -> None:
@@ -162,8 +167,22 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         """
         if self.scheme.fixed_range is None:
             # an observer of a user's own may take the tensor only
-            self.observer(self.as_read(self.target(self.in_blocks(x))), **({"same_pass": True} if same_pass else {}))
+            seen = self.as_read(self.target(self.in_blocks(x)))
+            self.observer(seen, **({"same_pass": True} if same_pass else {}))
+            if self.ends_occur and seen.numel():
+                self._reach_half(seen.detach().float())
             self.update_from_observer()
+
+    @torch.no_grad()
+    def _reach_half(self, x: Tensor) -> None:
+        """Widen the range so that it holds half of the values.
+
+        The range of least error leaves out all values of a parameter if they are equal, and then none has a gradient.
+        """
+        low, high = torch.aminmax(x)
+        share = torch.where(x < 0, x / low, x / high).nan_to_num(nan=0.0).median()  # of its side; 0 / 0 where all are 0
+        self.observer.min_val.copy_(torch.minimum(self.observer.min_val, low * share))
+        self.observer.max_val.copy_(torch.maximum(self.observer.max_val, high * share))
 
     def observe_changed(self, weight: Tensor, state: tuple[object, ...] = ()) -> None:
         """Show a weight to the observer if that is on, unless the weight is unchanged since the last time.
@@ -192,7 +211,7 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
     def store_calibrated(self, scale: Tensor, zero_point: Tensor) -> None:
         """Write scale and zero point; they are for the weight as it is now."""
         self.store(scale, zero_point)
-        if self.kind == WEIGHT:
+        if self.follows:
             self.magnitude.zero_()
 
     @torch.no_grad()
@@ -201,9 +220,14 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def let_follow(self) -> None:
+        """Have the range follow in training what is rounded: a weight, or a parameter that has a range of its own."""
+        self.follows = True
+        self.register_buffer("magnitude", torch.zeros_like(self.observer.min_val))
+
     @torch.no_grad()
     def follow(self, weight: Tensor, factor: Tensor | None = None) -> None:
-        """In training, let the range grow and shrink with the largest absolute value of a weight.
+        """In training, let the range grow and shrink with the largest absolute value of a weight or parameter.
 
         A weight changes in training, and even more if BatchNorm, whose statistics change, is folded into it. Values
         outside of the range are clipped and have no gradient. So before each training step the scale is multiplied by
@@ -228,7 +252,7 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
 
     def take_names(self, state: dict[str, Any], prefix: str) -> None:
         """Take what older versions saved, which is without ``magnitude``."""
-        if self.kind == WEIGHT and f"{prefix}_extra_state" in state:
+        if self.follows and f"{prefix}_extra_state" in state:
             state.setdefault(f"{prefix}magnitude", torch.zeros_like(self.magnitude))
 
     def attach(self, weight: Tensor) -> None:

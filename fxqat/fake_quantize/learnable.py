@@ -73,8 +73,8 @@ class LearnableFakeQuantize(FakeQuantizeBase):
     @property
     def scale(self) -> Tensor:  # type: ignore[override]
         """The learned scale, with a gradient to ``relative_scale``."""
-        # a layer that is called twice in a step rescales what is saved for the backward pass of its first call
-        is_saved = self.kind == WEIGHT and torch.is_grad_enabled()
+        # a second pass in a step rescales what is saved for the backward pass of the first one
+        is_saved = self.follows and torch.is_grad_enabled()
         return self.relative_scale * (self.unit_scale.clone() if is_saved else self.unit_scale.data)
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from fxqat.quantization.annotation import Annotation, annotation_of
 from fxqat.quantization.zero_values import zero_values
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 from fxqat.utils.contexts import eval_mode
-from fxqat.utils.fx_graph import called_module, module_path, nodes_where, set_module, unique_name
+from fxqat.utils.fx_graph import attribute_of, called_module, module_path, nodes_where, set_module, unique_name
 from fxqat.utils.nearest_name import nearest
 from fxqat.utils.own_forward import type_of
 from fxqat.utils.train_eval_graph import eval_or_train, nodes_only_in
@@ -155,7 +156,13 @@ def _name(kind: Any) -> str:
 
 def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str]) -> None:
     paths: dict[int, str] = {}
+    groups: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        found = annotation_of(node)
+        if found is not None and found.value is not None and not found.value.transparent:
+            groups.setdefault(found.value.group, []).append(node)
     zeros, fixed = zero_values(gm.graph), nodes_where(gm.graph, _is_same_in_every_pass)
+    followed = nodes_where(gm.graph, _is_same_in_training) & nodes_where(gm.graph, partial(_is_trained, gm))
     device = _device_of(gm)
     last_placeholder = [node for node in nodes if node.op == "placeholder"][-1:]
     for node in nodes:
@@ -167,13 +174,13 @@ def _insert_activations(gm: fx.GraphModule, nodes: list[fx.Node], names: set[str
             path = unique_name(gm, f"{node.name}_act_fake_quant")
             with _errors_name(value.config, f"value of {node.name!r} ({found.reason})"):
                 quant_module = build_fake_quant(value.config, ACTIVATION)
-            quant_module.always_zero = quant_module.ends_occur = True  # as far as seen
+            group = groups[value.group]
+            quant_module.always_zero = zeros.issuperset(group)
+            quant_module.ends_occur = fixed.issuperset(group)
+            if followed.issuperset(group):
+                quant_module.let_follow()
             gm.add_submodule(path, _placed(quant_module, device, gm.training))
             paths[value.group] = path
-        group_quant = gm.get_submodule(paths[value.group])
-        assert isinstance(group_quant, FakeQuantizeBase)
-        group_quant.always_zero = group_quant.always_zero and node in zeros
-        group_quant.ends_occur = group_quant.ends_occur and node in fixed
         arguments: dict[str, Argument] = {"tensor_name": _tensor_name(node, names)}
         if value.on_grid:
             arguments["on_grid"] = True
@@ -193,6 +200,17 @@ def _is_same_in_every_pass(node: fx.Node, found: set[fx.Node]) -> bool:
     """Whether a value is a parameter or a buffer, or computed from such values only."""
     inputs = node.all_input_nodes
     return node.op == "get_attr" or (bool(inputs) and found.issuperset(inputs))
+
+
+def _is_same_in_training(node: fx.Node, found: set[fx.Node]) -> bool:
+    """The same, in training as well: not behind a module, such as dropout."""
+    return _is_same_in_every_pass(node, found) and node.op != "call_module"
+
+
+def _is_trained(gm: fx.GraphModule, node: fx.Node, found: set[fx.Node]) -> bool:
+    """Whether a value is a parameter, or computed from one."""
+    is_parameter = node.op == "get_attr" and isinstance(attribute_of(gm, node), nn.Parameter)
+    return is_parameter or not found.isdisjoint(node.all_input_nodes)
 
 
 def _insert_in_training(gm: fx.GraphModule) -> None:

@@ -1,5 +1,6 @@
 """Insert: the graph holds exactly the fake-quants that were decided, and every reader reads the right value."""
 
+import math
 import sys
 
 import pytest
@@ -17,6 +18,7 @@ from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.observer.ema_min_max import EMAMinMaxObserver
 from fxqat.observer.min_max import MinMaxObserver
+from fxqat.observer.observers import OBSERVERS
 from fxqat.quantization.insert import build_fake_quant
 from fxqat.scheme import QuantizeScheme, TensorQConfig
 from fxqat.utils.fx_graph import called_module
@@ -245,7 +247,7 @@ class Gains(nn.Module):
 
 
 @pytest.mark.parametrize("fake_quantize", ["Learnable", "Fixed"])
-@pytest.mark.parametrize("value", [0.53, 0.8, 1.0, 1.3])  # some scales of few bits are smaller than the exact one
+@pytest.mark.parametrize("value", [0.53, 0.8, 1.0, 1.3, -1.3])  # some scales of few bits are smaller than the exact one
 @pytest.mark.parametrize("backend", [BackendType.TSQAT, BackendType.QNN, BackendType.LiteRT, BackendType.ONNXRuntime])
 def test_a_parameter_of_equal_values_has_a_gradient(backend, value, fake_quantize):
     torch.manual_seed(0)
@@ -266,6 +268,67 @@ def test_a_parameter_of_equal_values_has_a_gradient(backend, value, fake_quantiz
     assert not gm.get_submodule("x_act_fake_quant").ends_occur
     scale, zero_point = quant.qparams()
     assert (quant.scheme.quant_max - zero_point) * scale >= torch.tensor(value) * (1 - 1e-6)
+    assert (quant.scheme.quant_min - zero_point) * scale <= torch.tensor(value) * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("observer", [name for name in OBSERVERS if not name.startswith("PoT")])
+@pytest.mark.parametrize("value", [1e-6, 0.53, -1.3])
+def test_whatever_the_observer_a_parameter_of_equal_values_is_not_clipped(observer, value):
+    """The range of least error may leave out all of them."""
+    x = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    config = {"extra_qconfig_dict": {"a_observer": observer}}
+    gm = prepare_by_platform(Gains(value), BackendType.Experimental, config, example_inputs=x)
+    calibrate(gm, [x], progress=False)
+    quant = gm.get_submodule("gains_act_fake_quant")
+    scale, zero_point = quant.qparams()
+    covered = (quant.scheme.quant_max if value > 0 else quant.scheme.quant_min) - zero_point
+    assert covered * scale / value >= 1 - 1e-6
+    quant.fake_quant_enabled = True
+    quant(gm.gains).sum().backward()
+    assert gm.gains.grad.all()
+
+
+class Gated(Gains):
+    """And a parameter that shares its range, one that dropout changes in training, and a buffer."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.joined = nn.Parameter(torch.randn(2, 4, 5, 10))
+        self.dropped = nn.Parameter(torch.ones(4, 1, 1))
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("fixed", torch.ones(4, 1, 1))
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x) * self.dropout(self.dropped) * self.fixed)
+        return torch.cat([y, self.joined], 2)
+
+
+@pytest.mark.parametrize("fake_quantize", ["Learnable", "Fixed", "PACT", "DSQ"])
+def test_in_training_the_ranges_of_parameters_follow_them(fake_quantize):
+    x = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    config = {"extra_qconfig_dict": {"a_fakequantize": fake_quantize}}
+    gm = prepare_by_platform(Gated(), BackendType.TSQAT, config, example_inputs=x)
+    followed = {name for name, quant in gm.named_modules() if isinstance(quant, FakeQuantizeBase) and quant.follows}
+    names = {f"{name}_act_fake_quant" for name in ("gain", "gains", "exp")}
+    assert followed == names | {"layer.weight_fake_quant"}
+    calibrate(gm, [x], progress=False)
+    enable_quantization(gm.train())
+    gm(x)
+    before = {name: gm.get_submodule(name).qparams()[0].clone() for name in names}
+    with torch.no_grad():
+        gm.gain.mul_(16.0)
+        gm.gains[:, 0].mul_(-4.0)
+        gm.temperature.add_(math.log(2.0))
+    gm(x)
+    for name, growth in zip(sorted(names), (2.0, 16.0, 4.0), strict=True):
+        torch.testing.assert_close(gm.get_submodule(name).qparams()[0], growth * before[name], rtol=0.1, atol=0.0)
+    (grad,) = torch.autograd.grad(gm.get_submodule("gains_act_fake_quant")(gm.gains).sum(), gm.gains)
+    assert grad.all()
+    moved = gm.get_submodule("gain_act_fake_quant").qparams()[0]
+    with torch.no_grad():
+        gm.gain.mul_(16.0)
+    gm.eval()(x)
+    assert torch.equal(gm.get_submodule("gain_act_fake_quant").qparams()[0], moved)
 
 
 def blocks_of(size, **match):
