@@ -274,9 +274,10 @@ def choose_qparams(
     Args:
         min_val: smallest real value, ``()`` or ``(channels,)``.
         max_val: largest real value, same shape.
-        scheme: the target integers. Per-channel scales (of weights, whose extremes always occur) and powers of two are
-            rounded up to the scheme's significant bits, so that they cover the range. Other scales are rounded to the
-            nearest, which may cut off up to ``2**-scale_bits`` of the range.
+        scheme: the target integers. Per-channel scales (of weights, whose extremes always occur), powers of two, and
+            scales of more than 8 bits whose range is not fixed, are rounded up to the scheme's significant bits, so
+            that they cover the range. Other scales are rounded to the nearest, which may cut off up to
+            ``2**-scale_bits`` of the range: a few steps of 8 bits, but a thousand of 16.
         ends_occur: as with weights, the two ends are always among the values: round every scale up, and the zero point
             up if the range then covers both ends.
 
@@ -300,7 +301,8 @@ def choose_qparams(
         scale = torch.maximum(-low, high) / (quant_max - scheme.symmetric_zero_point)
     else:
         scale = (high if scheme.nonnegative else high - low) / (quant_max - quant_min)
-    up = ends_occur or scheme.per_channel or scheme.scale_bits == 1
+    is_fine = scheme.bit_width > 8 and scheme.fixed_range is None  # engines fix such ranges with a power of two
+    up = ends_occur or scheme.per_channel or scheme.scale_bits == 1 or is_fine
     scale = valid_scale(scale, scheme.scale_bits, up=up)
     if fixed is not None:
         return scale, torch.full_like(low, fixed)

@@ -275,12 +275,12 @@ def test_scales_are_rounded_to_their_significant_bits(bits: int) -> None:
         assert torch.equal(valid_scale(-scale, bits, up), found)
 
 
-@pytest.mark.parametrize("cover", [True, False])
-def test_a_range_is_covered_or_nearly(cover: bool) -> None:
-    scheme = QuantizeScheme(scale_bits=4, per_channel=cover)
+@pytest.mark.parametrize(("bit_width", "per_channel"), [(8, False), (8, True), (9, False), (16, False)])
+def test_a_range_is_covered_or_nearly(bit_width: int, per_channel: bool) -> None:
+    scheme, cover = QuantizeScheme(bit_width, scale_bits=4, per_channel=per_channel), per_channel or bit_width > 8
     high = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) * 10 + 1e-3
     scale, _ = choose_qparams(-high, high, scheme)
-    ratio = scale.double() * 127 / high.double()
+    ratio = scale.double() * scheme.quant_max / high.double()
     assert ratio.min() >= (1 - 1e-6 if cover else 1 - 1 / 16)
     assert ratio.max() <= (1 + 1 / 8 if cover else 1 + 1 / 16)
 

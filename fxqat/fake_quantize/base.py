@@ -75,8 +75,8 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
             which keeps it valid.
         zero_point: integers (float32 storage) of the same shape.
         follows: the range follows the weight or parameter in training, see :meth:`follow`.
-        magnitude: if so, the largest absolute value that the scale is for, in the shape of the scale; 0 between
-            calibration and the first training step.
+        magnitude: if so, the largest absolute value that the scale is for, in the shape of the scale; 0 if scale and
+            zero point were set and no training step followed.
         observer_enabled: whether forward watches its input.
         fake_quant_enabled: whether forward rounds its input.
         observed_state: the state of the weight that its layer last showed to the observer; empty if it must be shown
@@ -172,6 +172,8 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
             if self.ends_occur and seen.numel():
                 self._reach_half(seen.detach().float())
             self.update_from_observer()
+            if self.follows and seen.numel():
+                self._growth(x)
 
     @torch.no_grad()
     def _reach_half(self, x: Tensor) -> None:
@@ -241,9 +243,13 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
         ready = self.training and self.fake_quant_enabled and not self.observer_enabled
         if not ready or self.temporary or self.scheme.fixed_range is not None or weight.numel() == 0:
             return
+        self.rescale(self._growth(weight, factor))
+
+    def _growth(self, weight: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Set :attr:`magnitude` to that of a weight; the ratio of the two, of the shape of the scale."""
         factor = None if factor is None else self.per_scale(factor)
         smallest = SCALE_MIN * self.scheme.quant_max  # what the scale of a weight of zeros covers
-        self.rescale(growth(self.in_blocks(weight.detach()), factor, self.magnitude, self.axis, smallest))
+        return growth(self.in_blocks(weight.detach()), factor, self.magnitude, self.axis, smallest)
 
     @torch.no_grad()
     def rescale(self, ratio: Tensor) -> None:

@@ -290,6 +290,25 @@ def test_ranges_follow_the_folded_weight(case: LayerCase, bn_mode: str | int) ->
     assert ((rounded - now).abs() <= per_axis(scale, now.dim(), axis) * 0.501).all()
 
 
+@EVERY_LAYER
+def test_ranges_follow_the_statistics_of_a_calibration_in_training_mode(case: LayerCase) -> None:
+    """The weight is watched before the batch changes the statistics."""
+    qat, x = make_qat_layer(case), layer_input(case)
+    quant = qat.weight_fake_quant
+    quant.observer_enabled, qat.bn.momentum = True, 1.0
+    qat(x / 100)
+    watched = quant.observer.max_val.clone()
+    quant.observer_enabled, quant.fake_quant_enabled = False, True
+    qat.bn.momentum = 0.0
+    now = qat.folded()[0]
+    qat(x)
+    assert (now.abs().amax() > 10 * watched).any()
+    scale, zero_point = quant.qparams()
+    assert not zero_point.any()
+    size = now.movedim(qat.op.axis, 0).flatten(1).abs().amax(1)
+    assert (scale * quant.scheme.quant_max >= 0.96 * size).all()
+
+
 def test_a_channel_that_batch_norm_had_switched_off_gets_a_range() -> None:
     qat, x = make_qat_layer(CONV), layer_input(CONV)
     with torch.no_grad():
