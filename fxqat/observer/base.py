@@ -11,6 +11,9 @@ from fxqat.errors import ConfigError
 from fxqat.numerics import min_max_of, rows_of
 from fxqat.scheme import QuantizeScheme
 
+TAIL = 1024
+"""The largest and the smallest values of a tensor that are not left to chance, of each about so many."""
+
 
 class ObserverBase(nn.Module):
     """Watches tensors and keeps the range ``[min_val, max_val]`` that quantization should cover.
@@ -157,6 +160,34 @@ def samples_of(x: Tensor, axis: int | None, max_samples: int) -> Tensor:
     """The rows of :func:`rows_of`; per tensor, evenly spaced values of it, fewer than ``2 * max_samples``."""
     rows = rows_of(x, axis)
     return rows if axis is not None else rows[:, :: max(1, rows.shape[1] // max_samples)]
+
+
+def weighted_samples(x: Tensor, axis: int | None, max_samples: int) -> tuple[Tensor, Tensor | None]:
+    """The values of each range as rows, and how many values each one stands for, or None if these are all values.
+
+    Per tensor, they are evenly spaced ones and, each for itself, about ``TAIL`` of the largest and of the smallest:
+    what a range cuts off are a few values at its ends, and evenly spaced ones would miss most of them.
+
+    Args:
+        x: the tensor.
+        axis: as in :func:`~fxqat.numerics.rows_of`.
+        max_samples: up to twice as many values are all taken.
+    """
+    rows = rows_of(x, axis)
+    step = rows.shape[1] // max_samples
+    if axis is not None or step < 2:
+        return rows, None
+    values = rows[0]
+    even = values[::step]
+    # the extremes of groups of values that are far from each other, and the values that are left over
+    groups, rest = values[: step * max_samples].reshape(step, max_samples), values[step * max_samples :]
+    ends = [torch.cat([groups.amax(0), rest]), torch.cat([groups.amin(0), rest])]
+    count = max(1, min(TAIL, max_samples // 4))
+    high, low = (end.topk(count, largest=end is ends[0]).values for end in ends)
+    is_inside = (even <= high[-1]) & (even >= low[-1])
+    is_tail = torch.cat([high > high[-1], low < low[-1]])  # not what occurs more often, as the limit of a clamp
+    share = (values.numel() - is_tail.sum()) / is_inside.sum()
+    return torch.cat([even, high, low]).unsqueeze(0), torch.cat([is_inside * share, is_tail.float()]).unsqueeze(0)
 
 
 def union_over_ranks(low: Tensor, high: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fxqat.errors import ConfigError
 from fxqat.numerics import valid_scale
-from fxqat.observer.base import samples_of
+from fxqat.observer.base import weighted_samples
 from fxqat.observer.summary import SummaryObserver
 from fxqat.scheme import QuantizeScheme
 
@@ -28,7 +28,7 @@ class HistogramObserver(SummaryObserver):
         axis: channel axis, None per tensor.
         num_channels: number of channels when ``axis`` is given; each has its own histogram.
         bins: number of cells on either side of 0, a power of two; the data fills more than half of them.
-        max_samples: a histogram per tensor counts about this many evenly spaced values of each tensor.
+        max_samples: a histogram per tensor counts about this many values of each tensor, which stand for all.
 
     Attributes:
         histogram: number of values in each cell, ``(1 or channels, 2 * bins)``.
@@ -84,9 +84,9 @@ class HistogramObserver(SummaryObserver):
 
     def count(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         """Count the values of one tensor."""
-        values = samples_of(x, self.axis, self.max_samples)
+        values, weights = weighted_samples(x, self.axis, self.max_samples)
         # the extremes record a value that is not finite; here it may be in any cell
         cell = (values.abs() / self.cell_width()).nan_to_num_(nan=0.0).ceil_().sub_(1).clamp_(0, self.bins - 1)
         index = torch.where(values < 0, self.bins - 1 - cell, self.bins + cell).long()
-        found = torch.zeros_like(self.histogram).scatter_add_(1, index, torch.ones_like(values))
-        self.histogram.add_(found, alpha=x.numel() / values.numel())
+        weights = torch.ones_like(values) if weights is None else weights
+        self.histogram.add_(torch.zeros_like(self.histogram).scatter_add_(1, index, weights))

@@ -32,7 +32,7 @@ class HistogramL2Observer(HistogramObserver):
         axis: channel axis, None per tensor.
         num_channels: number of channels when ``axis`` is given; each has its own histogram.
         bins: number of cells on either side of 0, a power of two; the data fills more than half of them.
-        max_samples: a histogram per tensor counts about this many evenly spaced values of each tensor.
+        max_samples: a histogram per tensor counts about this many values of each tensor, which stand for all.
 
     Raises:
         ConfigError: an argument is out of its range.

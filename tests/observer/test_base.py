@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxqat.numerics import SCALE_MAX, SCALE_MIN, choose_qparams, min_max_of
-from fxqat.observer.base import ObserverBase, samples_of
+from fxqat.observer.base import ObserverBase, samples_of, weighted_samples
 from fxqat.observer.mse import MSEObserver
 from fxqat.observer.observers import OBSERVERS
 from fxqat.observer.power_of_two import PowerOfTwoObserver
@@ -245,6 +245,27 @@ def test_samples_are_spread_evenly_over_a_tensor() -> None:
     assert samples_of(x, None, 250).tolist() == [list(range(0, 1000, 4))]
     assert samples_of(x, None, 2000).shape == (1, 1000)
     assert samples_of(x, 1, 3).shape == (100, 10)
+
+
+@pytest.mark.parametrize("size", [20_000, 20_999, 1_000_001])
+def test_weighted_samples_stand_for_all_values(size: int) -> None:
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0)).clamp(max=0.5)
+    values, weights = (found[0] for found in weighted_samples(x, None, 5000))
+    assert weights.sum().item() == pytest.approx(size)
+    for condition in (lambda v: v == 0.5, lambda v: v < 0.0, lambda v: v.abs() < 0.3):
+        assert weights[condition(values)].sum().item() == pytest.approx(condition(x).sum().item(), rel=0.05)
+    smallest = x.sort().values[:100]
+    assert torch.isin(smallest, values[weights == 1.0]).float().mean() > 0.95
+    assert smallest[0] == values.min()
+
+
+def test_few_values_are_all_taken() -> None:
+    x = torch.randn(1000)
+    for axis in (None, 0):
+        values, weights = weighted_samples(x if axis is None else x.reshape(10, 100), axis, 501 if axis is None else 5)
+        assert weights is None
+        assert values.flatten().tolist() == x.tolist()
+    assert weighted_samples(x, None, 1)[0].isfinite().all()
 
 
 AVERAGING = [name for name in OBSERVERS if watch(builder(name)(UINT8), batches(50, count=1)).this_pass]

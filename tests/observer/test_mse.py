@@ -106,6 +106,15 @@ def test_sampling_a_large_tensor_finds_nearly_the_same_range(ordered: bool) -> N
     assert sampled.max_val == pytest.approx(exact.max_val.item(), rel=0.3)
 
 
+@pytest.mark.parametrize("place", [0, 1234])
+def test_sixteen_bits_keep_what_the_evenly_spaced_values_miss(place: int) -> None:
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    x[place] = 30.0
+    observer = MSEObserver(QuantizeScheme(bit_width=16), max_samples=20_000)
+    observer(x)
+    assert observer.max_val == 30.0
+
+
 @pytest.mark.parametrize(
     "arguments", [{"num_candidates": 1}, {"p": 0.0}, {"p": -1.0}, {"max_samples": 0}], ids=lambda a: next(iter(a))
 )
