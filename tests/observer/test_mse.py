@@ -113,6 +113,7 @@ def test_sixteen_bits_keep_what_the_evenly_spaced_values_miss(place: int) -> Non
     observer = MSEObserver(QuantizeScheme(bit_width=16), max_samples=20_000)
     observer(x)
     assert observer.max_val == 30.0
+    assert observer.min_val == x.min()
 
 
 @pytest.mark.parametrize(
