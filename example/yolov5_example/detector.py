@@ -29,7 +29,7 @@ def default_config(backend: str) -> dict[str, Any]:
     * BatchNorm keeps the float model's statistics: a few epochs find no better ones.
     * Ranges of weights are not learned; they follow the weights.
     * Ranges minimize the squared error; those of activations use one histogram of all pictures. Rare values at edges
-      reach 20 standard deviations in the first layers, so MSE, the widest range of all batches, is too wide.
+      reach 20 standard deviations in the first layers, and MSE takes the widest range of all batches.
     * Maps have the range -8 to 8: beyond 8 the sigmoid is within 0.0004 of 0 or 1.
     """
     ends = {"match": {"module": "model.24.m.*"}, "value": {"fixed_range": [-8.0, 8.0]}}
