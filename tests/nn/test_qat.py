@@ -332,7 +332,7 @@ def test_gradients_are_those_of_the_range_in_the_forward_pass() -> None:
     first.square().sum().backward()
     alone(x).square().sum().backward()
     quants = qat.weight_fake_quant, alone.weight_fake_quant
-    torch.testing.assert_close(quants[0].relative_scale.grad, quants[1].relative_scale.grad)
+    torch.testing.assert_close(quants[0].relative_scale.grad, quants[1].relative_scale.grad, rtol=1e-3, atol=0.0)
     assert quants[1].relative_scale.grad.abs().sum() > 0
 
 
