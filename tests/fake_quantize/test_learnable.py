@@ -271,3 +271,19 @@ def test_a_layer_under_autocast_gets_float32_parameters_and_gradients(dtype: tor
     exact = calibrate(make_fake_quant(UINT8), y)(y.float())
     assert torch.equal(rounded, exact.to(dtype))
     assert torch.isfinite(layer.weight.grad).all()
+
+
+@pytest.mark.parametrize("kind", [ACTIVATION, WEIGHT])
+def test_a_range_that_follows_leaves_the_gradients_of_the_pass_before(kind: str) -> None:
+    gradients = []
+    for is_followed in (True, False):
+        quant, x = make_fake_quant(INT8, kind), torch.linspace(-1.0, 1.0, 7)
+        quant.let_follow()
+        calibrate(quant, x)
+        y = quant(x)
+        if is_followed:
+            quant(4 * x)
+        y.square().sum().backward()
+        gradients.append(quant.relative_scale.grad)
+    assert torch.equal(*gradients)
+    assert gradients[0] != 0.0
