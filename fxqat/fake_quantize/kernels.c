@@ -52,6 +52,8 @@ enum { SIZE = 0x7FFFFFFF }; /* of the bit pattern of a float, all but the sign *
 
 static const float EDGE = 0.0078125f; /* numerics.EDGE: up to so many steps beyond the range, an element is inside */
 
+static const float NOTHING = 0x1p-24f; /* fold.NOTHING */
+
 typedef struct {
     const float *x, *grad;
     float *result; /* x_hat or the gradient of x */
@@ -313,13 +315,18 @@ EXPORTED void fxqat_forward_again(const float *x, float *result, const float *ta
     run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
 }
 
-/* The divisor of a weight's grid in a layer with BatchNorm: gamma / sqrt(variance + eps), or 1 where that is 0. `gamma`
-   may be null. */
+/* nn/fold.py, grid_factor: gamma / sqrt(variance + eps), or the largest one where that is nothing beside it. `gamma` may
+   be null. */
 EXPORTED void fxqat_bn_factor(const float *variance, const float *gamma, float *factor, int64_t channels, float eps) {
+    float largest = 0.0f;
     for (int64_t c = 0; c < channels; c++) {
-        float value = 1.0f / sqrtf(variance[c] + eps);
-        value = gamma == NULL ? value : value * gamma[c];
-        factor[c] = value == 0.0f ? 1.0f : value;
+        factor[c] = 1.0f / sqrtf(variance[c] + eps) * (gamma == NULL ? 1.0f : gamma[c]);
+        float size = fabsf(factor[c]);
+        if (size > largest && isfinite(size)) largest = size;
+    }
+    largest = largest > 0.0f ? largest : 1.0f;
+    for (int64_t c = 0; c < channels; c++) {
+        if (fabsf(factor[c]) <= largest * NOTHING) factor[c] = largest;
     }
 }
 

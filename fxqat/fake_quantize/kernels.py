@@ -245,7 +245,7 @@ def forward_again(x: Tensor, table: Tensor, where: Layout, quant_min: int, quant
 
 
 def bn_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor | None:
-    """The divisor of a weight's grid in a layer with BatchNorm: ``gamma / sqrt(variance + eps)``, or 1 where that is 0.
+    """The divisor of a weight's grid in a layer with BatchNorm: :func:`fxqat.nn.fold.grid_factor`.
 
     Args:
         variance: the running variance, float32, ``(channels,)``.

@@ -17,6 +17,9 @@ from fxqat.nn.weighted import WeightedOp
 from fxqat.utils.tensors import widened
 from fxqat.utils.torch_compat import BatchNorm
 
+NOTHING = 2.0**-24
+"""A factor of at most so much of the largest one is as good as 0."""
+
 
 def bn_factor(bn: BatchNorm) -> Tensor:
     """The factor ``k`` of every output channel, shape ``(channels,)``; at least float32."""
@@ -27,7 +30,11 @@ def bn_factor(bn: BatchNorm) -> Tensor:
 
 @torch.no_grad()
 def grid_factor(bn: BatchNorm) -> Tensor:
-    """The factor ``k``, or 1 where it is 0, as the divisor of a weight's grid. It has no gradient.
+    """The factor ``k`` as the divisor of a weight's grid. It has no gradient.
+
+    Where ``k`` is 0, or nothing beside the largest one, it is the largest one (1, if all are 0): the folded weight has
+    no range there, but without one gamma has no gradient and stays 0. Many new residual networks have a gamma of 0 in
+    the last BatchNorm of a block.
 
     A compiled training step does not compute it again in the backward pass, when the forward pass has updated the
     statistics.
@@ -40,7 +47,10 @@ def grid_factor(bn: BatchNorm) -> Tensor:
     factor = kernels.bn_factor(variance, gamma, bn.eps)
     if factor is None:
         factor = bn_factor(bn)
-        factor.masked_fill_(factor.logical_not(), 1.0)
+        size = factor.abs()
+        largest = size.nan_to_num(0.0, 0.0, 0.0).amax()
+        largest = torch.where(largest > 0, largest, 1.0)
+        factor = torch.where(size <= largest * NOTHING, largest, factor)
     return keep(factor) if torch.compiler.is_compiling() else factor
 
 

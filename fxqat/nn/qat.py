@@ -209,7 +209,7 @@ class QATLayer(QuantizedLayer):
         if quant.observer_enabled:
             wide = self.op.per_output_channel(factor, weight)
             self._observe(weight * wide, statistics_change=True)
-        quant.follow(weight, factor if bn.weight is None else factor.where(bn.weight != 0, 0.0))
+        quant.follow(weight, factor)
         return quant.quantize(weight, factor=factor) if quant.fake_quant_enabled else weight
 
     def _observe(self, weight: Tensor, statistics_change: bool = False) -> None:

@@ -150,6 +150,37 @@ def test_a_gamma_of_zero_is_harmless() -> None:
     assert torch.isfinite(qat.weight_fake_quant.relative_scale.grad).all()
 
 
+@FEW
+@pytest.mark.parametrize("dead", [slice(None), slice(1, None), slice(0, 1)], ids=["all", "some", "one"])
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("observed_in_training", [True, False])
+def test_a_gamma_of_zero_learns_as_in_the_float_layer(
+    case: LayerCase, dead: slice, per_channel: bool, observed_in_training: bool
+) -> None:
+    scheme = replace(INT8_WEIGHT if per_channel else PER_TENSOR_WEIGHT, bit_width=16)
+    qat, (layer, bn) = make_qat_layer(case, scheme=scheme), float_chain(case)
+    x = layer_input(case)
+    exact, found = (bn.weight, layer.weight), (qat.bn.weight, qat.weight)
+    for gamma, _ in (exact, found):
+        gamma.data[dead] = 0.0
+    if observed_in_training:
+        enable_calibration(qat)
+        qat(x)
+        qat.bn.load_state_dict(bn.state_dict())
+        enable_quantization(qat)
+    else:
+        switch_on(qat)
+    # in the second step, a small gamma is coarsely rounded beside large ones of the same scale
+    for step in range(3 if per_channel and case is not GROUPED else 1):
+        y = bn(layer(x))
+        direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(step))
+        expected = torch.autograd.grad(y, exact, direction)
+        for one, other in zip(torch.autograd.grad(qat(x), found, direction), expected, strict=True):
+            assert torch.dist(one, other) <= 2e-3 * other.norm()
+        for tensors in (exact, found):
+            torch._foreach_add_([tensor.data for tensor in tensors], expected, alpha=1e-3)
+
+
 # mode 1, deployed arithmetic
 
 
