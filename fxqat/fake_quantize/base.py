@@ -321,6 +321,10 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
             zero_point = valid_zero_point(self.zero_point, scheme.quant_min, scheme.quant_max, scheme.zero_point_step)
             return self.used_scale(), zero_point
 
+    def scale_and_unit(self) -> tuple[Tensor, Tensor | None]:
+        """What is learned of the scale, and what multiplies it, of its shape; None if nothing does."""
+        return self.scale, None
+
     @torch.no_grad()
     def used_scale(self) -> Tensor:
         """The scale in use: the first result of :meth:`qparams`."""
@@ -350,13 +354,15 @@ class FakeQuantizeBase(KeepsDtype, SeesLoading):
     def rounded(self, x: Tensor, factor: Tensor | None, used_scale: Tensor | None, input_kept: bool) -> Tensor:
         """Round a tensor in blocks, see :meth:`quantize`; the factor has a value for each. Subclasses override this."""
         scheme = self.scheme
+        scale, unit_scale = self.scale_and_unit()
         zero_point = self.zero_point if self.has_zero_point else None
         return fake_quantize_ste(
             self.target(x, factor, used_scale),
-            self.scale,
+            scale,
             zero_point,
             factor,
             used_scale,
+            unit_scale,
             scheme.quant_min,
             scheme.quant_max,
             self.axis,

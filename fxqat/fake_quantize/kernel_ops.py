@@ -37,7 +37,7 @@ def taken(x: Tensor, parameters: Sequence[Tensor | None], axis: int | None = Non
 
 
 def per_channel_bits(parameters: Sequence[Tensor | None]) -> int:
-    """Which of scale, zero point, factor and used scale have one number a channel: ``Layout.per_channel``."""
+    """Which of the five of ``PER_CHANNEL_BITS`` have one number a channel: ``Layout.per_channel``."""
     pairs = zip(PER_CHANNEL_BITS, parameters, strict=True)
     return sum(bit for bit, values in pairs if values is not None and values.dim())
 
@@ -52,6 +52,7 @@ def _round(
     zero_point: Tensor | None,
     factor: Tensor | None,
     used_scale: Tensor | None,
+    unit_scale: Tensor | None,
     quant_min: int,
     quant_max: int,
     axis: int | None,
@@ -60,17 +61,17 @@ def _round(
     with_codes: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`~fxqat.fake_quantize.kernels.forward`; the codes are empty without ``with_codes``."""
-    given = (scale, zero_point, factor, used_scale)
+    given = (scale, zero_point, factor, used_scale, unit_scale)
     where = memory_layout(x, _channels(given), axis, per_channel_bits(given))
-    zero_point, factor, used_scale = (None if values is None else values.contiguous() for values in given[1:])
-    numbers = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
-    x_hat, table, codes = kernels.forward(x, scale.contiguous(), zero_point, factor, used_scale, *numbers)
+    dense: Any = [None if values is None else values.contiguous() for values in given]
+    numbers: Any = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
+    x_hat, table, codes = kernels.forward(x, *dense, *numbers)
     return x_hat, table, x.new_empty(0, dtype=torch.int8) if codes is None else codes
 
 
 def _like_round(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes and dtypes that :func:`_round` returns for the same arguments."""
-    *parameters, with_codes = (*others[:4], others[-1])
+    *parameters, with_codes = (*others[:5], others[-1])
     codes = torch.empty_like(x, dtype=torch.int8) if with_codes else x.new_empty(0, dtype=torch.int8)
     return torch.empty_like(x), x.new_empty((3, _channels(parameters))), codes
 
@@ -114,20 +115,30 @@ def _like_factor(variance: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
     return torch.empty_like(variance)
 
 
-def _round_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+def _round_bias(
+    bias: Tensor,
+    input_scale: Tensor,
+    weight_scale: Tensor,
+    input_unit: Tensor | None,
+    weight_unit: Tensor | None,
+    *numbers: Any,
+) -> tuple[Tensor, Tensor]:
     """:func:`~fxqat.fake_quantize.kernels.round_bias`."""
-    return kernels.round_bias_on_cpu(bias.contiguous(), input_scale, weight_scale.contiguous(), *numbers)
+    unit = None if weight_unit is None else weight_unit.contiguous()
+    scales = (input_scale, weight_scale.contiguous(), input_unit, unit)
+    return kernels.round_bias_on_cpu(bias.contiguous(), *scales, *numbers)
 
 
-def _like_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *numbers: Any) -> tuple[Tensor, Tensor]:
+def _like_bias(bias: Tensor, input_scale: Tensor, weight_scale: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Empty tensors of the shapes that :func:`_round_bias` returns for the same arguments."""
     return torch.empty_like(weight_scale), torch.empty_like(bias)
 
 
 _OPERATORS = (
     (
-        "round(Tensor x, Tensor scale, Tensor? zero_point, Tensor? factor, Tensor? used_scale, int quant_min, "
-        "int quant_max, int? axis, int zero_point_step, int scale_bits, bool with_codes) -> (Tensor, Tensor, Tensor)",
+        "round(Tensor x, Tensor scale, Tensor? zero_point, Tensor? factor, Tensor? used_scale, Tensor? unit_scale, "
+        "int quant_min, int quant_max, int? axis, int zero_point_step, int scale_bits, bool with_codes) "
+        "-> (Tensor, Tensor, Tensor)",
         _round,
         _like_round,
     ),
@@ -139,8 +150,8 @@ _OPERATORS = (
     ),
     ("bn_factor(Tensor variance, Tensor? gamma, float eps) -> Tensor", _bn_factor, _like_factor),
     (
-        "round_bias(Tensor bias, Tensor input_scale, Tensor weight_scale, int input_bits, int weight_bits, "
-        "float bias_limit, float int32_limit) -> (Tensor, Tensor)",
+        "round_bias(Tensor bias, Tensor input_scale, Tensor weight_scale, Tensor? input_unit, Tensor? weight_unit, "
+        "int input_bits, int weight_bits, float bias_limit, float int32_limit) -> (Tensor, Tensor)",
         _round_bias,
         _like_bias,
     ),

@@ -36,7 +36,7 @@ extern int omp_get_num_threads(void) __attribute__((weak));
 /* Tells a library that was built from another version of this file. */
 EXPORTED const uint32_t fxqat_source = FXQAT_SOURCE;
 
-enum { SCALE = 1, ZERO_POINT = 2, FACTOR = 4, USED_SCALE = 8 }; /* bits of `per_channel` */
+enum { SCALE = 1, ZERO_POINT = 2, FACTOR = 4, USED_SCALE = 8, UNIT_SCALE = 16 }; /* bits of `per_channel` */
 
 enum {
     ITEM = 16384,     /* elements of an item, about */
@@ -268,6 +268,10 @@ static float valid_scale(float scale, int bits, int up) {
     return scale;
 }
 
+static float in_unit(const float *scale, const float *unit, int64_t channel) {
+    return unit == NULL ? scale[channel] : scale[channel] * unit[channel];
+}
+
 /* numerics.valid_zero_point, with the limits as multiples of the step */
 static float valid_zero_point(float value, int quant_min, int quant_max, int step) {
     int low = step == 1 ? quant_min : (int)ceil((double)quant_min / step);
@@ -279,19 +283,21 @@ static float valid_zero_point(float value, int quant_min, int quant_max, int ste
 
 /* Rounds x to `result`.
 
-   Of scale, zero_point, factor and used_scale, the last three may be null. They have one element, or one per channel if
-   their bit of `per_channel` is set. `table` (3, channels) receives the grid, the zero point in use, and the scale in
-   use with the sign of `scale`, for the backward pass. `codes`, unless null, receives what that needs to know of x. */
+   Of scale, zero_point, factor, used_scale and unit_scale, the last four may be null. They have one element, or one per
+   channel if their bit of `per_channel` is set. `table` (3, channels) receives the grid, the zero point in use, and the
+   scale in use by unit_scale with the sign of `scale`, for the backward pass. `codes`, unless null, receives what that
+   needs to know of x. */
 EXPORTED void fxqat_forward(const float *x, float *result, int8_t *codes, float *table, const float *scale,
                             const float *zero_point, const float *factor, const float *used_scale,
-                            int64_t outer, int64_t channels, int64_t inner, int per_channel, int quant_min,
-                            int quant_max, int zero_point_step, int scale_bits, int threads) {
+                            const float *unit_scale, int64_t outer, int64_t channels, int64_t inner, int per_channel,
+                            int quant_min, int quant_max, int zero_point_step, int scale_bits, int threads) {
     Work work = {.x = x, .result = result, .codes = codes, .quant_min = (float)quant_min, .quant_max = (float)quant_max};
     work.outer = outer, work.channels = channels, work.inner = inner;
-    float *grid = table, *offset = table + channels, *signed_scale = table + 2 * channels;
+    float *grid = table, *offset = table + channels, *learned = table + 2 * channels;
     work.grid = grid, work.offset = offset;
     for (int64_t c = 0; c < channels; c++) {
-        float own = scale[per_channel & SCALE ? c : 0];
+        float unit = unit_scale == NULL ? 1.0f : unit_scale[per_channel & UNIT_SCALE ? c : 0];
+        float own = scale[per_channel & SCALE ? c : 0] * unit;
         float used = used_scale == NULL ? valid_scale(own, scale_bits, 0) : used_scale[per_channel & USED_SCALE ? c : 0];
         grid[c] = factor == NULL ? used : used / factor[per_channel & FACTOR ? c : 0];
         offset[c] = 0.0f;
@@ -299,7 +305,7 @@ EXPORTED void fxqat_forward(const float *x, float *result, int8_t *codes, float 
             float value = zero_point[per_channel & ZERO_POINT ? c : 0];
             offset[c] = valid_zero_point(value, quant_min, quant_max, zero_point_step);
         }
-        signed_scale[c] = copysignf(used, own);
+        learned[c] = copysignf(used, own) / unit;
     }
     int64_t items = cut(&work);
     run(is_columns(&work) ? forward_columns : forward_rows, &work, items, threads);
@@ -408,22 +414,26 @@ EXPORTED int fxqat_growth(const float *x, const float *factor, float *magnitude,
 }
 
 /* Of a layer with a bias: the weight scale in use, raised where the bias would not fit into int32, and what the rounding
-   of the bias adds to it; see fxqat/nn/bias.py. `weight_scale` and `used_scale` have one element, or one per channel. */
+   of the bias adds to it; see fxqat/nn/bias.py. `weight_scale`, `weight_unit` and `used_scale` have one element, or one
+   per channel. The units multiply the scales, unless null. */
 EXPORTED void fxqat_round_bias(const float *bias, const float *input_scale, const float *weight_scale,
-                               float *used_scale, float *error, int64_t channels, int per_channel, int input_bits,
-                               int weight_bits, float bias_limit, float int32_limit) {
-    float input = valid_scale(*input_scale, input_bits, 0), shared_floor = 0.0f, shared = 0.0f;
+                               const float *input_unit, const float *weight_unit, float *used_scale, float *error,
+                               int64_t channels, int per_channel, int input_bits, int weight_bits, float bias_limit,
+                               float int32_limit) {
+    float input = valid_scale(in_unit(input_scale, input_unit, 0), input_bits, 0), shared_floor = 0.0f, shared = 0.0f;
     for (int64_t c = 0; c < channels; c++) {
         float floor_of_channel = fabsf(bias[c]) * (1.0f / bias_limit) / input;
         if (per_channel) {
-            float own = valid_scale(weight_scale[c], weight_bits, 0), raised = valid_scale(floor_of_channel, 1, 1);
+            float own = valid_scale(in_unit(weight_scale, weight_unit, c), weight_bits, 0);
+            float raised = valid_scale(floor_of_channel, 1, 1);
             used_scale[c] = own > raised ? own : raised;
         } else if (floor_of_channel > shared_floor || isnan(floor_of_channel)) {
             shared_floor = floor_of_channel;
         }
     }
     if (!per_channel) {
-        float own = valid_scale(*weight_scale, weight_bits, 0), raised = valid_scale(shared_floor, 1, 1);
+        float own = valid_scale(in_unit(weight_scale, weight_unit, 0), weight_bits, 0);
+        float raised = valid_scale(shared_floor, 1, 1);
         *used_scale = shared = own > raised ? own : raised;
     }
     for (int64_t c = 0; c < channels; c++) {
@@ -466,7 +476,7 @@ EXPORTED int fxqat_backward(const float *x, const int8_t *codes, const float *gr
     work.quant_min = (float)quant_min, work.quant_max = (float)quant_max;
     work.outer = outer, work.channels = channels, work.inner = inner;
     work.grid = table, work.offset = table + channels;
-    const float *signed_scale = table + 2 * channels;
+    const float *learned = table + 2 * channels;
     int64_t items = cut(&work);
     work.sums = malloc(sizeof(double) * 2 * (size_t)(is_columns(&work) ? items * channels : items));
     if (work.sums == NULL) return 1;
@@ -475,7 +485,7 @@ EXPORTED int fxqat_backward(const float *x, const int8_t *codes, const float *gr
     for (int64_t c = 0; c < channels; c++) {
         double by_ratio, left_out;
         total(&work, items, c, &by_ratio, &left_out);
-        by_ratio *= (double)work.grid[c] / (double)signed_scale[c] * multiplier;
+        by_ratio *= (double)work.grid[c] / (double)learned[c] * multiplier;
         left_out *= -(double)work.grid[c] * multiplier;
         of_scale += by_ratio, of_zero_point += left_out;
         if (grad_scale != NULL && per_channel & SCALE) grad_scale[c] = finite_or_zero(by_ratio);

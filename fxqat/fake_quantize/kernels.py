@@ -54,12 +54,12 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         pointers: list[Any] = [ctypes.c_void_p]
         sizes: list[Any] = [ctypes.c_int64]
         numbers: list[Any] = [ctypes.c_int]
-        library.fxqat_forward.argtypes = pointers * 8 + sizes * 3 + numbers * 6
+        library.fxqat_forward.argtypes = pointers * 9 + sizes * 3 + numbers * 6
         library.fxqat_forward.restype = None
         library.fxqat_forward_again.argtypes = pointers * 3 + sizes * 3 + numbers * 3
         library.fxqat_forward_again.restype = None
         single: list[Any] = [ctypes.c_float]
-        library.fxqat_round_bias.argtypes = pointers * 5 + sizes + numbers * 3 + single * 2
+        library.fxqat_round_bias.argtypes = pointers * 7 + sizes + numbers * 3 + single * 2
         library.fxqat_round_bias.restype = None
         library.fxqat_bn_factor.argtypes = pointers * 3 + sizes + single
         library.fxqat_bn_factor.restype = None
@@ -88,7 +88,9 @@ def gpu_kernels(device: torch.device) -> ModuleType | None:
 
         x = torch.linspace(-20.0, 20.0, 9999, dtype=torch.float32, device=device)
         scale = x.new_tensor(0.1)
-        found, *_ = triton_kernels.forward(x, scale, None, None, None, Layout(1, 1, 9999, 0), -128, 127, 1, 24, False)
+        found, *_ = triton_kernels.forward(
+            x, scale, None, None, None, None, Layout(1, 1, 9999, 0), -128, 127, 1, 24, False
+        )
         if torch.equal(found, fake_quantize(x, scale, None, -128, 127)):
             return triton_kernels
         reason = "their results are not those of torch's operators"
@@ -132,6 +134,7 @@ def layout(
     zero_point: Tensor | None,
     factor: Tensor | None,
     used_scale: Tensor | None,
+    unit_scale: Tensor | None,
     axis: int | None,
 ) -> Layout | None:
     """How the kernels see these tensors; None if torch's operators must compute the fake-quantization."""
@@ -141,7 +144,7 @@ def layout(
         return None
     per_channel = 0
     channels = 1
-    for bit, values in zip(PER_CHANNEL_BITS, (scale, zero_point, factor, used_scale), strict=True):
+    for bit, values in zip(PER_CHANNEL_BITS, (scale, zero_point, factor, used_scale, unit_scale), strict=True):
         if values is None:
             continue
         if not _is_parameter(values, x):
@@ -172,6 +175,7 @@ def forward(
     zero_point: Tensor | None,
     factor: Tensor | None,
     used_scale: Tensor | None,
+    unit_scale: Tensor | None,
     where: Layout,
     quant_min: int,
     quant_max: int,
@@ -183,10 +187,11 @@ def forward(
 
     Args:
         x: float32, any shape, in any strides.
-        scale: the learned scale; this and the next three as for ``FakeQuantizeSTE``.
+        scale: what is learned; this and the next four as for ``FakeQuantizeSTE``.
         zero_point: the learned zero point, or None.
         factor: divides the grid, or None.
         used_scale: replaces the scale, or None.
+        unit_scale: multiplies ``scale``, or None.
         where: the result of :func:`layout` for these tensors.
         quant_min: smallest integer, inclusive.
         quant_max: largest integer, inclusive.
@@ -196,11 +201,11 @@ def forward(
 
     Returns:
         ``(x_hat, table, codes)``: x_hat of x's shape; the table ``(3, channels)`` of grid, zero point, and scale in use
-        with the sign of ``scale``; int8 codes of x's shape, or None.
+        with the sign of ``scale``, divided by ``unit_scale``; int8 codes of x's shape, or None.
     """
     if x.is_cuda:
         parameters = (where, quant_min, quant_max, zero_point_step, scale_bits, with_codes)
-        return _on_gpu(x).forward(x, scale, zero_point, factor, used_scale, *parameters)  # type: ignore[no-any-return]
+        return _on_gpu(x).forward(x, scale, zero_point, factor, used_scale, unit_scale, *parameters)  # type: ignore[no-any-return]
     assert LIBRARY is not None
     x_hat = torch.empty_like(x)
     x = with_strides_of(x_hat, x)
@@ -215,6 +220,7 @@ def forward(
         None if zero_point is None else zero_point.data_ptr(),
         None if factor is None else factor.data_ptr(),
         None if used_scale is None else used_scale.data_ptr(),
+        None if unit_scale is None else unit_scale.data_ptr(),
         *where,
         quant_min,
         quant_max,
@@ -297,6 +303,8 @@ def round_bias(
     bias: Tensor,
     input_scale: Tensor,
     weight_scale: Tensor,
+    input_unit: Tensor | None,
+    weight_unit: Tensor | None,
     input_bits: int,
     weight_bits: int,
     bias_limit: float,
@@ -308,6 +316,8 @@ def round_bias(
         bias: float32, ``(out_channels,)``.
         input_scale: ``()``, as learned.
         weight_scale: ``()`` or ``(out_channels,)``, as learned.
+        input_unit: multiplies the input scale, or None.
+        weight_unit: of the shape of the weight scale, multiplies it, or None.
         input_bits: significant bits of the input scale in use.
         weight_bits: those of the weight scale in use.
         bias_limit: the largest bias integer for which the weight scale is not raised.
@@ -319,18 +329,24 @@ def round_bias(
     """
     if not usable(bias) or input_scale.dim() or weight_scale.shape not in ((), bias.shape):
         return None
-    if not all(_is_parameter(values, bias) for values in (bias, input_scale, weight_scale)):
+    pairs = ((input_scale, input_unit), (weight_scale, weight_unit))
+    if any(unit is not None and unit.shape != scale.shape for scale, unit in pairs):
+        return None
+    tensors = (bias, input_scale, weight_scale, input_unit, weight_unit)
+    if not all(_is_parameter(values, bias) for values in tensors if values is not None):
         return None
     parameters = (input_bits, weight_bits, bias_limit, int32_limit)
     if bias.is_cuda:
-        return _scales_on_gpu().round_bias(bias, input_scale, weight_scale, *parameters)  # type: ignore[no-any-return]
-    return round_bias_on_cpu(bias, input_scale, weight_scale, *parameters)
+        return _scales_on_gpu().round_bias(*tensors, *parameters)  # type: ignore[no-any-return]
+    return round_bias_on_cpu(*tensors, *parameters)
 
 
 def round_bias_on_cpu(
     bias: Tensor,
     input_scale: Tensor,
     weight_scale: Tensor,
+    input_unit: Tensor | None,
+    weight_unit: Tensor | None,
     input_bits: int,
     weight_bits: int,
     bias_limit: float,
@@ -339,9 +355,10 @@ def round_bias_on_cpu(
     """:func:`round_bias` of contiguous float32 tensors on the CPU, without its checks."""
     assert LIBRARY is not None
     used_scale, error = torch.empty_like(weight_scale), torch.empty_like(bias)
-    tensors = (bias, input_scale, weight_scale, used_scale, error)
+    tensors = (bias, input_scale, weight_scale, input_unit, weight_unit, used_scale, error)
     sizes = (bias.numel(), weight_scale.dim(), input_bits, weight_bits)
-    LIBRARY.fxqat_round_bias(*(tensor.data_ptr() for tensor in tensors), *sizes, bias_limit, int32_limit)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    LIBRARY.fxqat_round_bias(*pointers, *sizes, bias_limit, int32_limit)
     return used_scale, error
 
 

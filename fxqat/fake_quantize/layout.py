@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PER_CHANNEL_BITS = (1, 2, 4, 8)
-"""Of scale, zero point, factor and used scale."""
+PER_CHANNEL_BITS = (1, 2, 4, 8, 16)
+"""Of scale, zero point, factor, used scale and unit scale."""
 
 
 class Layout(NamedTuple):
@@ -18,7 +18,7 @@ class Layout(NamedTuple):
         outer: rows of channels.
         channels: number of grids.
         inner: neighbouring elements of one channel.
-        per_channel: which of scale, zero point, factor and used scale have a value per channel, in bits.
+        per_channel: which of the five of ``PER_CHANNEL_BITS`` have a value per channel.
     """
 
     outer: int

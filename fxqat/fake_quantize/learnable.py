@@ -77,6 +77,10 @@ class LearnableFakeQuantize(FakeQuantizeBase):
         is_saved = self.follows and torch.is_grad_enabled()
         return self.relative_scale * (self.unit_scale.clone() if is_saved else self.unit_scale.data)
 
+    def scale_and_unit(self) -> tuple[Tensor, Tensor | None]:
+        """``(relative_scale, unit_scale)``, which the kernels multiply."""
+        return self.relative_scale, self.unit_scale
+
     @property
     def zero_point(self) -> Tensor:  # type: ignore[override]
         """The learned zero point, before it is rounded, with a gradient to ``shift``."""

@@ -26,16 +26,16 @@ SMALL_FOR_CODES = 2**12
 FLOAT16_MAX = 65504
 """The largest finite float16."""
 
-NONES = (None,) * 9
+NONES = (None,) * 10
 """The gradients of the arguments after the zero point."""
 
 
 class FakeQuantizeSTE(torch.autograd.Function):
     """``x_hat = fake_quantize(x)`` with gradients for x, scale and zero point.
 
-    The grid is ``s = used_scale / factor``. ``used_scale`` defaults to ``valid_scale(scale, scale_bits)``; a weight
-    whose scale was raised gives another one. With ``q = x / s + zero_point``, ``g`` the incoming gradient, and "inside"
-    meaning quant_min <= q <= quant_max, but for the error of a quotient, the gradients are:
+    The grid is ``s = used_scale / factor``. ``used_scale`` defaults to ``valid_scale(scale * unit_scale, scale_bits)``;
+    a weight whose scale was raised gives another one. With ``q = x / s + zero_point``, ``g`` the incoming gradient, and
+    "inside" meaning quant_min <= q <= quant_max, but for the error of a quotient, the gradients are:
 
     * x: g inside, 0 outside (straight-through estimator);
     * s: sum of ``g * (x_hat - x) / s`` inside and ``g * x_hat / s`` outside; that of ``scale`` by the chain rule;
@@ -43,8 +43,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
 
     The gradients of scale and zero point are multiplied by ``grad_scale``. NaN and infinity in them become 0, so that
     one bad batch cannot destroy a learned parameter. Everything is computed in float32, also for half-precision x; the
-    result has x's dtype. ``factor`` and ``used_scale`` are constants here. The gradient passes straight through the
-    rounding of the scale to its significant bits, and through that of the zero point to a multiple of
+    result has x's dtype. ``factor``, ``used_scale`` and ``unit_scale`` are constants here. The gradient passes straight
+    through the rounding of the scale to its significant bits, and through that of the zero point to a multiple of
     ``zero_point_step``.
 
     ``input_kept`` means that another op keeps x after the forward pass, so that saving it costs no memory. If none
@@ -68,6 +68,7 @@ class FakeQuantizeSTE(torch.autograd.Function):
         zero_point: Tensor | None,
         factor: Tensor | None,
         used_scale: Tensor | None,
+        unit_scale: Tensor | None,
         quant_min: int,
         quant_max: int,
         axis: int | None,
@@ -78,8 +79,8 @@ class FakeQuantizeSTE(torch.autograd.Function):
     ) -> Tensor:
         ctx.range = (quant_min, quant_max, axis, grad_scale)
         ctx.dims = (scale.dim(), 0 if zero_point is None else zero_point.dim())
-        ctx.layout = kernels.layout(x, scale, zero_point, factor, used_scale, axis)
-        given = (scale, zero_point, factor, used_scale)
+        ctx.layout = kernels.layout(x, scale, zero_point, factor, used_scale, unit_scale, axis)
+        given = (scale, zero_point, factor, used_scale, unit_scale)
         in_operators = ctx.layout is None and kernel_ops.taken(x, given, axis)
         ctx.per_channel = kernel_ops.per_channel_bits(given) if in_operators else None
         if ctx.layout is not None or in_operators:
@@ -90,23 +91,27 @@ class FakeQuantizeSTE(torch.autograd.Function):
             ctx.save_for_backward(table, x if ctx.input_kept else codes)
             return x_hat  # type: ignore[no-any-return]
         if ctx.layout is not None:
-            parameters = (ctx.layout, quant_min, quant_max, zero_point_step, scale_bits, not ctx.input_kept)
-            x_hat, table, codes = kernels.forward(x, scale, zero_point, factor, used_scale, *parameters)
+            parameters: Any = (ctx.layout, quant_min, quant_max, zero_point_step, scale_bits, not ctx.input_kept)
+            x_hat, table, codes = kernels.forward(x, *given, *parameters)
             ctx.save_for_backward(table, x if codes is None else codes)
             return x_hat
+        if unit_scale is not None:
+            scale = scale * unit_scale
         if used_scale is None:
             used_scale = valid_scale(scale, scale_bits)
         grid = used_scale if factor is None else used_scale / factor
         offset = None if zero_point is None else valid_zero_point(zero_point, quant_min, quant_max, zero_point_step)
-        signed_scale = torch.copysign(used_scale, scale)
+        learned = torch.copysign(used_scale, scale)
+        if unit_scale is not None:
+            learned = learned / unit_scale
         ctx.input_kept = input_kept or (x.numel() <= SMALL and not torch.compiler.is_compiling())
         if ctx.input_kept:
             x_hat = fake_quantize(x, grid, offset, quant_min, quant_max, axis)
             # the next layer keeps x_hat alive; in half precision it is cheaper to compute it again
-            ctx.save_for_backward(signed_scale, grid, offset, x, x_hat if x.dtype == torch.float32 else None)
+            ctx.save_for_backward(learned, grid, offset, x, x_hat if x.dtype == torch.float32 else None)
         else:
             x_hat, ratios = _with_ratios(x, grid, offset, quant_min, quant_max, axis)
-            ctx.save_for_backward(signed_scale, grid, offset, ratios)
+            ctx.save_for_backward(learned, grid, offset, ratios)
         return x_hat.to(x.dtype)
 
     @staticmethod
@@ -236,16 +241,16 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if kernels.usable(grad):
             needed = ctx.needs_input_grad[1:3]
             return *kernels.backward(saved, grad, table, ctx.layout, quant_min, quant_max, grad_scale, *needed), *NONES
-        grid, offset, signed_scale = table if ctx.layout.per_channel else table[:, 0]
+        grid, offset, learned = table if ctx.layout.per_channel else table[:, 0]
         of_saved, saved = (_sums_of_input, (saved, None)) if ctx.input_kept else (_sums_of_codes, (saved,))
     else:
-        signed_scale, grid, offset, *saved = ctx.saved_tensors
+        learned, grid, offset, *saved = ctx.saved_tensors
         of_saved = _sums_of_input if ctx.input_kept else _sums_of_ratios
     dtype, grad = grad.dtype, grad.float()
     grad_x, grad_s, outside = of_saved(ctx, grad, grid, offset, *saved)
     if grad_s is not None:
-        # chain rule through s = |scale| / factor: the factor cancels
-        grad_s = _sum_to(scale_dim, grad_s.div_(signed_scale), 0)
+        # chain rule through s = |scale| * unit_scale / factor: the factor cancels
+        grad_s = _sum_to(scale_dim, grad_s.div_(learned), 0)
         grad_s = grad_s.mul_(grad_scale).nan_to_num_(0.0, 0.0, 0.0)
     grad_z = None
     if ctx.needs_input_grad[2]:

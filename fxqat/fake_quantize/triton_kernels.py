@@ -74,6 +74,7 @@ def _places(first, channel, size, channels, inner, ROWS: tl.constexpr, BLOCK: tl
         "of_zero_point",
         "of_factor",
         "of_used_scale",
+        "of_unit_scale",
     ]
 )
 def _forward(
@@ -85,6 +86,7 @@ def _forward(
     zero_point,
     factor,
     used_scale,
+    unit_scale,
     size,
     channels,
     inner,
@@ -100,13 +102,17 @@ def _forward(
     of_zero_point,
     of_factor,
     of_used_scale,
+    of_unit_scale,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of a channel. The four numbers before the flags are 1 if a tensor has a value per channel, else 0."""
+    """One block of a channel. The five numbers before the flags are 1 if a tensor has a value per channel, else 0."""
     program = tl.program_id(0).to(tl.int64)
     channel = program // blocks
     own = tl.load(scale + channel * of_scale)
+    if unit_scale is not None:
+        unit = tl.load(unit_scale + channel * of_unit_scale)
+        own = own * unit
     used = valid_scale(own, half, mask) if used_scale is None else tl.load(used_scale + channel * of_used_scale)
     grid = used
     if factor is not None:
@@ -119,8 +125,10 @@ def _forward(
     if program == channel * blocks:
         tl.store(table + channel, grid)
         tl.store(table + channels + channel, offset)
-        negative = own.to(tl.int32, bitcast=True) < 0
-        tl.store(table + 2 * channels + channel, tl.where(negative, -tl.abs(used), tl.abs(used)))
+        learned = tl.where(own.to(tl.int32, bitcast=True) < 0, -tl.abs(used), tl.abs(used))
+        if unit_scale is not None:
+            learned = tl.div_rn(learned, unit)
+        tl.store(table + 2 * channels + channel, learned)
     places, exist = _places((program - channel * blocks) * BLOCK, channel, size, channels, inner, ROWS, BLOCK)
     x = tl.load(x_pointer + places, mask=exist, other=0.0).to(tl.float32)
     q, rounded, below, above = _steps(x, grid, offset, quant_min, quant_max)
@@ -208,9 +216,9 @@ def _backward(
         left_out += grad - passed
     scaled, shifted = tl.sum(by_ratio), tl.sum(left_out)
     if sums is None:
-        signed_scale = tl.load(table + 2 * channels + channel)
+        learned = tl.load(table + 2 * channels + channel)
         if grad_scale is not None:
-            tl.store(grad_scale + channel, _finite_or_zero(scaled * tl.div_rn(grid, signed_scale) * multiplier))
+            tl.store(grad_scale + channel, _finite_or_zero(scaled * tl.div_rn(grid, learned) * multiplier))
         if grad_zero_point is not None:
             tl.store(grad_zero_point + channel, _finite_or_zero(-shifted * grid * multiplier))
     else:
@@ -229,10 +237,10 @@ def _total(sums, grad_scale, grad_zero_point, table, channels, programs, count, 
         exist = number < count
         channel = (first + number) // programs
         grid = tl.load(table + channel, mask=exist, other=0.0).to(tl.float64)
-        signed_scale = tl.load(table + 2 * channels + channel, mask=exist, other=1.0).to(tl.float64)
+        learned = tl.load(table + 2 * channels + channel, mask=exist, other=1.0).to(tl.float64)
         scaled = tl.load(sums + 2 * (first + number), mask=exist, other=0.0).to(tl.float64)
         shifted = tl.load(sums + 2 * (first + number) + 1, mask=exist, other=0.0).to(tl.float64)
-        of_scale += scaled * (grid / signed_scale)
+        of_scale += scaled * (grid / learned)
         of_zero_point -= shifted * grid
     if grad_scale is not None:
         tl.store(grad_scale + tl.program_id(0), _finite_or_zero(tl.sum(of_scale) * multiplier))
@@ -246,6 +254,7 @@ def forward(
     zero_point: Tensor | None,
     factor: Tensor | None,
     used_scale: Tensor | None,
+    unit_scale: Tensor | None,
     where: Layout,
     quant_min: int,
     quant_max: int,
@@ -269,6 +278,7 @@ def forward(
             zero_point,
             factor,
             used_scale,
+            unit_scale,
             size,
             where.channels,
             where.inner,

@@ -30,6 +30,8 @@ def _round_bias(
     bias_pointer,
     input_scale,
     weight_scale,
+    input_unit,
+    weight_unit,
     used_scale,
     error,
     channels,
@@ -45,12 +47,16 @@ def _round_bias(
     BLOCK: tl.constexpr,
 ):
     """A block of channels; or all of them, if they have one weight scale."""
-    scale = valid_scale(tl.load(input_scale), input_half, input_mask)
+    scale = tl.load(input_scale)
+    scale = valid_scale(scale if input_unit is None else scale * tl.load(input_unit), input_half, input_mask)
     if PER_CHANNEL:
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         exist = number < channels
         bias = tl.load(bias_pointer + number, mask=exist, other=0.0)
-        own = valid_scale(tl.load(weight_scale + number, mask=exist, other=1.0), weight_half, weight_mask)
+        own = tl.load(weight_scale + number, mask=exist, other=1.0)
+        if weight_unit is not None:
+            own = own * tl.load(weight_unit + number, mask=exist, other=1.0)
+        own = valid_scale(own, weight_half, weight_mask)
         used = tl.maximum(own, valid_scale(_floor(bias, part, scale), up_half, up_mask))
         tl.store(used_scale + number, used, mask=exist)
         tl.store(error + number, _bias_error(bias, scale * used, limit), mask=exist)
@@ -63,7 +69,8 @@ def _round_bias(
             unknown = tl.where(floor != floor, 1, unknown)
             largest = tl.where(floor > largest, floor, largest)
         floor = tl.where(tl.max(unknown) > 0, float("nan"), tl.max(largest))
-        own = valid_scale(tl.load(weight_scale), weight_half, weight_mask)
+        own = tl.load(weight_scale)
+        own = valid_scale(own if weight_unit is None else own * tl.load(weight_unit), weight_half, weight_mask)
         used = tl.maximum(own, valid_scale(floor, up_half, up_mask))
         tl.store(used_scale, used)
         for start in range(0, channels, BLOCK):
@@ -128,6 +135,8 @@ def round_bias(
     bias: Tensor,
     input_scale: Tensor,
     weight_scale: Tensor,
+    input_unit: Tensor | None,
+    weight_unit: Tensor | None,
     input_bits: int,
     weight_bits: int,
     bias_limit: float,
@@ -139,7 +148,7 @@ def round_bias(
     per_channel = weight_scale.dim() > 0
     programs = triton.cdiv(bias.numel(), CHANNELS["BLOCK"]) if per_channel else 1
     with on_device_of(bias):
-        tensors = (bias, input_scale, weight_scale, used_scale, error)
+        tensors = (bias, input_scale, weight_scale, input_unit, weight_unit, used_scale, error)
         numbers = (bias.numel(), *roundings, 1.0 / bias_limit, int32_limit)
         _round_bias[(programs,)](*tensors, *numbers, PER_CHANNEL=per_channel, **CHANNELS)
     return used_scale, error

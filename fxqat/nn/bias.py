@@ -60,12 +60,16 @@ def round_bias(
         ``(weight_scale, error)``, of the shapes of the weight's scale and the bias; None if the operators of this file
         must compute them.
     """
-    tensors = (bias, input_fake_quant.scale, weight_fake_quant.scale)
+    (input_scale, input_unit), (weight_scale, weight_unit) = (
+        quant.scale_and_unit() for quant in (input_fake_quant, weight_fake_quant)
+    )
+    tensors = (bias, input_scale, weight_scale, input_unit, weight_unit)
     numbers = (input_fake_quant.scale_bits, weight_fake_quant.scale_bits, BIAS_LIMIT, INT32_LIMIT)
-    if tensors[1].dim() == 0 and kernel_ops.taken(bias, tensors[1:], axis=0):
-        found: tuple[Tensor, Tensor] = kernel_ops.round_bias(*(tensor.detach() for tensor in tensors), *numbers)
+    if input_scale.dim() == 0 and kernel_ops.taken(bias, tensors[1:], axis=0):
+        detached = (None if tensor is None else tensor.detach() for tensor in tensors)
+        found: tuple[Tensor, Tensor] = kernel_ops.round_bias(*detached, *numbers)
         return found
-    return kernels.round_bias(*tensors, *numbers)  # type: ignore[arg-type]  # mypy does not count the unpacked
+    return kernels.round_bias(*tensors, *numbers)
 
 
 def floor_for(weight_scale: Tensor, floor: Tensor, groups: int) -> Tensor:

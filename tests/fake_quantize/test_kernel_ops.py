@@ -34,7 +34,7 @@ def rounded(numbers):
     offset = None if zero_point is None else torch.tensor(zero_point, requires_grad=True)
 
     def function(x):
-        return fake_quantize_ste(x, scale, offset, None, None, low, high, None, 0.01, 16, False, 1)
+        return fake_quantize_ste(x, scale, offset, None, None, None, low, high, None, 0.01, 16, False, 1)
 
     return function, [parameter for parameter in (scale, offset) if parameter is not None]
 
@@ -73,14 +73,15 @@ def weight_rounding(transposed):
     """A weight with scales per channel: with a factor, with the scale in use given, and with zero points."""
     generator = torch.Generator().manual_seed(0)
     scale = (torch.rand(24, generator=generator) * 0.1 + 0.01).requires_grad_()
-    factor = torch.rand(24, generator=generator) + 0.5
+    factor, unit = torch.rand(2, 24, generator=generator) + 0.5
     zero_point = torch.randint(-3, 3, (24,), generator=generator).float().requires_grad_()
     axis = 1 if transposed else 0
 
     def function(x):
-        folded = fake_quantize_ste(x, scale, None, factor, None, -8, 7, axis, 0.1, 16, True, 1)
-        raised = fake_quantize_ste(x, scale, None, None, scale.detach() * 2, -127, 127, axis, 0.1, 16, True, 1)
-        return folded + raised + fake_quantize_ste(x, scale, zero_point, None, None, -8, 7, axis, 0.1, 16, True, 1)
+        folded = fake_quantize_ste(x, scale, None, factor, None, None, -8, 7, axis, 0.1, 16, True, 1)
+        raised = fake_quantize_ste(x, scale, None, None, scale.detach() * 2, unit, -127, 127, axis, 0.1, 16, True, 1)
+        moved = fake_quantize_ste(x, scale, zero_point, None, None, unit, -8, 7, axis, 0.1, 16, True, 1)
+        return folded + raised + moved
 
     shape = (7, 24, 3, 3) if transposed else (24, 7, 3, 3)
     return function, torch.randn(shape, generator=generator).requires_grad_(), [scale, zero_point]
@@ -195,13 +196,13 @@ def test_the_operators_keep_their_promises():
         assert list(found.values()) == ["SUCCESS"] * len(tests)
         return operator(*arguments)
 
-    for given, axis in (((scale, zero_point, None, None), None), ((wide, None, wide, wide), 1)):
+    for given, axis in (((scale, zero_point, None, None, scale), None), ((wide, None, wide, wide, None), 1)):
         for with_codes in (False, True):
             _, table, codes = check(kernel_ops.round_tensor, x, *given, 0, 255, axis, 1, 16, with_codes)
             for needed in ((True, True), (True, False), (False, True)):
                 numbers = (axis, kernel_ops.per_channel_bits(given), 0, 255, 0.5, *needed)
                 check(kernel_ops.round_backward, codes if with_codes else x, torch.ones_like(x), table, *numbers)
     for scales in (torch.tensor(0.01), wide):
-        check(kernel_ops.round_bias, torch.randn(8), scale, scales, 16, 16, BIAS_LIMIT, INT32_LIMIT)
+        check(kernel_ops.round_bias, torch.randn(8), scale, scales, None, scales, 16, 16, BIAS_LIMIT, INT32_LIMIT)
     for gamma in (torch.randn(8), None):
         check(kernel_ops.bn_factor, torch.rand(8), gamma, 1e-5)

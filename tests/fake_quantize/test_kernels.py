@@ -37,6 +37,7 @@ class Case(NamedTuple):
     zero_point: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     used_scale: torch.Tensor | None = None
+    unit_scale: torch.Tensor | None = None
     limits: tuple[int, int] = (-128, 127)
     axis: int | None = None
     scale_bits: int = 24
@@ -44,11 +45,11 @@ class Case(NamedTuple):
     grad_scale: float = 1.0
 
     def layout(self) -> kernels.Layout | None:
-        return kernels.layout(self.x, *self[1:5], self.axis)
+        return kernels.layout(self.x, *self[1:6], self.axis)
 
     def result(self, input_kept: bool = True) -> torch.Tensor:
         settings = (*self.limits, self.axis, self.grad_scale, self.scale_bits, input_kept, self.step)
-        return FakeQuantizeSTE.apply(*self[:5], *settings)
+        return FakeQuantizeSTE.apply(*self[:6], *settings)
 
     def gradients(self, grad: torch.Tensor, input_kept: bool = True) -> list[torch.Tensor]:
         """Of x, scale and zero point, if there is one."""
@@ -102,7 +103,9 @@ SCHEMES = {
     "few bits": {"scale_bits": 9},
     "factor": {"factor": -1.7},
     "used scale": {"used_scale": 0.11, "zero_point": 2.0},
-    "everything": {"factor": 0.3, "used_scale": 0.07, "zero_point": -3.0, "limits": (-8, 7)},
+    "unit": {"unit_scale": 0.9},
+    "unit, few bits": {"unit_scale": 3.1, "scale_bits": 9, "zero_point": 2.0},
+    "everything": {"factor": 0.3, "used_scale": 0.07, "unit_scale": 0.7, "zero_point": -3.0, "limits": (-8, 7)},
 }
 PLACES = [
     ((700,), None),
@@ -122,7 +125,9 @@ PLACES = [
 
 def case(scheme: dict[str, Any], shape: tuple[int, ...], axis: int | None, x: torch.Tensor | None = None) -> Case:
     """A case of a scheme; per channel, everything differs between the channels."""
-    numbers = {key: value for key, value in scheme.items() if key in ("zero_point", "factor", "used_scale")}
+    numbers = {
+        key: value for key, value in scheme.items() if key in ("zero_point", "factor", "used_scale", "unit_scale")
+    }
     others = {key: value for key, value in scheme.items() if key not in numbers}
     if axis is None:
         values = {key: torch.tensor(value) for key, value in numbers.items()}
@@ -183,7 +188,7 @@ def test_forward_of_any_arrangement_in_memory(arranged: str, axis: int | None) -
 
 
 @needs_kernels
-@pytest.mark.parametrize("shared", ["scale", "zero_point", "factor", "used_scale"])
+@pytest.mark.parametrize("shared", ["scale", "zero_point", "factor", "used_scale", "unit_scale"])
 def test_one_value_for_all_channels_beside_values_per_channel(shared: str) -> None:
     problem = case(SCHEMES["everything"], (6, 5, 30), 1)
     problem = problem._replace(**{shared: getattr(problem, shared)[0]})
@@ -288,7 +293,10 @@ def test_what_8_bit_codes_lose(
 @pytest.mark.parametrize("bits", [1, 9, 24])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_rounding_of_a_bias_has_the_bits_of_torch(bits: int, per_channel: bool, bad: float | None) -> None:
+@pytest.mark.parametrize("with_units", [True, False])
+def test_rounding_of_a_bias_has_the_bits_of_torch(
+    bits: int, per_channel: bool, bad: float | None, with_units: bool
+) -> None:
     random = torch.Generator().manual_seed(0)
     for size in (1, 7, 300):
         bias = torch.randn(size, generator=random) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
@@ -296,8 +304,11 @@ def test_rounding_of_a_bias_has_the_bits_of_torch(bits: int, per_channel: bool, 
         weight_scale = 10.0 ** torch.randint(-9, 1, (size,), generator=random) * channel_values(size, -1.5, 1.5, 4)
         weight_scale = weight_scale if per_channel else weight_scale[0]
         input_scale = torch.tensor(-0.0173)
-        found = kernels.round_bias(bias, input_scale, weight_scale, bits, bits, BIAS_LIMIT, INT32_LIMIT)
+        units = (torch.tensor(0.77), weight_scale.abs() * 1.3) if with_units else (None, None)
+        found = kernels.round_bias(bias, input_scale, weight_scale, *units, bits, bits, BIAS_LIMIT, INT32_LIMIT)
         assert found is not None
+        if with_units:
+            input_scale, weight_scale = input_scale * units[0], weight_scale * units[1]
         scale = valid_scale(input_scale, bits)
         floor = floor_for(weight_scale, weight_scale_floor(bias, scale), 1)
         expected = torch.maximum(valid_scale(weight_scale, bits), floor)
@@ -307,12 +318,14 @@ def test_rounding_of_a_bias_has_the_bits_of_torch(bits: int, per_channel: bool, 
 
 @needs_kernels
 def test_biases_that_the_kernels_do_not_round() -> None:
-    bias, one, bits = torch.ones(4), torch.tensor(1.0), (24, 24, BIAS_LIMIT, INT32_LIMIT)
+    bias, one, bits = torch.ones(4), torch.tensor(1.0), (None, None, 24, 24, BIAS_LIMIT, INT32_LIMIT)
     assert kernels.round_bias(bias, one, torch.ones(4), *bits) is not None
     for other in (torch.ones(2), torch.ones(4).double(), torch.ones(8)[::2]):
         assert kernels.round_bias(bias, one, other, *bits) is None
     assert kernels.round_bias(bias, torch.ones(1), torch.ones(4), *bits) is None
     assert kernels.round_bias(bias.double(), one, torch.ones(4), *bits) is None
+    for units in ((torch.ones(1), None), (None, one), (None, torch.ones(4).double())):
+        assert kernels.round_bias(bias, one, torch.ones(4), *units, *bits[2:]) is None
 
 
 def product(problem: Case, value: torch.Tensor, again: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:

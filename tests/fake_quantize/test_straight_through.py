@@ -39,13 +39,16 @@ def run(
     axis: int | None = None,
     factor: torch.Tensor | None = None,
     used_scale: torch.Tensor | None = None,
+    unit_scale: torch.Tensor | None = None,
     grad_scale: float = 1.0,
     scale_bits: int = 24,
     input_kept: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Output and gradients of the autograd function, every tensor input a fresh leaf."""
     leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, scale, zero_point)]
-    output = FakeQuantizeSTE.apply(*leaves, factor, used_scale, *limits, axis, grad_scale, scale_bits, input_kept)
+    output = FakeQuantizeSTE.apply(
+        *leaves, factor, used_scale, unit_scale, *limits, axis, grad_scale, scale_bits, input_kept
+    )
     output.backward(grad.to(output.dtype))
     return output.detach(), [None if leaf is None else leaf.grad for leaf in leaves]
 
@@ -130,7 +133,7 @@ def test_a_large_input_that_nobody_keeps_is_saved_in_fewer_bytes(
         x = torch.randn(size, requires_grad=True)
         scale = torch.tensor(0.1, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
-            FakeQuantizeSTE.apply(x, scale, None, None, None, -8, 7, None, 1.0, 24, input_kept)
+            FakeQuantizeSTE.apply(x, scale, None, None, None, None, -8, 7, None, 1.0, 24, input_kept)
         return sorted(size for size in saved if size > 12)
 
     output = [] if with_kernels else [4]  # torch's operators save it; its reader saves it as well
@@ -268,6 +271,22 @@ def test_a_scale_that_is_given_is_used_and_the_own_one_learned() -> None:
     assert torch.equal(found[1], -wanted[1])
 
 
+@pytest.mark.parametrize("input_kept", [True, False])
+@pytest.mark.parametrize(("shape", "axis", "channels"), [((300, 300), None, None), ((3, 30000), 0, 3)], ids=str)
+def test_a_unit_multiplies_the_scale(
+    shape: tuple[int, ...], axis: int | None, channels: int | None, input_kept: bool
+) -> None:
+    x, scale, zero_point, grad = problem(shape, axis, channels, (-128, 127))
+    unit = torch.full_like(scale, -0.25) if channels is None else torch.tensor([0.25, 4.0, -2.0])
+    options = {"axis": axis, "scale_bits": 9, "input_kept": input_kept}
+    expected, wanted = run(x, scale, zero_point, (-128, 127), grad, **options)
+    output, found = run(x, scale / unit, zero_point, (-128, 127), grad, unit_scale=unit, **options)
+    assert torch.equal(output, expected)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1] * unit)
+    assert torch.equal(found[2], wanted[2])
+
+
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided", "expanded"])
 def test_memory_layout_of_input_and_gradient_makes_no_difference(layout: str) -> None:
     x, scale, zero_point, grad = problem((4, 3, 6, 6), 1, 3, (-128, 127))
@@ -289,18 +308,18 @@ def test_memory_layout_of_input_and_gradient_makes_no_difference(layout: str) ->
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
     x, scale = torch.randn(5), torch.tensor(0.1, requires_grad=True)
-    FakeQuantizeSTE.apply(x, scale, None, None, None, -8, 7, None, 1.0).sum().backward()
+    FakeQuantizeSTE.apply(x, scale, None, None, None, None, -8, 7, None, 1.0).sum().backward()
     assert x.grad is None
     assert scale.grad is not None
     leaf, constant = torch.randn(5, requires_grad=True), torch.tensor(SCALE_MIN)
-    FakeQuantizeSTE.apply(leaf, constant, None, None, None, -8, 7, None, 1.0).sum().backward()
+    FakeQuantizeSTE.apply(leaf, constant, None, None, None, None, -8, 7, None, 1.0).sum().backward()
     assert constant.grad is None
     assert leaf.grad.tolist() == [0.0] * 5
 
 
 def test_second_derivatives_are_refused() -> None:
     x = torch.randn(5, requires_grad=True)
-    y = FakeQuantizeSTE.apply(x, torch.tensor(0.1), None, None, None, -8, 7, None, 1.0)
+    y = FakeQuantizeSTE.apply(x, torch.tensor(0.1), None, None, None, None, -8, 7, None, 1.0)
     (first,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
     assert first.shape == x.shape
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -312,7 +331,7 @@ def test_forward_is_the_pure_function() -> None:
     output, _ = run(x, scale, zero_point, (-128, 127), grad, axis=0)
     assert torch.equal(output, fake_quantize(x, scale, zero_point, -128, 127, 0))
     with torch.no_grad():
-        again = FakeQuantizeSTE.apply(x, scale, zero_point, None, None, -128, 127, 0, 1.0)
+        again = FakeQuantizeSTE.apply(x, scale, zero_point, None, None, None, -128, 127, 0, 1.0)
     assert torch.equal(again, output)
 
 

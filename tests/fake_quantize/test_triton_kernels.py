@@ -71,7 +71,7 @@ def there(values: Any) -> Any:
 
 def forward(module: ModuleType, problem: Case, with_codes: bool) -> list[torch.Tensor]:
     """x_hat, table and, if asked for, codes, on the CPU."""
-    tensors = problem[:5] if module is kernels else map(there, problem[:5])
+    tensors = problem[:6] if module is kernels else map(there, problem[:6])
     settings = (problem.layout(), *problem.limits, problem.step, problem.scale_bits, with_codes)
     return [found.cpu() for found in module.forward(*tensors, *settings) if found is not None]
 
@@ -111,19 +111,22 @@ def test_the_switch_is_for_gpus_too(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert not caplog.text
 
 
-FORWARD_NUMBERS = [*["i32"] * 4, *["fp32"] * 2, *["i32"] * 2, *["fp32"] * 3, *["i32"] * 4]
+FORWARD_NUMBERS = [*["i32"] * 4, *["fp32"] * 2, *["i32"] * 2, *["fp32"] * 3, *["i32"] * 5]
 BACKWARD_NUMBERS = [*["i32"] * 5, *["fp32"] * 3]
 COMPILED = {
-    "forward": ("_forward", ["*bf16", "*bf16", "*i8", *["*fp32"] * 5, *FORWARD_NUMBERS, False]),
-    "forward, scale only": ("_forward", ["*fp32", "*fp32", None, *["*fp32"] * 2, *[None] * 3, *FORWARD_NUMBERS, True]),
+    "forward": ("_forward", ["*bf16", "*bf16", "*i8", *["*fp32"] * 6, *FORWARD_NUMBERS, False]),
+    "forward, scale only": ("_forward", ["*fp32", "*fp32", None, *["*fp32"] * 2, *[None] * 4, *FORWARD_NUMBERS, True]),
     "forward again": ("_forward_again", [*["*fp32"] * 3, *["i32"] * 4, *["fp32"] * 2, False]),
     "backward": ("_backward", ["*i8", *["*bf16"] * 2, *["*fp32"] * 4, *BACKWARD_NUMBERS, True, False]),
     "backward of x": ("_backward", [*["*fp32"] * 3, None, "*fp32", None, "*fp32", *BACKWARD_NUMBERS, False, True]),
     "total": ("_total", [*["*fp32"] * 4, *["i32"] * 3, "fp32"]),
     "growth": ("_growth", [*["*bf16"] * 2, *["*fp32"] * 3, "i32", "fp32", True, True]),
     "growth, one magnitude": ("_growth", [*["*fp32"] * 2, None, *["*fp32"] * 2, "i32", "fp32", False, False]),
-    "bias": ("_round_bias", [*["*fp32"] * 5, *["i32"] * 7, *["fp32"] * 2, True]),
-    "bias, one scale": ("_round_bias", [*["*fp32"] * 5, *["i32"] * 7, *["fp32"] * 2, False]),
+    "bias": ("_round_bias", [*["*fp32"] * 7, *["i32"] * 7, *["fp32"] * 2, True]),
+    "bias, one scale": (
+        "_round_bias",
+        [*["*fp32"] * 3, None, None, *["*fp32"] * 2, *["i32"] * 7, *["fp32"] * 2, False],
+    ),
 }
 """Kernels, and the types of their arguments; None and flags are constants."""
 
@@ -198,7 +201,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype, triton_kernel
     narrow = case(SCHEMES["zero point"], (7, 300), 0, x)
     wide = narrow._replace(x=x.float())
     settings = (wide.layout(), *wide.limits, wide.step, wide.scale_bits, False)
-    x_hat, table, _ = triton_kernels.forward(*map(there, narrow[:5]), *settings)
+    x_hat, table, _ = triton_kernels.forward(*map(there, narrow[:6]), *settings)
     expected = forward(kernels, wide, False)
     assert x_hat.dtype == dtype
     assert torch.equal(x_hat.cpu().nan_to_num(7.0), expected[0].to(dtype).nan_to_num(7.0))
@@ -235,7 +238,7 @@ def test_autograd_takes_them(axis: int | None, dtype: torch.dtype, input_kept: b
     grad = torch.randn(40, 6, 300, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = problem._replace(x=problem.x.float())
     expected = [wide.result(input_kept), *wide.gradients(grad.float(), input_kept)]
-    moved = Case(*map(there, problem[:5]), *problem[5:])
+    moved = Case(*map(there, problem[:6]), *problem[6:])
     assert moved.layout() is not None
     found = [moved.result(input_kept), *moved.gradients(there(grad), input_kept)]
     assert [value.dtype for value in found] == [dtype, dtype, torch.float32, torch.float32]
@@ -246,7 +249,7 @@ def test_autograd_takes_them(axis: int | None, dtype: torch.dtype, input_kept: b
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 def test_the_step_does_not_wait_for_the_gpu() -> None:
     problem = smooth_case((40, 6, 300), 1, (-128, 127), seed=3)
-    problem = Case(*(None if v is None else v.cuda() for v in problem[:5]), *problem[5:])
+    problem = Case(*(None if v is None else v.cuda() for v in problem[:6]), *problem[6:])
     grad = torch.randn(40, 6, 300, device="cuda")
     expected = problem.gradients(grad)
     torch.cuda.set_sync_debug_mode("error")

@@ -25,15 +25,18 @@ def triton_scales() -> ModuleType:
 @pytest.mark.parametrize("bits", [1, 9, 24])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+@pytest.mark.parametrize("with_units", [True, False])
 def test_rounding_of_a_bias_has_the_bits_of_the_kernels_for_cpus(
-    bits: int, per_channel: bool, bad: float | None, triton_scales: ModuleType
+    bits: int, per_channel: bool, bad: float | None, with_units: bool, triton_scales: ModuleType
 ) -> None:
     random = torch.Generator().manual_seed(0)
     for size in (1, 7, 1300):
         bias = torch.randn(size, generator=random) * 10.0 ** torch.randint(-9, 9, (size,), generator=random)
         bias[size // 2] = 0.0 if bad is None else bad
         weight_scale = 10.0 ** torch.randint(-9, 1, (size,), generator=random) * channel_values(size, -1.5, 1.5, 4)
-        tensors = (bias, torch.tensor(-0.0173), weight_scale if per_channel else weight_scale[0])
+        weight_scale = weight_scale if per_channel else weight_scale[0]
+        units = (torch.tensor(0.77), weight_scale.abs() * 1.3) if with_units else (None, None)
+        tensors = (bias, torch.tensor(-0.0173), weight_scale, *units)
         settings = (bits, bits, BIAS_LIMIT, INT32_LIMIT)
         expected = kernels.round_bias(*tensors, *settings)
         found = triton_scales.round_bias(*map(there, tensors), *settings)
