@@ -115,6 +115,7 @@ class TimedLibrary:
         self.account = account
         self.fxqat_round_bias = self.library.fxqat_round_bias
         self.fxqat_bn_factor = self.library.fxqat_bn_factor
+        self.fxqat_growth = self.library.fxqat_growth
 
     def _run(self, name: str, direction: str, sizes: tuple[int, ...], moved: int, args: tuple[Any, ...]) -> Any:
         count = sizes[0] * sizes[1] * sizes[2]
@@ -125,7 +126,7 @@ class TimedLibrary:
 
     def fxqat_forward(self, *args: Any) -> None:
         """Reads x, writes the result and, perhaps, codes."""
-        self._run("fxqat_forward", "forward", args[8:11], 8 + (args[2] is not None), args)
+        self._run("fxqat_forward", "forward", args[9:12], 8 + (args[2] is not None), args)
 
     def fxqat_forward_again(self, *args: Any) -> None:
         """Reads x, writes the result."""
