@@ -251,6 +251,7 @@ def test_zeros_are_told_by_every_observer(observer: str, caplog: pytest.LogCaptu
     enable_quantization(model)
     zeros, huge = caplog.messages
     assert "1 of 3 fake-quants saw only zeros: zeros." in zeros
+    assert "enable_quantization(model, act_cali_on=True)" in zeros
     assert "values beyond 1e+10 reached 1 of 3 fake-quants: huge." in huge
 
 
