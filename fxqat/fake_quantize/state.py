@@ -266,8 +266,8 @@ def _tell_extremes(quants: dict[str, FakeQuantizeBase]) -> None:
         logging.getLogger("fxqat").warning(
             f"calibration: {len(zeros)} of {len(quants)} fake-quants saw only zeros: {_some(zeros)}. Any other value "
             "will be clipped to almost 0 there. Check the calibration data, calibrate again with data that reaches "
-            "these values, or leave them float. Observe a branch that starts with zeros, and is trained now, in training: "
-            "enable_quantization(model, act_cali_on=True), and for its end enable_quantization(model)."
+            "these values, or leave them float. Observe a branch that starts with zeros, and is trained now, while it "
+            "is trained: enable_quantization(model, act_cali_on=True), and for the end enable_quantization(model)."
         )
     if huge:
         logging.getLogger("fxqat").warning(
