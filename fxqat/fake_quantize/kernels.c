@@ -284,9 +284,9 @@ static float valid_zero_point(float value, int quant_min, int quant_max, int ste
 /* Rounds x to `result`.
 
    Of scale, zero_point, factor, used_scale and unit_scale, the last four may be null. They have one element, or one per
-   channel if their bit of `per_channel` is set. `table` (3, channels) receives the grid, the zero point in use, and the
-   scale in use by unit_scale with the sign of `scale`, for the backward pass. `codes`, unless null, receives what that
-   needs to know of x. */
+   channel if their bit of `per_channel` is set. `table` (3, channels) receives, for the backward pass, the grid, the zero
+   point in use, and the scale in use, divided by unit_scale, with the sign of `scale`. `codes`, unless null, receives
+   what the backward pass needs to know of x. */
 EXPORTED void fxqat_forward(const float *x, float *result, int8_t *codes, float *table, const float *scale,
                             const float *zero_point, const float *factor, const float *used_scale,
                             const float *unit_scale, int64_t outer, int64_t channels, int64_t inner, int per_channel,
