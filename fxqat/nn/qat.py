@@ -64,8 +64,7 @@ class QATLayer(QuantizedLayer):
         super().__init__()
         self.op = weighted_op(layer)
         self.layer_type = self.op.layer.__name__
-        self._take_weight(layer)
-        self.bias = layer.bias  # type: ignore[assignment]
+        self._take_tensors(layer)
         self.bn = bn
         self.activation = activation
         self.weight_fake_quant = weight_fake_quant
@@ -75,8 +74,8 @@ class QATLayer(QuantizedLayer):
         if bn is not None and isinstance(bn_mode, int):
             self.register_buffer("bn_steps", torch.zeros((), dtype=torch.int64, device=layer.weight.device))
 
-    def _take_weight(self, layer: WeightedLayer) -> None:
-        self.weight = layer.weight  # type: ignore[assignment]  # torch declares parameters as tensors
+    def _take_tensors(self, layer: WeightedLayer) -> None:
+        self.weight, self.bias = layer.weight, layer.bias  # type: ignore[assignment]  # torch declares them as tensors
 
     def forward(
         self, x: Tensor, input_fake_quant: FakeQuantizeBase | None = None, dynamic_input: str | None = None

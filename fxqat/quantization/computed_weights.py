@@ -1,12 +1,14 @@
-"""Weights that a graph computes from parameters and buffers alone become parametrizations of the layers that read them.
+"""Weights and biases that a graph computes from parameters and buffers alone become parametrizations of their layers.
 
-``F.conv2d(x, (self.weight - mean) / std)`` has a weight as ``nn.Conv2d`` has: in a file it is a constant. The
-operations that compute it move into a parametrization (``torch.nn.utils.parametrize``), which is trained as they were,
-and whose result is quantized as a weight.
+``F.conv2d(x, (self.weight - mean) / std)`` has a weight as ``nn.Conv2d`` has: in a file it is a constant. So has
+``F.linear(x, self.weight, torch.cat([self.q_bias, zeros, self.v_bias]))`` a bias. The operations that compute them move
+into a parametrization (``torch.nn.utils.parametrize``), which is trained as they were, and whose result is quantized as
+a weight, or as a bias.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
 
-from fxqat.nn.parametrized import WEIGHT, parametrized
+from fxqat.nn.parametrized import BIAS, WEIGHT, parametrized
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
 from fxqat.ops.identify import works_in_place
 from fxqat.utils.fx_graph import attribute_of, writes_state
@@ -24,6 +26,25 @@ from fxqat.utils.torch_compat import WEIGHT_NORM
 from fxqat.utils.train_eval_graph import eval_or_train
 from fxqat.utils.unused_names import unused_name
 from fxqat.utils.weight_hooks import has_other_hooks, weight_hooks
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A tensor of a layer that is computed.
+
+    Args:
+        source: the module that computes it, and holds the other tensors that it reads.
+        original: what is given to that module, a parameter, or else a buffer.
+    """
+
+    source: nn.Module
+    original: Tensor
+
+    def value(self) -> Tensor:
+        """What is computed."""
+        with torch.no_grad():
+            value: Tensor = self.source(self.original)
+        return value
 
 
 def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
@@ -46,41 +67,58 @@ def parameter_values(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def original_of(gm: fx.GraphModule, weight: fx.Node, computed: set[fx.Node]) -> fx.Node | None:
-    """The first parameter of floats that a weight is computed from, else the first buffer; None if it depends on more.
+def original_of(gm: fx.GraphModule, tensor: fx.Node, computed: set[fx.Node]) -> fx.Node | None:
+    """The first parameter of floats that a tensor is computed from, else the first buffer; None if it depends on more.
 
     Args:
         gm: a graph module.
-        weight: the node of the weight.
+        tensor: the node of a weight or a bias.
         computed: the :func:`parameter_values`.
     """
-    if weight not in computed:
+    if tensor not in computed:
         return None
-    tensors: dict[fx.Node, Any] = {n: attribute_of(gm, n) for n in _computation(weight) if n.op == "get_attr"}
+    tensors: dict[fx.Node, Any] = {n: attribute_of(gm, n) for n in _computation(tensor) if n.op == "get_attr"}
     floats = [node for node, tensor in tensors.items() if tensor.is_floating_point()]
     return min(floats, key=lambda node: not isinstance(tensors[node], nn.Parameter), default=None)
 
 
-def parametrized_layer(
-    gm: fx.GraphModule,
-    weight: fx.Node,
-    original: fx.Node,
-    kind: type[nn.Module],
-    options: dict[str, Any],
-    bias: nn.Parameter | None,
-) -> WeightedLayer:
-    """A layer that computes its weight as the graph does, from the same parameters.
+def computed_tensor(gm: fx.GraphModule, tensor: fx.Node, original: fx.Node) -> Computed:
+    """What computes a weight or a bias as the graph does, from the same parameters.
 
     Args:
         gm: a graph module.
-        weight: the node of the weight.
+        tensor: its node.
         original: its :func:`original_of`.
+    """
+    return Computed(_source(gm, tensor, original), attribute_of(gm, original))  # type: ignore[arg-type]
+
+
+def made_layer(
+    kind: type[nn.Module],
+    options: dict[str, Any],
+    weight: nn.Parameter | Computed,
+    bias: nn.Parameter | Computed | None,
+) -> WeightedLayer:
+    """A layer that has its tensors, or computes them.
+
+    Args:
         kind: the type of the layer, one of ``fxqat.nn.weighted.WEIGHTED_TYPES``.
         options: arguments of its constructor, without channels and kernel size.
-        bias: ``(out,)`` or None.
+        weight: in the shape of that type, or what computes it.
+        bias: ``(out,)``, what computes it, or None.
     """
-    source, parameter = _source(gm, weight, original), attribute_of(gm, original)
-    return _computing(kind, options, source, parameter, bias)
+    computed = {name: each for name, each in ((WEIGHT, weight), (BIAS, bias)) if isinstance(each, Computed)}
+    stored: list[Any] = [nn.Parameter(t.value()) if isinstance(t, Computed) else t for t in (weight, bias)]
+    layer = weighted_layer(kind, options, *stored)
+    layer.eval()  # spectral norm iterates when it is read in training
+    for name, found in computed.items():
+        delattr(layer, name)
+        if isinstance(found.original, nn.Parameter):
+            setattr(layer, name, found.original)
+        else:
+            layer.register_buffer(name, found.original)
+        parametrize.register_parametrization(layer, name, found.source, unsafe=True)
+    return parametrized(layer) if computed else layer
 
 
 def hooked_layer(layer: nn.Module) -> nn.Module:
@@ -94,6 +132,8 @@ def hooked_layer(layer: nn.Module) -> nn.Module:
     hook: Any = computed[0][0]
     graph = fx.Graph()
     original = graph.placeholder("original")
+    parameter: Any
+    bias: Any = layer.bias
     if isinstance(hook, WeightNorm):
         parameter, other = layer.weight_v, "weight_g"
         graph.output(graph.call_function(WEIGHT_NORM, (original, graph.get_attr(other), hook.dim)))
@@ -104,23 +144,7 @@ def hooked_layer(layer: nn.Module) -> nn.Module:
         return layer
     op = weighted_op(layer)  # type: ignore[arg-type]
     source = fx.GraphModule({other: getattr(layer, other)}, graph)
-    return _computing(op.layer, op.options, source, parameter, layer.bias).train(layer.training)
-
-
-def _computing(
-    kind: type[nn.Module], options: dict[str, Any], source: nn.Module, original: Any, bias: Any
-) -> WeightedLayer:
-    """A layer whose weight ``source`` computes from a parameter of any shape."""
-    with torch.no_grad():
-        layer = weighted_layer(kind, options, nn.Parameter(source(original)), bias)
-    del layer.weight
-    if isinstance(original, nn.Parameter):
-        layer.weight = original
-    else:
-        layer.register_buffer(WEIGHT, original)
-    layer.eval()  # spectral norm iterates when it is read in training
-    parametrize.register_parametrization(layer, WEIGHT, source, unsafe=True)
-    return parametrized(layer)
+    return made_layer(op.layer, op.options, Computed(source, parameter), bias).train(layer.training)
 
 
 def _is_pure_call(node: fx.Node) -> bool:
@@ -131,21 +155,21 @@ def _is_pure_call(node: fx.Node) -> bool:
     return is_call and not node.is_impure() and not works_in_place(node)
 
 
-def _computation(weight: fx.Node) -> list[fx.Node]:
+def _computation(tensor: fx.Node) -> list[fx.Node]:
     """A node and all that it is computed from, in order."""
-    found = {weight}
-    for node in reversed(weight.graph.nodes):
+    found = {tensor}
+    for node in reversed(tensor.graph.nodes):
         if node in found:
             found.update(node.all_input_nodes)
-    return [node for node in weight.graph.nodes if node in found]
+    return [node for node in tensor.graph.nodes if node in found]
 
 
-def _source(gm: fx.GraphModule, weight: fx.Node, original: fx.Node) -> fx.GraphModule:
-    """The module that computes a weight from a parameter, and holds the other tensors that it reads."""
+def _source(gm: fx.GraphModule, tensor: fx.Node, original: fx.Node) -> fx.GraphModule:
+    """The module that computes a tensor from a parameter, and holds the other tensors that it reads."""
     graph = fx.Graph()
     held: dict[str, Any] = {}
     copies = {original: graph.placeholder("original")}
-    for node in _computation(weight):
+    for node in _computation(tensor):
         if node is original:
             continue
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -153,5 +177,5 @@ def _source(gm: fx.GraphModule, weight: fx.Node, original: fx.Node) -> fx.GraphM
         if node.op in ("get_attr", "call_module"):
             name = unused_name(str(node.target).rpartition(".")[2], held)
             held[name], copies[node].target = attribute_of(gm, node), name
-    graph.output(copies[weight])
+    graph.output(copies[tensor])
     return fx.GraphModule(held, graph)

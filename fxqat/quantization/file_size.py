@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.nn.parametrized import has_computed_weight
+from fxqat.nn.parametrized import BIAS, computed_tensors
 from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.onnx.opset import DEFAULT
 from fxqat.quantization.graph_module import QuantGraphModule
@@ -36,8 +36,8 @@ def stored_tensors(gm: QuantGraphModule) -> Iterator[tuple[Tensor, int | None]]:
             found += rounded.values()
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             found += [(tensor, None) for tensor in tensors if id(tensor) not in rounded]
-            if has_computed_weight(module) and not rounded:
-                found.append((module.weight, None))
+            computed = (name for name in computed_tensors(module) if name == BIAS or not rounded)
+            found += [(getattr(module, name), None) for name in computed]
         for tensor, bits in found:
             if isinstance(tensor, Tensor) and (id(tensor), bits) not in seen:
                 seen[id(tensor), bits] = tensor

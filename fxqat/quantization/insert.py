@@ -27,8 +27,7 @@ from fxqat.fake_quantize.base import ACTIVATION, WEIGHT, FakeQuantizeBase
 from fxqat.fake_quantize.fake_quantizes import FAKE_QUANTIZES
 from fxqat.nn.embedding import AXIS, QATEmbedding, Table
 from fxqat.nn.fused import FusedLayer
-from fxqat.nn.parametrized import ParametrizedQATLayer, has_computed_weight
-from fxqat.nn.qat import QATLayer
+from fxqat.nn.parametrized import qat_layer_type
 from fxqat.nn.quantized_layer import QuantizedLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -318,8 +317,7 @@ def _qat_layer(module: nn.Module, annotation: Annotation, bn_mode: str | int, pa
     with eval_mode(layer):  # spectral norm iterates when it is read in training
         weight = layer.weight
     quant = _weight_fake_quant(weight, config, axis, layer.training, where, with_table)
-    kind = ParametrizedQATLayer if has_computed_weight(layer) else QATLayer
-    return kind(layer, bn, fused.activation, quant, bn_mode)
+    return qat_layer_type(layer)(layer, bn, fused.activation, quant, bn_mode)
 
 
 def _weight_fake_quant(

@@ -3,9 +3,9 @@
 Cases:
 
 1. A functional convolution or linear with a parameter as weight becomes the module, so that its weight is quantized as
-   a weight. Calls that share parameters and arguments share the module. A computed bias is added after the module.
-   So does a functional lookup in a parameter. A weight that is computed from parameters alone is computed in the module
-   (``fxqat.quantization.computed_weights``).
+   a weight. Calls that share parameters and arguments share the module. So does a functional lookup in a parameter.
+   A weight or a bias that is computed from parameters alone is computed in the module
+   (``fxqat.quantization.computed_weights``); any other bias is added after the module.
    Products with a parameter are linear, too (``fxqat.quantization.products``).
 2. Functional dropout that gets ``self.training`` becomes a module of the module that calls it, so that it follows
    ``train()`` and ``eval()`` of both.
@@ -38,12 +38,18 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from fxqat.nn.parametrized import has_computed_weight, parametrized
+from fxqat.nn.parametrized import computed_tensors, parametrized
 from fxqat.nn.product_layer import ProductLayer, linear_product
-from fxqat.nn.weighted import weighted_layer
 from fxqat.ops.families import IDENTITY, LOOKUP, WEIGHTED
 from fxqat.ops.identify import gives_indices, identify
-from fxqat.quantization.computed_weights import hooked_layer, original_of, parameter_values, parametrized_layer
+from fxqat.quantization.computed_weights import (
+    Computed,
+    computed_tensor,
+    hooked_layer,
+    made_layer,
+    original_of,
+    parameter_values,
+)
 from fxqat.quantization.in_place import no_writes_to_values
 from fxqat.quantization.products import products_to_linear
 from fxqat.utils.fx_graph import attribute_of, called_module, module_path, set_module, unique_name
@@ -80,7 +86,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             _bounds_of_one_type(node)  # case 12
         elif op.name.endswith(("pool2d", "pool3d")):
             _number_for_all_axes(node)  # case 12
-        if node.op == "call_function" and op.family == WEIGHTED:
+        if node.op == "call_function" and op.family == WEIGHTED and node not in computed:
             kind = ProductLayer if node.target is linear_product else op.modules[0]
             _weighted_to_module(gm, node, kind, made, computed)  # case 1
         elif node.op == "call_function" and op.family == LOOKUP:
@@ -91,7 +97,7 @@ def standardize(gm: fx.GraphModule, fixed_arguments: Collection[str] = ()) -> fx
             _input_by_position(node)  # case 3
         module: Any = called_module(node)
         if module is not None:
-            layer = parametrized(module) if has_computed_weight(module) else hooked_layer(module)
+            layer = parametrized(module) if computed_tensors(module) else hooked_layer(module)
             if layer is not module:
                 set_module(gm, str(node.target), layer)  # case 13
         if gives_indices(op):
@@ -146,28 +152,43 @@ def _weighted_to_module(
     else:
         names = ("stride", "padding", "dilation", "groups")
     bound = _bound(node, ("input", "weight", "bias", *names))
-    weight, bias = _parameter(gm, bound["weight"]), _parameter(gm, bound.get("bias"))
+    weight = _parameter(gm, bound["weight"])
     original = bound["weight"] if weight is not None else original_of(gm, bound["weight"], computed)
     if original is None:
         return  # a weight that depends on inputs is an activation; the backend's rules decide about it
-    added = bound.get("bias") if bias is None else None
+    given = weight if weight is not None else computed_tensor(gm, bound["weight"], original)
     options = {name: bound[name] for name in names if name in bound}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return
+    values = given.value() if isinstance(given, Computed) else given
+    channels = values.shape[1] * int(bound.get("groups", 1)) if transposed else values.shape[kind is ProductLayer]
+    bias = _bias(gm, bound.get("bias"), computed, channels)
+    added = bound.get("bias") if bias is None else None
 
     def make() -> nn.Module:
-        if weight is not None:
-            return weighted_layer(kind, options, weight, bias)
-        return parametrized_layer(gm, bound["weight"], original, kind, options, bias)
+        return made_layer(kind, options, given, bias)
 
     computed_by = "" if weight is not None else bound["weight"].name
-    key = (computed_by, "" if bias is None else str(bound["bias"].target), repr(sorted(options.items())))
+    added_by = bound["bias"].name if isinstance(bias, Computed) else "" if bias is None else str(bound["bias"].target)
+    key = (computed_by, added_by, repr(sorted(options.items())))
     path = _module_of(gm, original, kind, key, made, make)
     with gm.graph.inserting_before(node):
         new = gm.graph.call_module(path, (bound["input"],))
     _replace(node, new)
     if added is not None:
         _add_bias(gm, new, added, int(kind.__name__[-2]) if names else 0)
+
+
+def _bias(gm: fx.GraphModule, node: object, computed: set[fx.Node], channels: int) -> nn.Parameter | Computed | None:
+    """The bias of a layer, ``(channels,)``; None if it has none, or if that must be added."""
+    if not isinstance(node, fx.Node):
+        return None
+    bias: nn.Parameter | Computed | None = _parameter(gm, node)
+    original = original_of(gm, node, computed) if bias is None else None
+    if original is not None:
+        bias = computed_tensor(gm, node, original)
+    values = bias.value() if isinstance(bias, Computed) else bias
+    return bias if values is not None and values.shape == (channels,) else None
 
 
 def _lookup_to_module(gm: fx.GraphModule, node: fx.Node, kind: type[nn.Module], made: dict[Any, str]) -> None:

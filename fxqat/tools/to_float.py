@@ -31,7 +31,7 @@ from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.nn.embedding import TABLES, QATEmbedding
 from fxqat.nn.fused import FusedLayer
-from fxqat.nn.parametrized import WEIGHT, has_computed_weight
+from fxqat.nn.parametrized import BIAS, WEIGHT, computed_tensors
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer, run_layer
 from fxqat.nn.weighted import WEIGHTED_TYPES, weighted_op
@@ -228,16 +228,15 @@ class _Writer:
         op = weighted_op(layer)
         if op.padding is not None:
             value = self._create(node, "call_function", F.pad, (value, *op.padding))
-        bias = None if layer.bias is None else self._read(node, layer.bias)
-        return self._create(
-            node, "call_function", op.function, (value, self._read_weight(node, layer), bias), op.arguments
-        )
+        weight, bias = (self._read_tensor(node, layer, name) for name in (WEIGHT, BIAS))
+        return self._create(node, "call_function", op.function, (value, weight, bias), op.arguments)
 
-    def _read_weight(self, node: fx.Node, layer: Any) -> fx.Node:
-        """Read the weight of a layer; what computes it is written into the graph (case 3)."""
-        if not has_computed_weight(layer):
-            return self._read(node, layer.weight)
-        computed = layer.parametrizations[WEIGHT]
+    def _read_tensor(self, node: fx.Node, layer: Any, name: str) -> fx.Node | None:
+        """Read a tensor of a layer, if it has that; what computes it is written into the graph (case 3)."""
+        if name not in computed_tensors(layer):
+            tensor = getattr(layer, name)
+            return None if tensor is None else self._read(node, tensor)
+        computed = layer.parametrizations[name]
         source = computed[0]
         assert isinstance(source, fx.GraphModule)  # other parametrizations are of a module of the user's model
         values: dict[fx.Node, fx.Node] = {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision.ops import StochasticDepth
 
-from fxqat.nn.parametrized import has_computed_weight
+from fxqat.nn.parametrized import computed_tensors
 from fxqat.nn.weighted import WEIGHTED_TYPES
 from fxqat.tracing.layer_hooks import HookTrace, can_trace_hooks
 from fxqat.tracing.value_proxy import DataProxy
@@ -265,7 +265,7 @@ class LeafTracer(fx.Tracer):
             return True
         if has_own_forward(m):
             return False
-        if isinstance(m, MODE_DEPENDENT_LEAVES) or (has_computed_weight(m) and type_of(m) in WEIGHTED_TYPES):
+        if isinstance(m, MODE_DEPENDENT_LEAVES) or (computed_tensors(m) and type_of(m) in WEIGHTED_TYPES):
             return True
         return super().is_leaf_module(m, module_qualified_name) and next(m.children(), None) is None
 

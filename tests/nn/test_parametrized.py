@@ -9,13 +9,12 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fxqat.fake_quantize.base import WEIGHT
-from fxqat.nn.parametrized import ParametrizedQATLayer, has_computed_weight, parametrized
+from fxqat.nn.parametrized import computed_tensors, parametrized, qat_layer_type
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.weighted import weighted_op
 from fxqat.utils.own_forward import type_of
 from tests.builders import (
     INT8_WEIGHT,
-    LAYER_IDS,
     LAYERS,
     LayerCase,
     layer_input,
@@ -32,9 +31,12 @@ class Squashed(nn.Module):
         return 2 * torch.tanh(original)
 
 
-def squashed(case: LayerCase) -> nn.Module:
+def squashed(case: LayerCase, *names: str) -> nn.Module:
     torch.manual_seed(0)
-    return parametrize.register_parametrization(case.layer(), "weight", Squashed())
+    layer = case.layer()
+    for name in names or ("weight",):
+        parametrize.register_parametrization(layer, name, Squashed())
+    return layer
 
 
 def qat_layer(kind: type[QATLayer], case: LayerCase, layer: nn.Module, bn: nn.Module | None) -> QATLayer:
@@ -43,14 +45,22 @@ def qat_layer(kind: type[QATLayer], case: LayerCase, layer: nn.Module, bn: nn.Mo
     return switch_on(kind(layer, bn, nn.ReLU(), quant))
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=LAYER_IDS)
-def test_a_parametrized_layer_can_be_pickled(case: LayerCase) -> None:
-    layer, x = squashed(case).eval(), layer_input(case)
+WITH_BIAS = [case for case in LAYERS if case.layer().bias is not None]
+COMPUTED = [
+    *(pytest.param(case, ("weight",), id=case.name) for case in LAYERS),
+    *(pytest.param(case, ("bias",), id=f"{case.name}, bias") for case in WITH_BIAS),
+    *(pytest.param(case, ("weight", "bias"), id=f"{case.name}, both") for case in WITH_BIAS),
+]
+
+
+@pytest.mark.parametrize(("case", "names"), COMPUTED)
+def test_a_parametrized_layer_can_be_pickled(case: LayerCase, names: tuple[str, ...]) -> None:
+    layer, x = squashed(case, *names).eval(), layer_input(case)
     found = parametrized(layer)
     assert type_of(found) is type_of(layer) is type(case.layer())
     assert found.state_dict().keys() == layer.state_dict().keys()
     assert not found.training
-    assert has_computed_weight(found)
+    assert computed_tensors(found) == names
     for same in (found, pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
         assert torch.equal(same(x), layer(x))
 
@@ -62,25 +72,29 @@ def test_what_torch_does_to_one_layer_does_not_change_the_class() -> None:
     assert second.weight.shape == (6, 4, 3)
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=LAYER_IDS)
+@pytest.mark.parametrize(("case", "names"), COMPUTED)
 @pytest.mark.parametrize("with_bn", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_it_computes_what_a_layer_with_that_weight_computes(case: LayerCase, with_bn: bool, training: bool) -> None:
-    layer, x = squashed(case), layer_input(case)
+def test_it_computes_what_a_layer_with_these_tensors_computes(
+    case: LayerCase, names: tuple[str, ...], with_bn: bool, training: bool
+) -> None:
+    layer, x = squashed(case, *names), layer_input(case)
     plain = case.layer()
     plain.load_state_dict({"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias}))
     norms = [random_norm(case, plain) if with_bn else None for _ in range(2)]
-    computed = qat_layer(ParametrizedQATLayer, case, layer, norms[0]).train(training)
+    computed = qat_layer(qat_layer_type(layer), case, layer, norms[0]).train(training)
     stored = qat_layer(QATLayer, case, plain, norms[1]).train(training)
     expected, found = stored(x), computed(x)
     assert torch.equal(found, expected)
-    found.square().sum().backward()
-    expected.square().sum().backward()
-    original = layer.parametrizations.weight.original
-    (gradient,) = torch.autograd.grad(layer.weight, original, stored.weight.grad)
-    torch.testing.assert_close(original.grad, gradient)
-    if layer.bias is not None:
-        torch.testing.assert_close(computed.bias.grad, stored.bias.grad)
+    for y in (found, expected):
+        y.square().sum().backward()
+    for name, expected in stored.named_parameters(recurse=False):
+        if name in names:
+            original = layer.parametrizations[name].original
+            (gradient,) = torch.autograd.grad(getattr(layer, name), original, expected.grad)
+            torch.testing.assert_close(original.grad, gradient)
+        else:
+            torch.testing.assert_close(getattr(computed, name).grad, expected.grad)
 
 
 def test_the_power_iteration_of_spectral_norm_runs_once_in_a_training_step() -> None:
@@ -89,7 +103,7 @@ def test_the_power_iteration_of_spectral_norm_runs_once_in_a_training_step() -> 
     bn = nn.BatchNorm2d(5)
     expected, x = copy.deepcopy(layer), torch.randn(2, 3, 6, 6)
     quant = make_fake_quant(INT8_WEIGHT, WEIGHT, 0, 5)
-    qat = ParametrizedQATLayer(layer, bn, None, quant)
+    qat = qat_layer_type(layer)(layer, bn, None, quant)
     quant.observer_enabled = quant.fake_quant_enabled = True
     layer.load_state_dict(expected.state_dict())  # building reads the shape
     for _ in range(3):
@@ -102,7 +116,7 @@ def test_the_power_iteration_of_spectral_norm_runs_once_in_a_training_step() -> 
 def test_the_observer_sees_each_new_weight() -> None:
     layer = squashed(LAYERS[-2])
     quant = make_fake_quant(INT8_WEIGHT, WEIGHT, 0, 5)
-    qat = ParametrizedQATLayer(layer, None, None, quant)
+    qat = qat_layer_type(layer)(layer, None, None, quant)
     quant.observer_enabled = True
     seen = []
     for value in (0.1, 0.5, 3.0):
@@ -115,7 +129,7 @@ def test_the_observer_sees_each_new_weight() -> None:
 def test_the_float_layer_is_one_of_torch() -> None:
     case = LAYERS[2]
     layer, x = squashed(case), layer_input(case)
-    expected, found = layer(x), qat_layer(ParametrizedQATLayer, case, layer, None).float_layer()
+    expected, found = layer(x), qat_layer(qat_layer_type(layer), case, layer, None).float_layer()
     assert torch.equal(found(x), expected)
     parametrize.remove_parametrizations(found, "weight")
     assert torch.equal(found(x), expected)

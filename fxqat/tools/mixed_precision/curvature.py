@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fxqat.errors import ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
-from fxqat.nn.parametrized import WEIGHT, ParametrizedQATLayer
+from fxqat.nn.parametrized import WEIGHT, has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer, unstacked
 from fxqat.tools.mixed_precision.bank import WidthBank
@@ -174,9 +174,10 @@ def _run(bank: WidthBank, batch: Sequence[Any]) -> tuple[Any, list[Tap]]:
             layer = layer_at(gm, unit.layers[0])
             tensors = [tensor for found in layer.weight_tensors() for tensor in found]
             values = [tensor.detach() for tensor in tensors]
-            if isinstance(layer, ParametrizedQATLayer):
+            if has_computed_weight(layer):
+                parametrizations: Any = layer.parametrizations
                 tensors = [torch.zeros_like(tensor, requires_grad=True) for tensor in values]
-                [changes[layer.parametrizations[WEIGHT]]] = tensors
+                [changes[parametrizations[WEIGHT]]] = tensors
             taps.append(Tap(unit, values, tensors))
 
     units: dict[nn.Module, Unit] = {unit.quants(gm)[0]: unit for unit in bank.units.values() if not unit.is_weight}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import enable_quantization
 from fxqat.nn.fold import bn_factor
+from fxqat.nn.parametrized import has_computed_bias
 from fxqat.nn.qat import QATLayer
 from fxqat.quantization.graph_module import mark_fitted, prepared_model, require_float_model
 from fxqat.tools.post_training.activations import Activation
@@ -77,7 +78,7 @@ def channel_values(segment: Segment, batches: list[Values], quantized: bool) -> 
     recurrent layer are is not seen from outside, so its bias is not corrected.
     """
     qat = {path: layer for path, layer in segment.own_layers.items() if isinstance(layer, QATLayer)}
-    layers = {path: layer for path, layer in qat.items() if layer.bias is not None or layer.bn is not None}
+    layers = {path: layer for path, layer in qat.items() if layer.bn is not None or _has_own_bias(layer)}
     with ExitStack() as stack:
         recorded = {path: stack.enter_context(_recorded(layer, len(batches))) for path, layer in layers.items()}
         segment.run(batches, quantized)
@@ -174,6 +175,11 @@ class _Recorder(nn.Module):
             rows = rows[:, places.to(y.device)]
         self.values.append(torch.where(y.isfinite().all(), rows, torch.nan))  # what is not finite may be elsewhere
         return y if self.activation is None else self.activation(y)
+
+
+def _has_own_bias(layer: QATLayer) -> bool:
+    """Whether a layer has a bias that a vector can be added to."""
+    return layer.bias is not None and not has_computed_bias(layer)
 
 
 def _shift_output(layer: QATLayer, by: Tensor) -> None:

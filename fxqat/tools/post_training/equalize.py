@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.base import FakeQuantizeBase
 from fxqat.fake_quantize.state import named_fake_quants
-from fxqat.nn.parametrized import has_computed_weight
+from fxqat.nn.parametrized import computed_tensors
 from fxqat.nn.qat import QATLayer
 from fxqat.ops.families import IDENTITY
 from fxqat.ops.identify import identify
@@ -172,7 +172,7 @@ def _pairs(gm: QuantGraphModule, limits: Mapping[str, ClipLimit]) -> Iterator[Pa
             continue
         second = called_module(reader)
         assert isinstance(second, QATLayer)
-        if has_computed_weight(first) or has_computed_weight(second):
+        if computed_tensors(first) or computed_tensors(second):
             continue  # a factor cannot be written into it
         if owners[id(first.weight)] > 1 or owners[id(second.weight)] > 1:
             continue  # a tied weight is not only this layer's

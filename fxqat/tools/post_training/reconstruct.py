@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from fxqat.errors import CalibrationError, ConfigError
 from fxqat.fake_quantize.state import enable_quantization
-from fxqat.nn.parametrized import ParametrizedQATLayer
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import QATRecurrentLayer
 from fxqat.quantization.graph_module import QuantGraphModule, finished_model, mark_fitted, require_float_model
@@ -254,7 +254,9 @@ def _require_plain_weights(gm: QuantGraphModule) -> None:
 
     Nor could it into a computed weight, which is told.
     """
-    computed = [path for path, layer in gm.named_modules() if isinstance(layer, ParametrizedQATLayer)]
+    computed = [
+        path for path, layer in gm.named_modules() if isinstance(layer, QATLayer) and has_computed_weight(layer)
+    ]
     if computed:
         logging.getLogger("fxqat").warning(
             "reconstruct: the weights of %s are computed from other tensors and stay rounded to the nearest. To change "

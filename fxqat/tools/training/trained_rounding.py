@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fxqat.errors import CalibrationError, ConfigError
-from fxqat.nn.parametrized import ParametrizedQATLayer
+from fxqat.nn.parametrized import has_computed_weight
 from fxqat.nn.qat import BN_FREEZE, QATLayer
 from fxqat.quantization.graph_module import QuantGraphModule, finished_model
 from fxqat.tools.post_training.adaround import AdaRoundFakeQuantize
@@ -254,7 +254,7 @@ def _weights(gm: QuantGraphModule) -> list[LayerWeight]:
     found, left = [], []
     for path, layer in layers.items():
         tensors = [tensor for parts in layer.weight_tensors() for tensor in parts]
-        if isinstance(layer, ParametrizedQATLayer) or any(owners[id(tensor)] > 1 for tensor in tensors):
+        if has_computed_weight(layer) or any(owners[id(tensor)] > 1 for tensor in tensors):
             left.append(path)
             continue
         for weight in weights_of(layer):
