@@ -283,7 +283,7 @@ GRAPH_PASSES = (
     "quantization.fuse",
     "quantization.insert",
     "quantization.raw_inputs",
-    "quantization.fold_numbers",
+    "quantization.fold_constants",
     "quantization.lower",
     "quantization.leaf_sizes",
     "utils.fold_parameters",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
 
 from fxqat.ops.families import BINARY, CONSTRUCTOR, IDENTITY, MATH, NOT_FLOAT, OPAQUE, PASS_THROUGH, RECURRENT
-from fxqat.ops.identify import identify
+from fxqat.ops.identify import identify, is_stateless_layer
 from fxqat.ops.unbounded import unbounded_values
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, writes_state
 from fxqat.utils.node_meta import SHAPE, Kind, kind_of
@@ -77,10 +78,12 @@ def _computed_without_inputs(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind], 
     Args:
         gm: the graph.
         kinds: of all nodes.
-        of_parameters: if True, other parameters may reach them, but no input of any type.
+        of_parameters: if True, parameters may reach them, also those of layers that are called once (an MLP of position
+            biases), but no input of any type.
     """
     reached: set[fx.Node] = set()
     writes = _buffer_updates(gm)
+    calls = Counter(node.target for node in gm.graph.nodes if node.op == "call_module")
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             changes = of_parameters or kinds[node] is not Kind.OTHER
@@ -90,6 +93,8 @@ def _computed_without_inputs(gm: fx.GraphModule, kinds: Mapping[fx.Node, Kind], 
         else:
             module = called_module(node)
             trains = module is not None and (next(module.parameters(), None) is not None or node in writes)
+            if of_parameters and is_stateless_layer(node):
+                trains = calls[node.target] > 1
             changes = trains or (not reads_sizes_only(node, kinds) and not reached.isdisjoint(node.all_input_nodes))
         if changes:
             reached.add(node)

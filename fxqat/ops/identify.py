@@ -16,7 +16,7 @@ from fxqat.nn.embedding import QATEmbedding
 from fxqat.nn.fused import FusedLayer
 from fxqat.nn.qat import QATLayer
 from fxqat.nn.recurrent import RecurrentLayer
-from fxqat.ops.families import MATH, PASS_THROUGH, RECURRENT, UNBOUNDED, Op
+from fxqat.ops.families import ACTIVATION, MATH, NORM, PASS_THROUGH, RECURRENT, UNBOUNDED, WEIGHTED, Op
 from fxqat.ops.table import IN_PLACE_OPERATORS, OPS, OUT_OF_PLACE, UNKNOWN
 from fxqat.utils.fx_graph import argument, called_module
 from fxqat.utils.node_meta import INFINITE, kind_of
@@ -101,6 +101,13 @@ def identify_module(module: nn.Module | None) -> Op:
         name = module.layer_type
         return next(op for op in OPS if any(kind.__name__ == name for kind in op.modules))
     return _BY_MODULE.get(type_of(module), _BY_NAME["stochastic_depth"] if is_idle(module) else UNKNOWN)
+
+
+def is_stateless_layer(node: fx.Node) -> bool:
+    """Whether a node calls a layer of torch that computes the same whenever it gets the same."""
+    module = called_module(node)
+    has_buffers = module is not None and next(module.buffers(), None) is not None
+    return module is not None and not has_buffers and identify(node).family in (WEIGHTED, NORM, ACTIVATION)
 
 
 def keeps_output(node: fx.Node) -> bool:

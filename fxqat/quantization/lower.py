@@ -11,7 +11,7 @@ On the deployed copy of the model (``fxqat.quantization.deployed_copy``):
 5. dataclasses in the output become dicts;
 6. what reads a buffer after the model has updated it reads the new value, because the file has no buffers;
 7. recurrent layers become ONNX's operators, with stored weights and biases;
-8. numbers computed from parameters and buffers are folded (``fxqat.quantization.fold_numbers``);
+8. what is computed from parameters and buffers alone is folded (``fxqat.quantization.fold_constants``);
 9. activations of layers write to new memory, and averages over whole images become means: torch's exporter translates
    these without decomposing the graph first, which is half of its work.
 """
@@ -47,7 +47,7 @@ from fxqat.nn.recurrent import QATRecurrentLayer, RecurrentLayer
 from fxqat.numerics import per_axis
 from fxqat.ops.identify import identify
 from fxqat.quantization.deployed_copy import deployed_copy
-from fxqat.quantization.fold_numbers import fold_numbers
+from fxqat.quantization.fold_constants import fold_constants
 from fxqat.quantization.graph_module import QuantGraphModule
 from fxqat.quantization.raw_inputs import normalize_integers, reads_bytes
 from fxqat.quantization.split_ops import split_ops
@@ -92,7 +92,7 @@ def lower(
     """
     work = deployed_copy(gm, normalizers)
     _read_new_values(work.graph)  # case 6
-    fold_numbers(work, inputs)  # case 8
+    fold_constants(work, inputs)  # case 8
     split_ops(work, lambda node: identify(node).name == "adaptive_avg_pool2d")  # case 9
     state = _Lowering(work, weights, opset_version)
     for node in list(work.graph.nodes):

@@ -1,4 +1,4 @@
-"""Fold numbers: what the graph computes from parameters, buffers and constants alone, outside of tensors.
+"""Fold constants: what the graph computes from parameters, buffers and constants alone.
 
 Torch's exporter does not know the values of tensors. A model that keeps sizes, factors or indices in buffers
 (``self.factors.tolist()``) needs them as numbers:
@@ -8,6 +8,10 @@ Torch's exporter does not know the values of tensors. A model that keeps sizes, 
 
 If such a tensor is computed from sizes, too (the padding of EnCodec, from sizes, buffers and ``torch.ceil``), and no
 size is open in the file, the sizes are those of the example inputs.
+
+3. A tensor that is no larger than those that it is computed from (the position biases that an MLP computes from a grid)
+   is computed once, here: the exporter folds some of its operations, by size, and the device would compute the others
+   for each input.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fxqat.ops.identify import identify, works_in_place
-from fxqat.utils.fx_graph import attribute_of, node_inputs, writes_state
+from fxqat.ops.identify import identify, is_stateless_layer, works_in_place
+from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, unique_name, writes_state
 from fxqat.utils.node_meta import SHAPE, kind_of
 
 TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose", "pad", "roll")
@@ -31,7 +35,7 @@ CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.arange, torch.z
 """The functions without operands whose results are the same in each call."""
 
 
-def fold_numbers(gm: fx.GraphModule, inputs: tuple[Any, ...] | None = None) -> None:
+def fold_constants(gm: fx.GraphModule, inputs: tuple[Any, ...] | None = None) -> None:
     """Fold such numbers, in place.
 
     Args:
@@ -47,9 +51,30 @@ def fold_numbers(gm: fx.GraphModule, inputs: tuple[Any, ...] | None = None) -> N
     for node in list(gm.graph.nodes):
         if node not in values:
             _write_numbers(node, values)
+    _store_tensors(gm, values)
     for node in reversed(values):
         if not node.users:
             gm.graph.erase_node(node)
+
+
+def _store_tensors(gm: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
+    """Read computed tensors from buffers, where that does not enlarge the file."""
+    sources: dict[fx.Node, dict[int, int]] = {}  # the sizes of the tensors that a value is computed from, by id
+    for node, value in values.items():
+        module = called_module(node)
+        own = [value] if node.op == "get_attr" else [] if module is None else module.parameters()
+        sources[node] = {id(tensor): tensor.numel() for tensor in own}
+        for each in node.all_input_nodes:
+            sources[node] |= sources.get(each, {})
+        if node.op == "get_attr" or not isinstance(value, Tensor) or all(user in values for user in node.users):
+            continue
+        if value.numel() <= sum(sources[node].values()):
+            name = unique_name(gm, node.name)
+            gm.register_buffer(name, value.clone(memory_format=torch.contiguous_format), persistent=False)
+            with gm.graph.inserting_before(node):
+                stored = gm.graph.get_attr(name)
+            stored.meta = dict(node.meta)
+            node.replace_all_uses_with(stored, delete_user_cb=lambda user: user not in values)
 
 
 class _Sizes(fx.Interpreter):
@@ -95,6 +120,8 @@ def _is_pure_call(node: fx.Node) -> bool:
     makes_constant = (
         node.op == "call_function" and node.target in CONSTANTS and not any(map(works_in_place, node.users))
     )
+    if node.op == "call_module":
+        return is_stateless_layer(node)
     computes = node.op in ("call_function", "call_method") and (bool(node.all_input_nodes) or makes_constant)
     return computes and not node.is_impure()
 
@@ -107,6 +134,9 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     }
     args: Any = fx.node.map_arg(node.args, given.__getitem__)
     kwargs: Any = fx.node.map_arg(node.kwargs, given.__getitem__)
+    module = called_module(node)
+    if module is not None:
+        return module(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)

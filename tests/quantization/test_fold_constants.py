@@ -1,12 +1,14 @@
 """Numbers that a model keeps in buffers are constants in the file."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import fxqat
+from fxqat.nn.qat import QATLayer
 from fxqat.quantization.lower import lower
 from tests.export_models import flat, run_file
 
@@ -112,3 +114,81 @@ def test_buffers_that_the_model_updates_are_not_folded():
     lowered = lower(gm.eval()).module
     assert torch.equal(gm.start, before)
     torch.testing.assert_close(lowered(x), gm(x))
+
+
+class PositionBias(nn.Module):
+    """Adds what an MLP computes from a grid to the values of a layer, as in the second Swin."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.mlp = nn.Conv2d(2, 6, 1), mlp
+        self.register_buffer("grid", 4 * torch.randn(4, 4, 2))
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) + 2 * torch.sigmoid(self.mlp(self.grid)).permute(2, 0, 1)
+
+
+MLPS = {
+    "plain": lambda: nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 6)),
+    "normalized": lambda: nn.Sequential(nn.Linear(2, 64), nn.LayerNorm(64), nn.PReLU(), nn.Linear(64, 6, bias=False)),
+}
+
+
+@pytest.mark.parametrize("backend", ["TSQAT", "OpenVINO"])
+@pytest.mark.parametrize("name", MLPS)
+def test_what_layers_compute_from_a_grid_is_a_constant_of_the_file(name, backend, tmp_path):
+    torch.manual_seed(0)
+    model, x = PositionBias(MLPS[name]()).eval(), torch.randn(1, 2, 4, 4)
+    gm = fxqat.prepare_by_platform(model, backend, example_inputs=(x,))
+    fxqat.calibrate(gm, [x], progress=False)
+    fxqat.enable_quantization(gm)
+    gm.train()(x).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in gm.mlp.parameters())
+    report = fxqat.convert_export(gm.eval(), (x,), tmp_path / "model.onnx")
+    assert report.certificate.passed
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert {node.op_type for node in graph.node} <= {
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "Conv",
+        "Relu",
+        "Add",
+        "Clip",
+    }
+    stored = [onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer if list(tensor.dims) == [6, 4, 4]]
+    expected = 2 * torch.sigmoid(model.mlp(model.grid)).permute(2, 0, 1)
+    torch.testing.assert_close(torch.from_numpy(stored[0].copy()), expected.detach())
+
+
+def test_a_constant_that_is_larger_than_what_it_is_computed_from_is_computed_on_the_device():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.row = nn.Conv2d(2, 4, 1), nn.Parameter(torch.randn(64))
+
+        def forward(self, x):
+            return self.conv(x) + torch.exp(self.row[:, None] * self.row)
+
+    x = torch.randn(1, 2, 64, 64)
+    gm = fxqat.prepare_by_platform(Outer(), "TSQAT", example_inputs=(x,))
+    fxqat.calibrate(gm, [x], progress=False)
+    lowered = lower(gm.eval(), "integer", 21)
+    assert max(tensor.numel() for tensor in lowered.module.state_dict().values()) == 64
+    assert torch.exp in {node.target for node in lowered.module.graph.nodes}
+
+
+def test_a_layer_that_inputs_reach_as_well_is_quantized():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("grid", torch.randn(3, 4))
+
+        def forward(self, x):
+            return self.linear(x) + torch.relu(self.linear(self.grid))
+
+    x = torch.randn(3, 4)
+    gm = fxqat.prepare_by_platform(Shared(), "TSQAT", example_inputs=(x,))
+    assert [row.status for row in gm.quant_report if row.op == "linear"] == ["quantized"] * 2
+    assert isinstance(gm.linear, QATLayer)
