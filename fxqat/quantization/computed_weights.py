@@ -122,29 +122,34 @@ def made_layer(
 
 
 def hooked_layer(layer: nn.Module) -> nn.Module:
-    """A layer that computes its weight as the hook of torch on it, pruning or the old weight norm.
+    """A layer that computes its weight and bias as the hooks of torch on it, pruning or the old weight norm.
 
     It is the layer itself if hooks compute anything else, or otherwise: ``spectral_norm`` writes buffers in training.
     """
-    computed = weight_hooks(layer)
-    if type_of(layer) not in WEIGHTED_TYPES or [name for _, name in computed] != [WEIGHT] or has_other_hooks(layer):
+    hooks = weight_hooks(layer)
+    if type_of(layer) not in WEIGHTED_TYPES or not hooks or has_other_hooks(layer):
         return layer
-    hook: Any = computed[0][0]
-    graph = fx.Graph()
-    original = graph.placeholder("original")
-    parameter: Any
-    bias: Any = layer.bias
-    if isinstance(hook, WeightNorm):
-        parameter, other = layer.weight_v, "weight_g"
-        graph.output(graph.call_function(WEIGHT_NORM, (original, graph.get_attr(other), hook.dim)))
-    elif isinstance(hook, BasePruningMethod):
-        parameter, other = layer.weight_orig, "weight_mask"
-        graph.output(graph.call_function(torch.mul, (original, graph.get_attr(other))))
-    else:
+    tensors: dict[str, Any] = {WEIGHT: layer.weight, BIAS: layer.bias}
+    tensors |= {name: _of_hook(layer, hook, name) for hook, name in hooks}
+    if tensors.keys() > {WEIGHT, BIAS} or any(tensors[name] is None for _, name in hooks):
         return layer
     op = weighted_op(layer)  # type: ignore[arg-type]
-    source = fx.GraphModule({other: getattr(layer, other)}, graph)
-    return made_layer(op.layer, op.options, Computed(source, parameter), bias).train(layer.training)
+    return made_layer(op.layer, op.options, tensors[WEIGHT], tensors[BIAS]).train(layer.training)
+
+
+def _of_hook(layer: nn.Module, hook: Any, name: str) -> Computed | None:
+    """How a hook computes a tensor; None if it would have to be a hook for that."""
+    graph = fx.Graph()
+    original = graph.placeholder("original")
+    if isinstance(hook, WeightNorm):
+        parameter, other = f"{name}_v", f"{name}_g"
+        graph.output(graph.call_function(WEIGHT_NORM, (original, graph.get_attr(other), hook.dim)))
+    elif isinstance(hook, BasePruningMethod):
+        parameter, other = f"{name}_orig", f"{name}_mask"
+        graph.output(graph.call_function(torch.mul, (original, graph.get_attr(other))))
+    else:
+        return None
+    return Computed(fx.GraphModule({other: getattr(layer, other)}, graph), getattr(layer, parameter))
 
 
 def _is_pure_call(node: fx.Node) -> bool:
