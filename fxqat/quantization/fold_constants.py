@@ -9,9 +9,10 @@ Torch's exporter does not know the values of tensors. A model that keeps sizes, 
 If such a tensor is computed from sizes, too (the padding of EnCodec, from sizes, buffers and ``torch.ceil``), and no
 size is open in the file, the sizes are those of the example inputs.
 
-3. A tensor that is no larger than those that it is computed from (the position biases that an MLP computes from a grid)
-   is computed once, here: the exporter folds some of its operations, by size, and the device would compute the others
-   for each input.
+3. A tensor that parameters or buffers determine (the position biases that an MLP computes from a grid) is computed here,
+   once, if it is not larger than what the exporter folds itself: that decides for each operation by the sizes of its
+   operands, and the device would compute the others for each input. What only repeats values is left to the device (a
+   table that is read at an index for each pair of positions).
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from fxqat.ops.families import IDENTITY, PASS_THROUGH
 from fxqat.ops.identify import identify, is_stateless_layer, works_in_place
 from fxqat.utils.fx_graph import attribute_of, called_module, node_inputs, unique_name, writes_state
 from fxqat.utils.node_meta import SHAPE, kind_of
 
 TAKE_NUMBERS = ("getitem", "reshape", "expand", "repeat", "select", "split", "permute", "transpose", "pad", "roll")
 """The ops whose arguments after the first are indices or sizes."""
+
+LARGEST = 512 * 512
+"""Elements of the largest tensor that is stored, as in onnxscript's folding of constants."""
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, torch.arange, torch.zeros, torch.ones, torch.full)
 """The functions without operands whose results are the same in each call."""
@@ -57,24 +62,39 @@ def fold_constants(gm: fx.GraphModule, inputs: tuple[Any, ...] | None = None) ->
             gm.graph.erase_node(node)
 
 
-def _store_tensors(gm: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
-    """Read computed tensors from buffers, where that does not enlarge the file."""
-    sources: dict[fx.Node, dict[int, int]] = {}  # the sizes of the tensors that a value is computed from, by id
-    for node, value in values.items():
-        module = called_module(node)
-        own = [value] if node.op == "get_attr" else [] if module is None else module.parameters()
-        sources[node] = {id(tensor): tensor.numel() for tensor in own}
-        for each in node.all_input_nodes:
-            sources[node] |= sources.get(each, {})
-        if node.op == "get_attr" or not isinstance(value, Tensor) or all(user in values for user in node.users):
+def _store_tensors(gm: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+    """Read tensors that are computed from parameters and buffers from new buffers."""
+    foldable = _foldable(values)
+    computed: set[fx.Node] = set()  # constants that the file computes
+    for node in reversed(values):
+        readers = [user for user in node.users if user not in values or user in computed]
+        if node.op == "get_attr" or not readers:
             continue
-        if value.numel() <= sum(sources[node].values()):
-            name = unique_name(gm, node.name)
-            gm.register_buffer(name, value.clone(memory_format=torch.contiguous_format), persistent=False)
-            with gm.graph.inserting_before(node):
-                stored = gm.graph.get_attr(name)
-            stored.meta = dict(node.meta)
-            node.replace_all_uses_with(stored, delete_user_cb=lambda user: user not in values)
+        if node not in foldable:
+            computed.add(node)
+            continue
+        name = unique_name(gm, node.name)
+        gm.register_buffer(name, values[node].clone(memory_format=torch.contiguous_format), persistent=False)
+        with gm.graph.inserting_before(node):
+            stored = gm.graph.get_attr(name)
+        stored.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, stored)
+
+
+def _foldable(values: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """The tensors that a parameter or a buffer reaches, and that are not too large."""
+    reached: set[fx.Node] = set()
+    limits: dict[fx.Node, int] = {}
+    for node, value in values.items():
+        read = node.all_input_nodes
+        if node.op in ("get_attr", "call_module") or not reached.isdisjoint(read):
+            reached.add(node)
+        moves = identify(node).family in (PASS_THROUGH, IDENTITY)
+        size = value.numel() if isinstance(value, Tensor) else LARGEST
+        limits[node] = limits[read[0]] if moves else min(size, LARGEST)
+    tensors = {node: values[node] for node in reached if type(values[node]) is Tensor}
+    return {node for node, value in tensors.items() if value.numel() <= limits[node] and not value.is_complex()}
 
 
 class _Sizes(fx.Interpreter):

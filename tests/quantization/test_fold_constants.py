@@ -161,21 +161,29 @@ def test_what_layers_compute_from_a_grid_is_a_constant_of_the_file(name, backend
     torch.testing.assert_close(torch.from_numpy(stored[0].copy()), expected.detach())
 
 
-def test_a_constant_that_is_larger_than_what_it_is_computed_from_is_computed_on_the_device():
+@pytest.mark.parametrize(
+    ("size", "outer"), [(600, lambda row: torch.exp(row[:, None] * row)), (60, lambda row: row[:, None].expand(60, 60))]
+)
+def test_a_large_constant_is_computed_from_the_last_one_that_is_not(size, outer):
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.row = nn.Conv2d(2, 4, 1), nn.Parameter(torch.randn(64))
+            self.conv, self.row = nn.Conv2d(1, 1, 1), nn.Parameter(torch.randn(size))
 
         def forward(self, x):
-            return self.conv(x) + torch.exp(self.row[:, None] * self.row)
+            row = torch.sin(self.row * 2)
+            return self.conv(x) + outer(row)
 
-    x = torch.randn(1, 2, 64, 64)
+    x = torch.randn(1, 1, size, size)
     gm = fxqat.prepare_by_platform(Outer(), "TSQAT", example_inputs=(x,))
     fxqat.calibrate(gm, [x], progress=False)
     lowered = lower(gm.eval(), "integer", 21)
-    assert max(tensor.numel() for tensor in lowered.module.state_dict().values()) == 64
-    assert torch.exp in {node.target for node in lowered.module.graph.nodes}
+    stored = [buffer.flatten() for buffer in lowered.module.buffers() if buffer.numel() >= size]
+    assert stored
+    assert all(torch.equal(buffer, torch.sin(gm.row * 2)) for buffer in stored)
+    called = {node.target for node in lowered.module.graph.nodes}
+    assert called & {torch.exp, "expand"}
+    assert torch.sin not in called
 
 
 def test_a_layer_that_inputs_reach_as_well_is_quantized():
