@@ -9,10 +9,10 @@ Torch's exporter does not know the values of tensors. A model that keeps sizes, 
 If such a tensor is computed from sizes, too (the padding of EnCodec, from sizes, buffers and ``torch.ceil``), and no
 size is open in the file, the sizes are those of the example inputs.
 
-3. A tensor that parameters or buffers determine (the position biases that an MLP computes from a grid) is computed here,
-   once, if it is not larger than what the exporter folds itself: that decides for each operation by the sizes of its
-   operands, and the device would compute the others for each input. What only repeats values is left to the device (a
-   table that is read at an index for each pair of positions).
+3. A tensor that parameters or buffers determine (the position biases that an MLP computes from a grid) is computed
+   here, if it is not larger than what the exporter folds itself: that decides for each operation by the sizes of its
+   operands, and the device would compute the others for each input. What only repeats values, as a table that is read
+   at an index, is left to the device.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _foldable(values: Mapping[fx.Node, Any]) -> set[fx.Node]:
             reached.add(node)
         moves = identify(node).family in (PASS_THROUGH, IDENTITY)
         size = value.numel() if isinstance(value, Tensor) else LARGEST
-        limits[node] = limits[read[0]] if moves else min(size, LARGEST)
+        limits[node] = limits[read[0]] if moves and read else min(size, LARGEST)
     tensors = {node: values[node] for node in reached if type(values[node]) is Tensor}
     return {node for node, value in tensors.items() if value.numel() <= limits[node] and not value.is_complex()}
 

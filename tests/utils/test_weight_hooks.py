@@ -58,9 +58,8 @@ def calibrated(gm):
     return gm
 
 
-@pytest.mark.parametrize("kind", ["prune", "spectral_norm"])
-def test_prepare_tells_why_the_layer_stays_float_and_the_call_that_helps(kind, caplog):
-    make, remove, why, call = KINDS[kind]
+def test_prepare_tells_why_the_layer_stays_float_and_the_call_that_helps(caplog):
+    make, remove, why, call = KINDS["spectral_norm"]
     model = model_with(make)
     gm = fxqat.prepare_by_platform(model, "TSQAT")
     assert gm.quant_report.row("0").status == "float"
@@ -96,7 +95,7 @@ def test_the_file_has_the_computed_weight_and_the_export_warns_of_nothing(kind, 
     names = {tensor.name for tensor in onnx.load(tmp_path / "m.onnx").graph.initializer}
     assert not any("_orig" in name or "weight_g" in name for name in names)
     assert weight_hooks(gm.get_submodule("0")) == hooks
-    assert (hooks == []) == ((kind, when) == ("weight_norm", "before"))  # which became a parametrization
+    assert (hooks == []) == (kind != "spectral_norm" and when == "before")  # which became a parametrization
     assert all(torch.equal(value, state[name]) for name, value in gm.state_dict().items())
 
 
