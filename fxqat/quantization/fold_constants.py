@@ -93,8 +93,7 @@ def _foldable(values: Mapping[fx.Node, Any]) -> set[fx.Node]:
         moves = identify(node).family in (PASS_THROUGH, IDENTITY)
         size = value.numel() if isinstance(value, Tensor) else LARGEST
         limits[node] = limits[read[0]] if moves and read else min(size, LARGEST)
-    tensors = {node: values[node] for node in reached if type(values[node]) is Tensor}
-    return {node for node, value in tensors.items() if value.numel() <= limits[node] and not value.is_complex()}
+    return {node for node in reached if type(values[node]) is Tensor and values[node].numel() <= limits[node]}
 
 
 class _Sizes(fx.Interpreter):

@@ -25,6 +25,13 @@ class Tied(nn.Module):
         return nn.functional.linear(self.hidden(self.emb(tokens)), self.emb.weight)
 
 
+def test_of_a_computed_bias_the_file_has_the_result() -> None:
+    layer = nn.utils.prune.l1_unstructured(nn.Linear(10, 20), "bias", 0.5)
+    tensors = list(stored_tensors(prepare_by_platform(nn.Sequential(layer, nn.ReLU()))))
+    assert sorted(tensor.numel() for tensor, bits in tensors if bits is None) == [20]
+    assert [tensor.numel() for tensor, bits in tensors if bits == 8] == [200]
+
+
 def test_of_a_computed_weight_the_file_has_the_integers() -> None:
     model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(10, 10, bias=False)) for _ in range(3)))
     tensors = list(stored_tensors(prepare_by_platform(model)))
