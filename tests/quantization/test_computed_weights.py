@@ -452,6 +452,14 @@ def test_a_computed_bias_is_the_bias_of_its_layer(weight, bias, backend, tmp_pat
     torch.testing.assert_close(to_float(gm).eval()(X), model(X))
 
 
+def test_two_calls_with_two_computed_biases_are_two_layers():
+    model = product(lambda m, y: F.linear(y, m.weight, m.bias * 2) * F.linear(y, m.weight, m.bias * 3)).eval()
+    x = torch.randn(5, 8)
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(x,))
+    assert sum(isinstance(module, ParametrizedQATLayer) for module in gm.modules()) == 2
+    torch.testing.assert_close(gm(x), model(x))
+
+
 def test_what_is_no_bias_of_a_layer_is_added():
     model = product(lambda m, y: F.linear(y, m.weight, m.bias.sum(0, keepdim=True) + m.bias)).eval()
     one = product(lambda m, y: F.linear(y, m.weight, m.bias.sum(0, keepdim=True))).eval()
