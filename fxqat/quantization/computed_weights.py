@@ -20,6 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fxqat.nn.parametrized import BIAS, WEIGHT, parametrized
 from fxqat.nn.weighted import WEIGHTED_TYPES, WeightedLayer, weighted_layer, weighted_op
 from fxqat.ops.identify import works_in_place
+from fxqat.utils.contexts import eval_mode
 from fxqat.utils.fx_graph import attribute_of, writes_state
 from fxqat.utils.own_forward import type_of
 from fxqat.utils.torch_compat import WEIGHT_NORM
@@ -42,7 +43,7 @@ class Computed:
 
     def value(self) -> Tensor:
         """What is computed."""
-        with torch.no_grad():
+        with torch.no_grad(), eval_mode(self.source):  # spectral norm iterates when it is read in training
             value: Tensor = self.source(self.original)
         return value
 
@@ -138,7 +139,7 @@ def hooked_layer(layer: nn.Module) -> nn.Module:
 
 
 def _of_hook(layer: nn.Module, hook: Any, name: str) -> Computed | None:
-    """How a hook computes a tensor; None if it would have to be a hook for that."""
+    """What computes a tensor as a hook does; None for a hook that does more."""
     graph = fx.Graph()
     original = graph.placeholder("original")
     if isinstance(hook, WeightNorm):

@@ -480,3 +480,13 @@ def test_post_training_tools_leave_a_computed_bias():
     fxqat.calibrate(gm, [X])
     assert correct_bias(gm, [X]).keys() == {"first", "last"}
     assert torch.equal(gm.get_submodule("parts.conv2d").bias, before)
+
+
+def test_preparing_leaves_the_state_of_what_computes_a_weight():
+    model = product(lambda m, y: F.linear(y, m.inner.weight * 2, m.bias * 2)).train()
+    model.inner = parametrizations.spectral_norm(nn.Linear(8, 6, bias=False))
+    before = copy.deepcopy(model.state_dict())
+    gm = prepare_by_platform(model, "TSQAT", example_inputs=(torch.randn(5, 8),))
+    assert sum(isinstance(module, ParametrizedQATLayer) for module in gm.modules()) == 1
+    found = [value for name, value in gm.state_dict().items() if name.endswith("._u")]
+    assert any(torch.equal(value, before["inner.parametrizations.weight.0._u"]) for value in found)
