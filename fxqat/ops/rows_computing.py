@@ -255,6 +255,7 @@ def _math(name: str) -> Op:
 MATHS: tuple[Op, ...] = (
     *(_math(name) for name in ELEMENTWISE.split()),
     Op("pow", MATH, (), (torch.pow, operator.pow, operator.ipow), methods("pow pow_ __pow__ __rpow__ __ipow__"), 2),
+    Op("atan2", MATH, (), (torch.atan2, torch.arctan2), methods("atan2 atan2_ arctan2 arctan2_"), 2, poles=(0, 1)),
     Op("sum", MATH, (), (torch.sum,), ("sum",)),
     Op("prod", MATH, (), (torch.prod,), ("prod",)),
     Op("cumsum", MATH, (), (torch.cumsum,), methods("cumsum cumsum_")),

@@ -419,6 +419,18 @@ def test_a_small_divisor_is_not_rounded_to_zero():
     assert (row.status, "singularity at zero" in row.reason) == ("float", True)
 
 
+def test_no_coordinate_of_an_angle_is_rounded_to_zero():
+    """The gradients of ``atan2(0, 0)`` are NaN."""
+    model = model_of(lambda self, x: self.last(torch.atan2(x[:, :3] * 0.5, x[:, 3:] * 0.5)), last=nn.Conv2d(3, 3, 1))
+    x = torch.cat([torch.full((2, 6, 4, 1), 1e-3), 10 * torch.rand(2, 6, 4, 3)], 3).requires_grad_()
+    gm = calibrate(prepare_by_platform(model), (x,)).train()
+    gm(x).square().mean().backward()
+    assert x.grad.isfinite().all()
+    reasons = {row.node: row.reason for row in gm.quant_report}
+    assert "singular" in reasons["mul"]
+    assert "singular" in reasons["mul_1"]
+
+
 def test_an_override_has_a_divisor_rounded():
     model = model_of(lambda self, x: self.last(x / self.conv(x)), conv=nn.Conv2d(3, 3, 1), last=nn.Conv2d(3, 3, 1))
     by_reader = {"match": {"node": "truediv"}, "activation": {"bit": 16}}
