@@ -19,30 +19,6 @@ WEIGHT = "weight"
 BIAS = "bias"
 
 
-class ComputedWeight:
-    """A module whose weight is computed each time that it is read."""
-
-    parametrizations: nn.ModuleDict
-
-    @property
-    def weight(self) -> Tensor:
-        """The computed weight."""
-        weight: Tensor = self.parametrizations[WEIGHT]()
-        return weight
-
-
-class ComputedBias:
-    """A module whose bias is computed each time that it is read."""
-
-    parametrizations: nn.ModuleDict
-
-    @property
-    def bias(self) -> Tensor:
-        """The computed bias."""
-        bias: Tensor = self.parametrizations[BIAS]()
-        return bias
-
-
 class ParametrizedQATLayer(QATLayer):
     """A QAT layer that computes its weight, bias or both in each call, then rounds them: as weight norm does.
 
@@ -74,15 +50,18 @@ class ParametrizedQATLayer(QATLayer):
         return layer.train(self.training)  # type: ignore[no-any-return]
 
 
-MIXINS: dict[tuple[str, ...], tuple[type, ...]] = {
-    (WEIGHT,): (ComputedWeight,),
-    (BIAS,): (ComputedBias,),
-    (WEIGHT, BIAS): (ComputedWeight, ComputedBias),
-}
+def _computes(name: str) -> type:
+    """A base of layers that compute a tensor each time that it is read; torch cannot remove it from their own class."""
+    return type(f"Computed{name.title()}", (), {name: property(lambda layer: layer.parametrizations[name]())})
+
+
+COMPUTED = {name: _computes(name) for name in (WEIGHT, BIAS)}
 PARAMETRIZED: dict[tuple[type, tuple[str, ...]], Any] = {
-    (kind, names): type(f"{kind.__name__}Of{'And'.join(map(str.title, names))}", (kind, *mixins), {})
+    (kind, names): type(
+        f"{kind.__name__}Of{'And'.join(map(str.title, names))}", (kind, *(COMPUTED[n] for n in names)), {}
+    )
     for kind in (*WEIGHTED_TYPES, ParametrizedQATLayer)
-    for names, mixins in MIXINS.items()
+    for names in ((WEIGHT,), (BIAS,), (WEIGHT, BIAS))
 }
 """For each layer, and the tensors that are computed, the class; the classes that torch makes cannot be pickled."""
 for _kind in PARAMETRIZED.values():
