@@ -47,6 +47,7 @@ from fxqat.utils.contexts import (
     users_modules,
     without_fast_path,
 )
+from fxqat.utils.gradients import gradients_of
 from fxqat.utils.living_copies import own_copy
 from fxqat.utils.tensors import call_with_tensors, flatten_tensors, map_tensors
 from fxqat.utils.torch_compat import copy_tensor_hooks, tensor_version
@@ -428,14 +429,13 @@ def _outputs(outputs: Any) -> dict[str, Tensor]:
 
 
 def _gradients(outputs: Any, leaves: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The gradient of each leaf that has one, by its ``id``, dense; in the loss each output has its own weight."""
+    """The gradient of each leaf that has one, by its ``id``; in the loss each output has its own weight."""
     losses = [_weighted_sum(tensor) for tensor in flatten_tensors(outputs) if tensor.requires_grad]
     trained = list({id(leaf): leaf for leaf in leaves if leaf.requires_grad}.values())
     if not losses or not trained:
         return {}
-    found = torch.autograd.grad(torch.stack(losses).sum(), trained, allow_unused=True)
-    pairs = zip(trained, found, strict=True)
-    return {id(leaf): of.to_dense() if of.is_sparse else of for leaf, of in pairs if of is not None}
+    pairs = zip(trained, gradients_of(torch.stack(losses).sum(), trained), strict=True)
+    return {id(leaf): gradient for leaf, gradient in pairs if gradient is not None}
 
 
 def _weighted_sum(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Calls of ``torch.autograd.Function`` and of activation checkpointing while a model is traced.
 
-1. A user's ``Function`` becomes one node: traced into, its forward would lose the backward that belongs to it. If
-   ``apply`` was stored before, as in ``self.spike = Spike.apply``, its forward is what makes the node.
-2. ``torch.utils.checkpoint`` is traced into. The prepared model keeps the activations of its region, which costs memory
+1. A user's ``Function`` whose backward is the derivative of its forward is traced into, given example values.
+2. Any other becomes one node: traced into, its forward would lose the backward that belongs to it.
+3. If ``apply`` was stored before, as in ``self.spike = Spike.apply``, its forward does what ``apply`` does here.
+4. ``torch.utils.checkpoint`` is traced into. The prepared model keeps the activations of its region, which costs memory
    and changes no value; the line is reported.
 """
 
@@ -64,15 +65,15 @@ def functions_as_calls() -> Iterator[list[str]]:
         checkpointed.append(innermost_line(inspect.currentframe()))
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        tracer = next(_tracers((args, kwargs)), None)
+        tracer = next(tracers_in((args, kwargs)), None)
         if tracer is None:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
             record()
             return args[0](*args[2:])
-        make_leaf = getattr(tracer, "call_function_leaf", None)
-        if make_leaf is not None:
-            return make_leaf(AutogradCall(cls), args, kwargs)
+        trace_function = getattr(tracer, "trace_autograd_function", None)
+        if trace_function is not None:
+            return trace_function(AutogradCall(cls), forwards.get(cls, cls.forward), args, kwargs)
         return tracer.create_proxy("call_function", AutogradCall(cls), args, kwargs)
 
     def traced(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -80,7 +81,7 @@ def functions_as_calls() -> Iterator[list[str]]:
         has_context = cls.setup_context is torch.autograd.Function.setup_context
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if next(_tracers((args, kwargs)), None) is None:
+            if next(tracers_in((args, kwargs)), None) is None:
                 return function(*args, **kwargs)
             with torch.enable_grad():  # which the stored apply has switched off
                 return apply(cls, *(args[1:] if has_context else args), **kwargs)
@@ -89,19 +90,20 @@ def functions_as_calls() -> Iterator[list[str]]:
 
     def set_up(function: Callable[..., Any]) -> Callable[..., Any]:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-            return None if next(_tracers(inputs), None) is not None else function(ctx, inputs, output)
+            return None if next(tracers_in(inputs), None) is not None else function(ctx, inputs, output)
 
         return setup_context
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if next(_tracers((args, kwargs)), None) is not None:
+            if next(tracers_in((args, kwargs)), None) is not None:
                 record()
             return function(*args, **kwargs)
 
         return checkpoint
 
     original = vars(torch.autograd.Function)["apply"]
+    forwards: dict[type[torch.autograd.Function], Callable[..., Any]] = {}
     with ExitStack() as stack:
         for owner, name in CHECKPOINTS:
             function = getattr(owner, name)
@@ -110,6 +112,7 @@ def functions_as_calls() -> Iterator[list[str]]:
         stack.callback(setattr, torch.autograd.Function, "apply", original)
         torch.autograd.Function.apply = classmethod(apply)
         for cls in list(_users_functions(torch.autograd.Function)):
+            forwards[cls] = cls.forward
             _replace(stack, cls, "forward", staticmethod(traced(cls)))
             if cls.setup_context is not torch.autograd.Function.setup_context:
                 _replace(stack, cls, "setup_context", staticmethod(set_up(cls.setup_context)))
@@ -145,12 +148,12 @@ def autograd_calls(gm: fx.GraphModule) -> Iterator[FloatLeaf]:
             yield FloatLeaf(name, ONE_CALL, line_of_node(node) or "unknown source line")
 
 
-def _tracers(value: Any) -> Iterator[fx.proxy.TracerBase]:
+def tracers_in(value: Any) -> Iterator[fx.proxy.TracerBase]:
     """The tracers of the proxies in nested arguments."""
     if isinstance(value, fx.Proxy):
         yield value.tracer
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tracers(item)
+            yield from tracers_in(item)
     elif isinstance(value, dict):
-        yield from _tracers(tuple(value.values()))
+        yield from tracers_in(tuple(value.values()))

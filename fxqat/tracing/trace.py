@@ -31,6 +31,7 @@ from fxqat.tracing.batch_norm_calls import batch_norms_to_modules
 from fxqat.tracing.layer_hooks import settle_hooks
 from fxqat.tracing.leaf_tracer import LeafTracer, ParameterOverwritten, TypeNotInGraph, explain
 from fxqat.tracing.python_state import held_objects, items_of, python_state_kept
+from fxqat.tracing.scripted_functions import scripted_as_python
 from fxqat.tracing.train_eval_tracer import TrainEvalTracer
 from fxqat.tracing.value_tracer import bind_arguments
 from fxqat.tracing.written_constants import constants_of, copy_written_constants
@@ -143,6 +144,7 @@ def trace(
         ONE_TRACE,
         without_compiler(),
         buffers_kept(root),
+        scripted_as_python(),
         functions_as_calls() as checkpointed,
         python_state_kept(root) as state_changes,
     ):

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from fxqat.tracing.autograd_functions import AutogradCall
 from fxqat.tracing.evaluate import evaluate
+from fxqat.tracing.function_derivative import apply_forward, has_derivative_as_backward
 from fxqat.tracing.function_leaf import FunctionLeaf, ModuleArgument, failing_functions, holds_module
 from fxqat.tracing.leaf_tracer import SEEDS, LeafTracer, ParameterOverwritten, address_of, explain
 from fxqat.tracing.open_int import FRACTIONS, open_ints, stays_open, without_open_int
 from fxqat.tracing.patches import Patches
-from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy
+from fxqat.tracing.value_proxy import DataDependent, TracedValue, ValueProxy, value_of
 from fxqat.utils.fx_graph import IN_PLACE_OPERATORS, unique_name, writes_state
 from fxqat.utils.node_meta import (
     ADDRESS,
@@ -239,6 +241,27 @@ class ValueTracer(LeafTracer):
         path = self._path_of_leaf(function, constants)
         placed = tuple(None if i in constants else a for i, a in enumerate(args))
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
+
+    def trace_autograd_function(
+        self, call: AutogradCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Trace the forward of a custom Function if its backward is the derivative of that; else make one node."""
+        mark = self.mark_position()
+        with self.patches.suspend():
+            try:
+                values = value_of((args, kwargs))
+            except DataDependent:
+                values = None
+            followed = values is not None and has_derivative_as_backward(self.root, call.function, forward, *values)
+        self.rewind(mark)  # a closure may have been called that reads proxies
+        if followed:
+            try:
+                return apply_forward(call.function, forward, args, kwargs)
+            except Exception:  # noqa: BLE001  a forward in other languages than Python takes no proxies
+                if self.path_of_failure:  # a module that it calls became a leaf or could not
+                    raise
+                self.rewind(mark)
+        return self.call_function_leaf(call, args, kwargs)
 
     def _path_of_leaf(self, function: Any, constants: dict[int | str, Any]) -> str:
         """The path of the leaf that calls this function with these constants; equal calls share it in both modes.

@@ -129,6 +129,12 @@ def without_compiler() -> Iterator[None]:
         yield
 
 
+def python_of_scripted(function: Any) -> Callable[..., Any] | None:
+    """What ``torch.jit.script`` or ``torch.jit.trace`` made a ``ScriptFunction`` from; None if that is not known."""
+    python: Callable[..., Any] | None = getattr(function, "_torchdynamo_inline", None)
+    return python
+
+
 _EXPORTING = threading.RLock()
 _TRANSLATIONS: dict[Any, Any] = {}
 

@@ -1,0 +1,167 @@
+"""Whether the backward of a custom ``torch.autograd.Function`` is the derivative of its forward.
+
+Such Functions save memory or time and nothing else: activations that are computed again, reversible layers,
+checkpointing of one's own, normalization whose backward is written by hand. Others define a gradient of their own:
+straight-through estimators, gradient reversal, clipped gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxqat.utils.contexts import in_mode
+from fxqat.utils.gradients import gradients_of
+from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors
+from fxqat.utils.torch_compat import tensor_version
+
+TOLERANCE = 1e-4
+"""By how much two gradients may differ, relative to each value and to the largest: kernels round differently."""
+OCTAVES = 3
+"""Standard deviation of the powers of two by which values are multiplied, so that they lie on all sides of limits."""
+
+
+class Context:
+    """What the forward of a Function gets as ``ctx`` when autograd differentiates it; keeps nothing for a backward."""
+
+    def __init__(self, count: int) -> None:
+        self.needs_input_grad = (True,) * count
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Autograd keeps what it needs."""
+
+    save_for_forward = save_for_backward
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Autograd knows."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """There is no backward that reads it."""
+
+
+def apply_forward(cls: type[torch.autograd.Function], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The forward of a Function as ordinary code, which autograd differentiates.
+
+    Args:
+        cls: the Function.
+        forward: its forward.
+        args: what ``apply`` gets.
+        kwargs: the same, by name.
+    """
+    has_context = cls.setup_context is torch.autograd.Function.setup_context
+    with torch.enable_grad(), _no_grad_ignored():
+        return forward(*((Context(len(args)), *args) if has_context else args), **kwargs)
+
+
+@contextmanager
+def _no_grad_ignored() -> Iterator[None]:
+    """``torch.no_grad`` has no effect in the block, as in a forward, which ``apply`` runs without gradients."""
+    members = {name: vars(torch.no_grad)[name] for name in ("__enter__", "__exit__")}
+    for name in members:
+        setattr(torch.no_grad, name, lambda *_: None)
+    try:
+        yield
+    finally:
+        for name, member in members.items():
+            setattr(torch.no_grad, name, member)
+
+
+def has_derivative_as_backward(
+    root: nn.Module, cls: type[torch.autograd.Function], forward: Callable[..., Any], args: Any, kwargs: Any
+) -> bool:
+    """Whether a Function has the gradients of its forward: for these arguments, and with their values scaled at random.
+
+    The gradients are those of its arguments and of the model's parameters. The model is left as it was. Of a Function
+    that writes to its arguments, raises on scaled ones, or counts batches in its backward, too (a BatchNorm that runs
+    again), the answer is no.
+
+    Args:
+        root: the model.
+        cls: the Function.
+        forward: its forward.
+        args: what ``apply`` gets, as values.
+        kwargs: the same, by name.
+    """
+
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        return apply_forward(cls, forward, args, kwargs)
+
+    def is_equal(scaled: bool) -> bool:
+        (exact, state), (found, left) = (
+            _results(root, call, args, kwargs, scaled) for call in (cls.apply, differentiated)
+        )
+        is_known = len(exact) == len(found) > 0 and all(map(_is_close, exact, found))
+        return is_known and all(is_close(*pair, TOLERANCE) for pair in zip(state, left, strict=True))
+
+    try:
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            with in_mode(root, False):
+                if not is_equal(scaled=False):
+                    return False
+            with in_mode(root, True):
+                return is_equal(scaled=True)
+    except Exception:  # noqa: BLE001  a user's code raises anything; the Function is called as it is
+        return False
+
+
+def _is_close(exact: Tensor | None, found: Tensor | None) -> bool:
+    """Whether two tensors are equal; None is a gradient of zeros, and NaN alone shows nothing."""
+    if exact is None or found is None:
+        return all(tensor is None or not tensor.any() for tensor in (exact, found))
+    return bool(exact.isfinite().any()) and is_close(exact, found, TOLERANCE)
+
+
+def _results(
+    root: nn.Module, call: Any, args: Any, kwargs: Any, scaled: bool
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """The float outputs of a Function and the gradients of its arguments and the model's parameters; then the buffers.
+
+    Raises:
+        ValueError: it writes to an argument.
+    """
+    torch.manual_seed(0)
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.clone()
+        factor = torch.exp2(OCTAVES * torch.randn_like(tensor)) * torch.randn_like(tensor).sign() if scaled else 1.0
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = tensor.data * factor
+            return tensor
+        leaves.append((tensor.detach() * factor).requires_grad_())
+        return leaves[-1]
+
+    with _state_kept(root, flatten_tensors((args, kwargs))):
+        given = map_tensors((args, kwargs), leaf)
+        versions = [tensor_version(tensor) for tensor in flatten_tensors(given)]
+        outputs = [output for output in flatten_tensors(call(*given[0], **given[1])) if output.is_floating_point()]
+        if versions != [tensor_version(tensor) for tensor in flatten_tensors(given)]:
+            raise ValueError(f"{call} writes to its arguments")
+        losses = [
+            (output * torch.exp2(OCTAVES * torch.randn_like(output)) * torch.randn_like(output).sign()).sum()
+            for output in outputs
+            if output.requires_grad
+        ]
+        read = [*leaves, *(parameter for parameter in root.parameters() if parameter.requires_grad)]
+        gradients = gradients_of(torch.stack(losses).sum(), read) if losses and read else []
+        state = [buffer.detach() for buffer in root.buffers()]
+    return [*(output.detach() for output in outputs), *gradients], state
+
+
+@contextmanager
+def _state_kept(root: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Parameters among the given tensors and all buffers are as they were after the block."""
+    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+    data = [(tensor, tensor.data) for tensor in (*parameters, *root.buffers())]
+    for buffer in root.buffers():
+        buffer.data = buffer.data.clone()
+    try:
+        yield
+    finally:
+        for tensor, value in data:
+            tensor.data = value
