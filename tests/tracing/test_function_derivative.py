@@ -195,7 +195,7 @@ def test_what_is_followed_is_quantized_and_exported(name, tmp_path):
 
 
 def test_asking_changes_neither_the_model_nor_random_numbers():
-    net, x = Net(FOLLOWED["adds to gradients"]).train(), torch.randn(2, 4, 6, 6)
+    net, x = Net(FOLLOWED["adds to gradients"]).eval(), torch.randn(2, 4, 6, 6)
     net.factor.grad = torch.ones_like(net.factor)
     before, random = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
     assert has_derivative_as_backward(net, Again, Again.forward, (x, net.inner), {})
@@ -206,6 +206,7 @@ def test_asking_changes_neither_the_model_nor_random_numbers():
     for key, value in net.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert net.inner[0].weight.grad is None
+    assert not any(module.training for module in net.modules())
     assert torch.equal(net.factor.grad, torch.ones_like(net.factor))
 
 
