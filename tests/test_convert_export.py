@@ -471,6 +471,31 @@ def test_default_output_names_that_modules_have_too_stay_apart(tmp_path: Path) -
     assert len(set(names)) == len(names)
 
 
+class NamedLikeOperations(nn.Module):
+    """Its buffers have the names of an operation, of an argument and of an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        for name in ("mul", "relu", "x", "output"):
+            self.register_buffer(name, torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax((self.layer(x) * self.mul).relu() * self.relu + self.x, -1) + self.output
+
+
+def test_buffers_may_have_the_names_of_operations_and_inputs(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    gm = prepare_by_platform(NamedLikeOperations(), "ONNXRuntime", example_inputs=x)
+    calibrate(gm, (x,))
+    certificate = convert_export(gm, (x,), tmp_path / "model.onnx").certificate
+    assert certificate is not None
+    assert certificate.passed
+    (found,) = run_session(session(tmp_path / "model.onnx"), [x])
+    torch.testing.assert_close(torch.from_numpy(found), gm.eval()(x).detach())
+    assert [value.name for value in onnx.load(tmp_path / "model.onnx").graph.input] == ["x"]
+
+
 def test_asked_names_are_given(tmp_path: Path) -> None:
     gm, inputs = known("several", "TSQAT")
     outputs = ["product", "a", "b"]

@@ -5,7 +5,8 @@
 2. Inputs and outputs get their names, in order.
 3. Any other value that had one of these names gets an unused one.
 
-A file with another number of inputs or outputs than of names is refused: a name would be that of another tensor.
+A file with another number of inputs or outputs than of names is refused: a name would be that of another tensor. Before
+all other passes, :class:`PartNames` sees to it that no two values have one name.
 """
 
 from __future__ import annotations
@@ -56,3 +57,22 @@ class NameInterface(ir.passes.InPlacePass):
         for value, name in named.items():  # case 2
             value.name = name
         return ir.passes.PassResult(model, modified=bool(named))
+
+
+class PartNames(ir.passes.InPlacePass):
+    """Rename inputs and results of nodes that have the name of a parameter or buffer.
+
+    Torch's exporter names what a graph computes apart from what the model stores: a buffer ``mul`` and a product, or a
+    buffer and an argument of ``forward`` called ``x``, have one name.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        """Rename in place."""
+        graph = model.graph
+        values = [*graph.inputs, *(value for node in graph.all_nodes() for value in node.outputs)]
+        taken = {*graph.initializers, *(value.name for value in values)}
+        clashing = [value for value in values if value.name in graph.initializers]
+        for value in clashing:
+            value.name = unused_name(str(value.name), taken)
+            taken.add(value.name)
+        return ir.passes.PassResult(model, modified=bool(clashing))

@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from fxqat.errors import ExportError
-from fxqat.onnx.name_interface import NameInterface
+from fxqat.onnx.name_interface import NameInterface, PartNames
 
 
 def model_of(*outputs: str) -> ir.Model:
@@ -48,3 +48,16 @@ def test_another_number_of_names_is_refused(inputs: list[str], outputs: list[str
     with pytest.raises(ExportError, match=what):
         NameInterface(inputs, outputs)(model)
     assert [value.name for value in model.graph.outputs] == ["b"]
+
+
+def test_values_with_the_name_of_a_parameter_are_renamed() -> None:
+    model = model_of("b")
+    stored = ir.Value(name="stored", const_value=ir.tensor([1.0, 2.0], name="stored"))
+    model.graph.register_initializer(stored)
+    product = ir.node("Mul", [model.graph.outputs[0], stored])
+    product.outputs[0].name, model.graph.inputs[0].name = "stored", "stored"
+    model.graph.append(product)
+    assert PartNames()(model).modified
+    assert list(model.graph.initializers) == ["stored"]
+    assert [model.graph.inputs[0].name, product.outputs[0].name] == ["stored_1", "stored_2"]
+    assert not PartNames()(model).modified
