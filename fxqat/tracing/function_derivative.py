@@ -7,6 +7,7 @@ straight-through estimators, gradient reversal, clipped gradients.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -59,10 +60,18 @@ def apply_forward(cls: type[torch.autograd.Function], forward: Callable[..., Any
 
 @contextmanager
 def _no_grad_ignored() -> Iterator[None]:
-    """``torch.no_grad`` has no effect in the block, as in a forward, which ``apply`` runs without gradients."""
+    """``torch.no_grad`` has no effect in the block, as in a forward, which ``apply`` runs without gradients.
+
+    Other threads use it as always.
+    """
+    thread = threading.get_ident()
     members = {name: vars(torch.no_grad)[name] for name in ("__enter__", "__exit__")}
-    for name in members:
-        setattr(torch.no_grad, name, lambda *_: None)
+
+    def elsewhere(member: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: None if threading.get_ident() == thread else member(*args)
+
+    for name, member in members.items():
+        setattr(torch.no_grad, name, elsewhere(member))
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """Functions whose backward is the derivative of their forward are traced into; the others keep their backward."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,3 +219,24 @@ def test_a_forward_as_ordinary_code_has_the_gradient_of_its_operations():
     assert torch.equal(x.grad, 10.0 * (10 * x.detach()).abs().le(6))
     with torch.no_grad():
         assert not (2 * x).requires_grad  # no_grad works as before
+
+
+class AsksAnotherThread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        def without_gradients():
+            with torch.no_grad():
+                return torch.is_grad_enabled()
+
+        with ThreadPoolExecutor(1) as pool, torch.no_grad():
+            return x * 2, torch.tensor([torch.is_grad_enabled(), pool.submit(without_gradients).result()])
+
+
+def test_no_grad_is_ignored_in_the_thread_that_traces_only():
+    with torch.no_grad():
+        y, enabled = apply_forward(
+            AsksAnotherThread, AsksAnotherThread.forward, (torch.ones(2, requires_grad=True),), {}
+        )
+        assert not torch.is_grad_enabled()
+    assert y.requires_grad
+    assert enabled.tolist() == [True, False]
