@@ -206,3 +206,20 @@ def switch_on(layer: QATLayer) -> QATLayer:
 def spelling(value: object) -> str:
     """A value as the name of a test, which must be the same in every process: without addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+class Again(torch.autograd.Function):
+    """Computes layers again in its backward, which adds to the gradients of their parameters."""
+
+    @staticmethod
+    def forward(ctx, x, layers):
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return layers(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layers(x).backward(gradient)
+        return x.grad, None

@@ -70,7 +70,8 @@ class QuantReport:
         forced: sizes that the model's Python code needed as numbers; the graph holds these numbers and is right only
             for inputs of these sizes.
         eval_only: modules that compute something else in training; the graph has only what they compute in eval mode.
-        checkpointed: lines with activation checkpointing; the prepared model keeps these values in memory.
+        checkpointed: lines with activation checkpointing, or with a custom ``autograd.Function`` that is traced into;
+            the prepared model keeps the values that they may compute again.
         state_changes: what forward changes outside of parameters and buffers, and the prepared model does not.
         sameness: on which inputs the prepared model was compared with the model, and what differed.
         weights_only: the layers that compute in float, with weights that are stored as integers, by their nodes.
@@ -112,7 +113,7 @@ class QuantReport:
             *(f"left float, not traced: {leaf.path}: {leaf.reason} ({leaf.source})" for leaf in self.leaves),
             *(f"fixed at {found.value}: {found.expression} ({found.source})" for found in self.forced),
             *(f"computes in training what it computes in eval mode: {path}" for path in self.eval_only),
-            *(f"without activation checkpointing: {line}" for line in self.checkpointed),
+            *(f"activations kept in memory, not computed again: {line}" for line in self.checkpointed),
             *(f"left float: {layer}" for layer in self.computed),
             *self.state_changes,
             *([f"{NOTHING_FOR_SIZE} {self.backend}"] if self.for_size and not self.weights_only else []),

@@ -49,8 +49,8 @@ from fxqat.utils.contexts import (
 )
 from fxqat.utils.gradients import gradients_of
 from fxqat.utils.living_copies import own_copy
-from fxqat.utils.tensors import call_with_tensors, flatten_tensors, map_tensors
-from fxqat.utils.torch_compat import copy_tensor_hooks, tensor_version
+from fxqat.utils.tensors import call_with_tensors, flatten_tensors, map_tensors, versions_in
+from fxqat.utils.torch_compat import copy_tensor_hooks
 
 MAGNIFIED = 50.0
 """How many times larger than the effect of the last digits a difference may be and still be rounding."""
@@ -406,9 +406,9 @@ class _Runs:
     @contextmanager
     def _watched(self, which: str, inputs: Any) -> Iterator[None]:
         """Note whether a model overwrites its inputs in the block."""
-        versions = [tensor_version(tensor) for tensor in flatten_tensors(inputs)]
+        versions = versions_in(inputs)
         yield
-        if versions != [tensor_version(tensor) for tensor in flatten_tensors(inputs)]:
+        if versions != versions_in(inputs):
             self.overwrites[which] = True
 
     def _after_training(self, outputs: Any, state: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Values:

@@ -1,6 +1,7 @@
 """Calls of ``torch.autograd.Function`` and of activation checkpointing while a model is traced.
 
-1. A user's ``Function`` whose backward is the derivative of its forward is traced into, given example values.
+1. A user's ``Function`` whose backward is the derivative of its forward is traced into, given example values; the line
+   is reported, because the prepared model may keep more activations.
 2. Any other becomes one node: traced into, its forward would lose the backward that belongs to it.
 3. If ``apply`` was stored before, as in ``self.spike = Spike.apply``, its forward does what ``apply`` does here.
 4. ``torch.utils.checkpoint`` is traced into. The prepared model keeps the activations of its region, which costs memory
@@ -24,7 +25,10 @@ from fxqat.utils.node_meta import FloatLeaf
 from fxqat.utils.source import innermost_line, line_of_node
 from fxqat.utils.torch_compat import CHECKPOINTS
 
-ONE_CALL = "a custom autograd.Function is one call, in float, with its own backward"
+ONE_CALL = (
+    "a custom autograd.Function is one call, in float, with its own backward, unless example inputs show that this is "
+    "the derivative of its forward"
+)
 
 
 class AutogradCall:
@@ -57,7 +61,8 @@ def functions_as_calls() -> Iterator[list[str]]:
     """Apply the rules of this module in the block.
 
     Yields:
-        The lines of the user's code with activation checkpointing; they are added while the block runs.
+        The lines of the user's code with activation checkpointing, or with a Function that is traced into; they are
+        added while the block runs.
     """
     checkpointed: list[str] = []
 
@@ -73,7 +78,7 @@ def functions_as_calls() -> Iterator[list[str]]:
             return args[0](*args[2:])
         trace_function = getattr(tracer, "trace_autograd_function", None)
         if trace_function is not None:
-            return trace_function(AutogradCall(cls), forwards.get(cls, cls.forward), args, kwargs)
+            return trace_function(AutogradCall(cls), forwards.get(cls, cls.forward), args, kwargs, record)
         return tracer.create_proxy("call_function", AutogradCall(cls), args, kwargs)
 
     def traced(cls: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxqat.utils.contexts import in_mode
+from fxqat.utils.contexts import attributes_kept, buffers_kept, in_mode, random_state_kept
 from fxqat.utils.gradients import gradients_of
-from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors
-from fxqat.utils.torch_compat import tensor_version
+from fxqat.utils.tensors import flatten_tensors, is_close, map_tensors, versions_in
 
 TOLERANCE = 1e-4
 """By how much two gradients may differ, relative to each value and to the largest: kernels round differently."""
-OCTAVES = 3
-"""Standard deviation of the powers of two by which values are multiplied, so that they lie on all sides of limits."""
+NEAR, FAR = 3, 10
+"""Standard deviations of the powers of two by which values are multiplied, so that they lie on all sides of limits."""
 
 
 class Context:
@@ -99,33 +98,42 @@ def has_derivative_as_backward(
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         return apply_forward(cls, forward, args, kwargs)
 
-    def is_equal(scaled: bool) -> bool:
-        (exact, state), (found, left) = (
-            _results(root, call, args, kwargs, scaled) for call in (cls.apply, differentiated)
+    def is_equal(octaves: int) -> bool:
+        exact, state = _results(root, cls.apply, args, kwargs, octaves)
+        found, left = _results(root, differentiated, args, kwargs, octaves)
+        may_overflow = octaves == FAR
+        return (
+            len(exact) == len(found) > 0
+            and all(_is_close(*pair, may_overflow) for pair in zip(exact, found, strict=True))
+            and all(is_close(*pair, TOLERANCE) for pair in zip(state, left, strict=True))
         )
-        is_known = len(exact) == len(found) > 0 and all(map(_is_close, exact, found))
-        return is_known and all(is_close(*pair, TOLERANCE) for pair in zip(state, left, strict=True))
 
+    trials = ((False, 0), (True, NEAR), (True, FAR))
     try:
-        with torch.random.fork_rng(devices=()), torch.enable_grad():
-            with in_mode(root, False):
-                if not is_equal(scaled=False):
-                    return False
-            with in_mode(root, True):
-                return is_equal(scaled=True)
+        with random_state_kept(root), torch.enable_grad():
+            for training, octaves in trials:
+                with in_mode(root, training):
+                    if not is_equal(octaves):
+                        return False
     except Exception:  # noqa: BLE001  a user's code raises anything; the Function is called as it is
         return False
+    return True
 
 
-def _is_close(exact: Tensor | None, found: Tensor | None) -> bool:
+def _is_close(exact: Tensor | None, found: Tensor | None, may_overflow: bool) -> bool:
     """Whether two tensors are equal; None is a gradient of zeros, and NaN alone shows nothing."""
     if exact is None or found is None:
         return all(tensor is None or not tensor.any() for tensor in (exact, found))
-    return bool(exact.isfinite().any()) and is_close(exact, found, TOLERANCE)
+    return (may_overflow or bool(exact.isfinite().any())) and is_close(exact, found, TOLERANCE)
+
+
+def _scaled(tensor: Tensor, octaves: int) -> Tensor:
+    """A tensor with each value multiplied by a random power of two and a random sign."""
+    return tensor * torch.exp2(octaves * torch.randn_like(tensor)) * torch.randn_like(tensor).sign()
 
 
 def _results(
-    root: nn.Module, call: Any, args: Any, kwargs: Any, scaled: bool
+    root: nn.Module, call: Any, args: Any, kwargs: Any, octaves: int
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """The float outputs of a Function and the gradients of its arguments and the model's parameters; then the buffers.
 
@@ -138,37 +146,29 @@ def _results(
     def leaf(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor.clone()
-        factor = torch.exp2(OCTAVES * torch.randn_like(tensor)) * torch.randn_like(tensor).sign() if scaled else 1.0
         if isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data * factor
+            tensor.data = _scaled(tensor.data, octaves) if octaves else tensor.data.clone()
             return tensor
-        leaves.append((tensor.detach() * factor).requires_grad_())
+        leaves.append((_scaled(tensor.detach(), octaves) if octaves else tensor.detach().clone()).requires_grad_())
         return leaves[-1]
 
-    with _state_kept(root, flatten_tensors((args, kwargs))):
+    with buffers_kept(root), attributes_kept(root), _data_kept(flatten_tensors((args, kwargs))):
         given = map_tensors((args, kwargs), leaf)
-        versions = [tensor_version(tensor) for tensor in flatten_tensors(given)]
+        versions = versions_in(given)
         outputs = [output for output in flatten_tensors(call(*given[0], **given[1])) if output.is_floating_point()]
-        if versions != [tensor_version(tensor) for tensor in flatten_tensors(given)]:
+        if versions != versions_in(given):
             raise ValueError(f"{call} writes to its arguments")
-        losses = [
-            (output * torch.exp2(OCTAVES * torch.randn_like(output)) * torch.randn_like(output).sign()).sum()
-            for output in outputs
-            if output.requires_grad
-        ]
+        losses = [_scaled(output, octaves or NEAR).sum() for output in outputs if output.requires_grad]
         read = [*leaves, *(parameter for parameter in root.parameters() if parameter.requires_grad)]
         gradients = gradients_of(torch.stack(losses).sum(), read) if losses and read else []
-        state = [buffer.detach() for buffer in root.buffers()]
+        state = [buffer.detach().clone() for buffer in root.buffers()]
     return [*(output.detach() for output in outputs), *gradients], state
 
 
 @contextmanager
-def _state_kept(root: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Parameters among the given tensors and all buffers are as they were after the block."""
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    data = [(tensor, tensor.data) for tensor in (*parameters, *root.buffers())]
-    for buffer in root.buffers():
-        buffer.data = buffer.data.clone()
+def _data_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Parameters among the given tensors have their own data after the block, at the same place and version."""
+    data = [(tensor, tensor.data) for tensor in tensors if isinstance(tensor, nn.Parameter)]
     try:
         yield
     finally:

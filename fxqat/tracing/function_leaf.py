@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxqat.utils.tensors import flatten_tensors
-from fxqat.utils.torch_compat import tensor_version
+from fxqat.utils.tensors import versions_in
 
 NOT_USER_PACKAGES = ("torch", "numpy", "fxqat", *sys.stdlib_module_names)
 """Packages whose functions never become leaves: an error in them is the fault of the code that called them."""
@@ -75,9 +74,9 @@ def is_user_function(function: Any) -> bool:
 def overwrites_arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a function works in place on tensors in its arguments."""
     given = copy.deepcopy((args, kwargs))
-    before = [tensor_version(tensor) for tensor in flatten_tensors(given)]
+    before = versions_in(given)
     function(*given[0], **given[1])
-    return before != [tensor_version(tensor) for tensor in flatten_tensors(given)]
+    return before != versions_in(given)
 
 
 def failing_functions(trace: TracebackType | None) -> Iterator[tuple[FunctionType, list[Any]]]:

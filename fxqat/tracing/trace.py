@@ -65,7 +65,8 @@ class Traced(NamedTuple):
         forced: sizes that the graph holds as numbers.
         leaves: modules and functions that could not be traced.
         eval_only: modules that compute differently in training, of which the graph holds eval mode only.
-        checkpointed: lines of the user's code with activation checkpointing, which the graph does not have.
+        checkpointed: lines of the user's code with activation checkpointing, which the graph does not have, or with a
+            custom ``autograd.Function`` that is traced into.
     """
 
     root: nn.Module

@@ -243,9 +243,22 @@ class ValueTracer(LeafTracer):
         return self.create_proxy("call_module", path, placed, {n: a for n, a in kwargs.items() if n not in constants})
 
     def trace_autograd_function(
-        self, call: AutogradCall, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: AutogradCall,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: Callable[[], None],
     ) -> Any:
-        """Trace the forward of a custom Function if its backward is the derivative of that; else make one node."""
+        """Trace the forward of a custom Function if its backward is the derivative of that; else make one node.
+
+        Args:
+            call: the Function.
+            forward: its forward.
+            args: what ``apply`` gets.
+            kwargs: the same, by name.
+            record: what to call if the forward is traced.
+        """
         mark = self.mark_position()
         with self.patches.suspend():
             try:
@@ -256,11 +269,14 @@ class ValueTracer(LeafTracer):
         self.rewind(mark)  # a closure may have been called that reads proxies
         if followed:
             try:
-                return apply_forward(call.function, forward, args, kwargs)
+                result = apply_forward(call.function, forward, args, kwargs)
             except Exception:  # noqa: BLE001  a forward in other languages than Python takes no proxies
                 if self.path_of_failure:  # a module that it calls became a leaf or could not
                     raise
                 self.rewind(mark)
+            else:
+                record()
+                return result
         return self.call_function_leaf(call, args, kwargs)
 
     def _path_of_leaf(self, function: Any, constants: dict[int | str, Any]) -> str:

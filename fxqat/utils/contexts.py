@@ -71,16 +71,26 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the states of the random generators after the block.
+
+    Args:
+        model: the model that runs in the block; tells which accelerators' generators are used.
+    """
+    with torch.random.fork_rng(list({tensor.device for tensor in model.parameters() if tensor.is_cuda})):
+        yield
+
+
+@contextmanager
 def equal_random_numbers(model: nn.Module) -> Iterator[EqualRandomNumbers]:
     """Equal calls give equal random numbers in the block; afterwards the generators are in their state before it.
 
     It also tells whether any were drawn.
 
     Args:
-        model: the model that runs in the block; tells which accelerators' generators are used.
+        model: the model that runs in the block.
     """
-    accelerators = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with without_compiler(), torch.random.fork_rng(list(accelerators)), EqualRandomNumbers() as numbers:
+    with without_compiler(), random_state_kept(model), EqualRandomNumbers() as numbers:
         yield numbers
 
 

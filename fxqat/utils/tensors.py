@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fxqat.utils.torch_compat import tensor_version
 from fxqat.utils.unused_names import unused_name
 
 HALF = (torch.float16, torch.bfloat16)
@@ -87,6 +88,11 @@ def flatten_tensors(value: Any) -> list[Tensor]:
     if is_dataclass(value) and not isinstance(value, type):
         return [t for f in fields(value) for t in flatten_tensors(getattr(value, f.name))]
     return []
+
+
+def versions_in(value: Any) -> list[tuple[int, int]]:
+    """The versions of all tensors in nested arguments; they stay equal until something writes to one of them."""
+    return [tensor_version(tensor) for tensor in flatten_tensors(value)]
 
 
 def named_leaves(value: Any, prefix: str = "") -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ def test_activation_checkpointing_is_traced_into_and_reported(reentrant, with_in
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,) if with_inputs else None, check="quick")
     (line,) = gm.quant_report.checkpointed
     assert line.startswith(f"{__file__}:")
-    assert f"without activation checkpointing: {line}" in caplog.text
+    assert f"activations kept in memory, not computed again: {line}" in caplog.text
     assert [row.status for row in gm.quant_report if row.op == "linear"] == ["quantized", "quantized"]
     torch.testing.assert_close(gm(x), model(x))
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import fxqat
 from fxqat.tracing.function_derivative import apply_forward, has_derivative_as_backward
+from tests.builders import Again
 
 
 class Swish(torch.autograd.Function):
@@ -61,23 +62,6 @@ class Checkpoint(torch.autograd.Function):
         return None, None, *torch.autograd.grad(outputs, inputs + ctx.parameters, gradients)
 
 
-class Again(torch.autograd.Function):
-    """Computes layers again in its backward, which adds to the gradients of their parameters."""
-
-    @staticmethod
-    def forward(ctx, x, layers):
-        ctx.layers = layers
-        ctx.save_for_backward(x)
-        return layers(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.layers(x).backward(gradient)
-        return x.grad, None
-
-
 class LowerBound(torch.autograd.Function):
     """A bound that values below it can leave; far above it the gradient is the derivative."""
 
@@ -98,6 +82,18 @@ class Clamp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return x.clamp(-6, 6)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class FarClamp(torch.autograd.Function):
+    """A straight-through clamp with limits that few values reach."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-2000, 2000)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -138,12 +134,23 @@ class Net(nn.Module):
         self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 1)
         self.inner = nn.Sequential(nn.Conv2d(4, 4, 1), nn.GroupNorm(2, 4), nn.ReLU())
         self.normed = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.counting = Counting()
         self.factor = nn.Parameter(torch.rand(1, 4, 1, 1) + 0.5)
         self.register_buffer("bound", torch.tensor(1e-6))
         self.call = call
 
     def forward(self, x):
         return self.last(self.call(self, self.first(x)))
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return 2 * x
 
 
 FOLLOWED = {
@@ -156,6 +163,7 @@ FOLLOWED = {
 OWN_GRADIENT = {
     "bound": lambda net, x: x * LowerBound.apply(net.factor, net.bound),
     "clamp": lambda net, x: Clamp.apply(x),
+    "far clamp": lambda net, x: FarClamp.apply(x),
     "clipped": lambda net, x: ClippedGradient.apply(x),
     "writes": lambda net, x: Writes.apply(x + 0),
 }
@@ -175,6 +183,9 @@ def test_gradients_are_those_of_the_model(name):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     gm = fxqat.prepare_by_platform(model, "TSQAT", example_inputs=(x,))
     assert bool(gm.quant_report.leaves) == (name in OWN_GRADIENT)
+    assert {line.partition(":")[0] for line in gm.quant_report.checkpointed} == (
+        {__file__} if name in FOLLOWED else set()
+    )
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
     assert all(p.grad is None for net in (model, gm) for p in net.parameters())
@@ -202,6 +213,8 @@ def test_asking_changes_neither_the_model_nor_random_numbers():
     before, random = {key: value.clone() for key, value in net.state_dict().items()}, torch.get_rng_state()
     assert has_derivative_as_backward(net, Again, Again.forward, (x, net.inner), {})
     assert not has_derivative_as_backward(net, Again, Again.forward, (x, net.normed), {})
+    assert has_derivative_as_backward(net, Again, Again.forward, (x, net.counting), {})
+    assert net.counting.calls == 0
     assert has_derivative_as_backward(net, Scaled, Scaled.forward, (x, net.factor, x.shape), {})
     assert not has_derivative_as_backward(net, LowerBound, LowerBound.forward, (net.factor, net.bound), {})
     assert torch.equal(torch.get_rng_state(), random)

@@ -4,23 +4,7 @@ import torch
 from torch import nn
 
 from fxqat.utils.gradients import gradients_of
-
-
-class Adding(torch.autograd.Function):
-    """A linear layer whose backward adds the gradient of the weight to ``.grad``, as reversible layers do."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            ctx.layer(x).backward(gradient)
-        return x.grad, None
+from tests.builders import Again
 
 
 def test_gradients_that_a_backward_adds_are_part_of_the_result():
@@ -30,7 +14,7 @@ def test_gradients_that_a_backward_adds_are_part_of_the_result():
     leaves = [x, layer.weight, layer.bias, unread]
     expected = gradients_of((layer(x) + layer(2 * x)).square().sum(), leaves)
     layer.weight.grad = torch.full_like(layer.weight, 7.0)
-    found = gradients_of((Adding.apply(x, layer) + layer(2 * x)).square().sum(), leaves)
+    found = gradients_of((Again.apply(x, layer) + layer(2 * x)).square().sum(), leaves)
     assert found[-1] is None
     assert expected[-1] is None
     for gradient, exact in zip(found[:-1], expected[:-1], strict=True):
