@@ -32,7 +32,7 @@ from fxqat.onnx.external_data import in_temporary_files
 from fxqat.onnx.gather_integers import GatherIntegers
 from fxqat.onnx.half_scales import HalfScales
 from fxqat.onnx.integer_products import IntegerProducts
-from fxqat.onnx.name_interface import NameInterface, PartNames
+from fxqat.onnx.name_interface import NameInterface, UniqueNames
 from fxqat.onnx.name_tensors import NameTensors, empty_tensors, tensors_of
 from fxqat.onnx.narrow_types import StoreNarrow
 from fxqat.onnx.opset import DEFAULT, check_opset, opset_for, opset_of, opset_with_operators
@@ -215,7 +215,7 @@ def convert_export(
     rewriting = rewriting_for(runtime, lowered.weights_only)
     empty = empty_tensors(exported, lowered.tensors)
     passes = [
-        PartNames(),
+        UniqueNames(),
         Simplify(),
         NameInterface(*interface),
         NameTensors(

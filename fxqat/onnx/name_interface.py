@@ -6,7 +6,7 @@
 3. Any other value that had one of these names gets an unused one.
 
 A file with another number of inputs or outputs than of names is refused: a name would be that of another tensor. Before
-all other passes, :class:`PartNames` sees to it that no two values have one name.
+all other passes, :class:`UniqueNames` sees to it that no two values have one name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class NameInterface(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=bool(named))
 
 
-class PartNames(ir.passes.InPlacePass):
+class UniqueNames(ir.passes.InPlacePass):
     """Rename inputs and results of nodes that have the name of a parameter or buffer.
 
     Torch's exporter names what a graph computes apart from what the model stores: a buffer ``mul`` and a product, or a

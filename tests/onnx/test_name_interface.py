@@ -5,7 +5,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from fxqat.errors import ExportError
-from fxqat.onnx.name_interface import NameInterface, PartNames
+from fxqat.onnx.name_interface import NameInterface, UniqueNames
 
 
 def model_of(*outputs: str) -> ir.Model:
@@ -57,7 +57,7 @@ def test_values_with_the_name_of_a_parameter_are_renamed() -> None:
     product = ir.node("Mul", [model.graph.outputs[0], stored])
     product.outputs[0].name, model.graph.inputs[0].name = "stored", "stored"
     model.graph.append(product)
-    assert PartNames()(model).modified
+    assert UniqueNames()(model).modified
     assert list(model.graph.initializers) == ["stored"]
     assert [model.graph.inputs[0].name, product.outputs[0].name] == ["stored_1", "stored_2"]
-    assert not PartNames()(model).modified
+    assert not UniqueNames()(model).modified
